@@ -1,0 +1,1 @@
+"""Transformers with dilated attention (LongNet) for PyTorch Lightning."""

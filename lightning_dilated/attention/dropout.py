@@ -1,0 +1,76 @@
+"""Attention dropout by counting: whether a pair is kept is a hash of (seed, sample, branch, head, global p, global j).
+
+The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and another rank see the same one.
+The hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
+Shape letters: G samples and segments, J heads, n rows of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.views import Span
+from lightning_dilated.pattern.rows import Block
+
+_MASK = 0xFFFFFFFF
+_STEP = 0x9E3779B1
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A bijection of 32-bit integers held in int64; products may wrap, their low 32 bits stay exact."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
+    x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
+    return x ^ (x >> 16)
+
+
+def _fold(state: Tensor, *values: Tensor | int) -> Tensor:
+    """Chain 64-bit values into a 32-bit state."""
+    for value in values:
+        state = _mix((state ^ (value & _MASK)) & _MASK)
+        state = _mix((state + (value >> 32) + _STEP) & _MASK)
+    return state
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Drop each (query, key) pair of each branch with probability `p`, as `seed` says."""
+
+    p: float
+    seed: int
+
+    def keep(self, branch: Tensor | int, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        """bool, True where the pair stays; the arguments are int64 tensors that broadcast."""
+        start = torch.full((), 0x243F6A88, dtype=torch.int64, device=query.device)
+        row = _fold(start, self.seed, branch, sample, head, query)
+        return _fold(row, key) >= round(self.p * 2**32)
+
+
+@dataclass(frozen=True)
+class BlockDropout:
+    """The dropout of one block: an engine asks for the factors of any rectangle of its scores."""
+
+    dropout: Dropout
+    span: Span
+    block: Block
+
+    def factors(self, groups: slice, rows: slice, keys: slice, device: torch.device) -> Tensor:
+        """(g, J, rows, keys) of 0 or 1/(1-p): what to multiply the attention weights with."""
+        s, b = self.span, self.block
+        arange = lambda n: torch.arange(n, device=device)  # noqa: E731
+        group = arange(s.batches * b.segments)[groups]
+        sample = (s.batch + group // b.segments)[:, None, None, None]
+        segment = (group % b.segments)[:, None, None]
+        head = arange(b.heads)[:, None]
+        first = s.start + b.first + segment * b.segment_stride + head * b.position_step
+        position = first + arange(b.rows) * b.row_stride  # (g, J, n)
+        keep = self.dropout.keep(
+            b.branch,
+            sample,
+            (b.head + head * b.head_step)[:, :, None],
+            position[:, :, rows, None],
+            position[:, :, None, keys],
+        )
+        return keep.to(torch.float32) / (1 - self.dropout.p)

@@ -1,0 +1,145 @@
+"""The sdpa engines: torch's fused attention kernels that return the log-sum-exp (cuDNN, flash, and flash on the CPU).
+
+Each is called through its aten op, because the public function hides the log-sum-exp that the merge of branches needs.
+Shape letters: G samples and segments, J heads, n rows, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.dropout import BlockDropout
+from lightning_dilated.attention.engines.base import Engine, unsupported
+
+_aten = torch.ops.aten
+
+
+def _no_dropout(dropout: BlockDropout | None) -> None:
+    if dropout is not None:
+        raise ValueError("the sdpa engines have no exact attention dropout; use engine='math'.")
+
+
+def _cpu_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | None
+) -> tuple[Tensor, Tensor]:
+    _no_dropout(dropout)
+    return _aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: BlockDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _no_dropout(dropout)
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, causal, scale=scale
+    )
+
+
+def _cudnn_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | None
+) -> tuple[Tensor, Tensor]:
+    _no_dropout(dropout)
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.view(q.shape[:-1])  # some versions return (G, J, n, 1)
+
+
+def _cudnn_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: BlockDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _no_dropout(dropout)
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    n = q.shape[2]
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None], none, none, None, None, None, n, n, 0.0, causal, scale=scale
+    )
+
+
+def _flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | None
+) -> tuple[Tensor, Tensor]:
+    _no_dropout(dropout)
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: BlockDropout | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _no_dropout(dropout)
+    none = torch.empty(0, dtype=torch.int64, device=q.device)
+    n = q.shape[2]
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, n, n, 0.0, causal, none, none, scale=scale
+    )
+
+
+def _cudnn_available(device: torch.device) -> str | None:
+    if not torch.backends.cudnn.is_available():
+        return "this torch has no cuDNN"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "cuDNN attention needs compute capability 8.0"
+    return unsupported("_scaled_dot_product_cudnn_attention")(device)
+
+
+def _flash_available(device: torch.device) -> str | None:
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "flash attention needs compute capability 8.0"
+    return unsupported("_scaled_dot_product_flash_attention")(device)
+
+
+# cuDNN given fp32 returned NaN without an error, given no rows None; the CPU op given no rows kills the process.
+CPU_FLASH = Engine(
+    name="cpu_flash",
+    forward=_cpu_forward,
+    backward=_cpu_backward,
+    devices=("cpu",),
+    dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    available=unsupported("_scaled_dot_product_flash_attention_for_cpu"),
+)
+CUDNN = Engine(
+    name="cudnn",
+    forward=_cudnn_forward,
+    backward=_cudnn_backward,
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    max_head_dim=128,
+    head_dim_multiple=8,
+    alignment=16,
+    available=_cudnn_available,
+)
+FLASH = Engine(
+    name="flash",
+    forward=_flash_forward,
+    backward=_flash_backward,
+    devices=("cuda",),
+    dtypes=(torch.bfloat16, torch.float16),
+    max_head_dim=256,
+    head_dim_multiple=8,
+    alignment=16,
+    available=_flash_available,
+)

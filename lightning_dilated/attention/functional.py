@@ -1,0 +1,159 @@
+"""dilated_attention: the public function over the op; it checks every argument before any work is done.
+
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention import op as _op  # noqa: F401 - registers torch.ops.lightning_dilated
+from lightning_dilated.attention.engines import engine_names
+from lightning_dilated.pattern import DilatedPattern
+
+
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    engine: str = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches, with multiplicities.
+
+    Args:
+        q: (B, N, H, D) queries, any floating dtype; strided views (of a fused projection, say) are read in place.
+        k, v: (B, N, K, D) with K dividing H; query head h reads kv head h // (H / K).
+        pattern: who attends to whom.
+        causal: keys after the query are left out.
+        scale: of the scores; 1/sqrt(D) if None.
+        dropout: probability with which a (query, key) pair of a branch is dropped. This function has no eval mode: pass
+            0.0 outside training. The mask follows torch's CPU generator, so `torch.manual_seed` repeats it.
+        lengths: (B,) integers, the real tokens of each right-padded sample; rows beyond give 0.
+        cu_seqlens: int32 (documents + 1,) on the CPU, bounds of documents packed into one sample (B = 1); segments
+            restart at each document and nothing crosses one.
+        return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
+        engine: "auto", "sdpa", or one engine's name; `engines.choose` says what "auto" picks and why.
+
+    Returns:
+        out (B, N, H, D) in q's dtype, 0 where a row has no key; with `return_lse` also lse (B, H, N), fp32 (fp64 for
+        float64 inputs), -inf where a row has no key.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v)
+    if not isinstance(pattern, DilatedPattern):
+        raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one.")
+    pattern.check_heads(q.shape[2], k.shape[2])
+    _check_options(causal, dropout, engine)
+    lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
+    scale = _check_scale(scale, q.shape[3])
+    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
+    out, lse, _ = torch.ops.lightning_dilated.attention(
+        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, ""
+    )
+    return (out, lse.detach()) if return_lse else out
+
+
+def _autocast(*tensors: Any) -> tuple[Any, ...]:
+    """Under torch.autocast, floating tensors in the autocast dtype, float64 left alone, as torch's own attention has it."""
+    if not all(isinstance(x, Tensor) for x in tensors):
+        return tensors
+    kind = tensors[0].device.type
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return tensors
+    dtype = torch.get_autocast_dtype(kind)
+    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _check_tensors(q: Any, k: Any, v: Any) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (B, N, heads, D), got shape {tuple(x.shape)}.")
+        if not x.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {x.dtype}; convert it, as in {name}.to(torch.bfloat16).")
+        if x.dtype != q.dtype:
+            raise TypeError(f"q, k and v must share one dtype: q is {q.dtype}, {name} is {x.dtype}.")
+        if x.device != q.device:
+            raise ValueError(f"q, k and v must be on one device: q is on {q.device}, {name} on {x.device}.")
+    if k.shape != v.shape:
+        raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
+    if q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"q and k must have the same B and N, got {tuple(q.shape[:2])} and {tuple(k.shape[:2])}; "
+            "dilated attention is self-attention (for one new token against a cache see attention.decode)."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(f"q and k must have the same head dim D, got {q.shape[3]} and {k.shape[3]}.")
+    if q.shape[3] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
+        raise ValueError(f"heads and head dim must be at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}.")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention).")
+
+
+def _check_options(causal: Any, dropout: Any, engine: Any) -> None:
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
+    if engine not in engine_names():
+        raise ValueError(f"engine must be one of {', '.join(engine_names())}; got {engine!r}.")
+
+
+def _check_scale(scale: Any, head_dim: int) -> float:
+    if scale is None:
+        return head_dim**-0.5
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None (1/sqrt(D)), got {scale!r}.")
+    return float(scale)
+
+
+def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
+    """lengths and cu_seqlens as CPU tensors, checked as far as shapes go; the op checks the values."""
+    if lengths is not None and cu_seqlens is not None:
+        raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
+    if lengths is not None:
+        lengths = _integers(lengths, "lengths")
+        if lengths.shape != q.shape[:1]:
+            raise ValueError(f"lengths must have one entry a sample, shape ({q.shape[0]},); got {tuple(lengths.shape)}.")
+        lengths = lengths.cpu()
+    if cu_seqlens is not None:
+        cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
+        if cu_seqlens.dtype != torch.int32 or cu_seqlens.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens must be an int32 tensor on the CPU, got {cu_seqlens.dtype} on {cu_seqlens.device}; "
+                "use cu_seqlens.to('cpu', torch.int32), outside the training step if it is on a GPU."
+            )
+        if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
+            raise ValueError(f"cu_seqlens must be (documents + 1,), at least [0, N]; got shape {tuple(cu_seqlens.shape)}.")
+        if q.shape[0] != 1:
+            raise ValueError(f"packed documents (cu_seqlens) take a batch of 1, got B={q.shape[0]}; pack them into one row.")
+    return lengths, cu_seqlens
+
+
+def _integers(values: Any, name: str) -> Tensor:
+    if not isinstance(values, Tensor):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+            raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")
+        if not all(isinstance(x, int) and not isinstance(x, bool) for x in values):
+            raise TypeError(f"{name} must hold integers only, got {list(values)!r}.")
+        return torch.tensor(values, dtype=torch.int32)
+    if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise TypeError(f"{name} must hold integers, got dtype {values.dtype}.")
+    return values

@@ -1,0 +1,84 @@
+"""Strided views of the rows of a block: no row is ever gathered or copied.
+
+Shape letters: B batch, N tokens, H heads, D head dim; S segments, J heads of the block, n rows; G = B*S joined.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from lightning_dilated.pattern.rows import Block
+
+
+@dataclass(frozen=True)
+class Span:
+    """Equal documents: `batches` samples from `batch` on, each the tokens [start, start + length) of its row."""
+
+    batch: int
+    batches: int
+    start: int
+    length: int
+
+
+def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:
+    """The documents of a call; neighbours of equal length share a span. Empty documents are left out."""
+    if cu_seqlens is not None:
+        bounds = cu_seqlens.tolist()
+        return [Span(0, 1, a, b - a) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+    out: list[Span] = []
+    for i, length in enumerate([seq_len] * batch if lengths is None else lengths.tolist()):
+        if out and out[-1].length == length and out[-1].batch + out[-1].batches == i:
+            out[-1] = replace(out[-1], batches=out[-1].batches + 1)
+        elif length:
+            out.append(Span(i, 1, 0, length))
+    return out
+
+
+def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
+    """The span whole where samples and segments of every (B, N, H, D) tensor fold into one axis, else sample by sample."""
+    fold = all(x.stride(0) == block.segments * block.segment_stride * x.stride(1) for x in tensors)
+    if span.batches == 1 or block.segments == 1 or fold:
+        yield span
+        return
+    for i in range(span.batches):
+        yield replace(span, batch=span.batch + i, batches=1)
+
+
+def _origin(x: Tensor, span: Span, block: Block, head: int) -> int:
+    return x.storage_offset() + span.batch * x.stride(0) + (span.start + block.first) * x.stride(1) + head * x.stride(2)
+
+
+def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
+    """(G, J, n, D) view of a (B, N, H, D) tensor, one axis for samples and segments; `joined` says when that exists."""
+    sb, sn, sh, sd = x.stride()
+    head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
+    outer = block.segment_stride * sn if block.segments > 1 else sb
+    return x.as_strided(
+        (span.batches * block.segments, block.heads, block.rows, x.shape[3]),
+        (outer, step * sh + block.position_step * sn, block.row_stride * sn, sd),
+        _origin(x, span, block, head),
+    )
+
+
+def cell_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
+    """(b, S, J, n, D) view of a (B, N, H, D) tensor, or (b, S, J, n) of a (B, N, H) one: exists for every stride."""
+    sb, sn, sh = x.stride()[:3]
+    head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
+    return x.as_strided(
+        (span.batches, block.segments, block.heads, block.rows, *x.shape[3:]),
+        (sb, block.segment_stride * sn, step * sh + block.position_step * sn, block.row_stride * sn, *x.stride()[3:]),
+        _origin(x, span, block, head),
+    )
+
+
+def add_rows(total: Tensor, part: Tensor, span: Span, block: Block, kv: bool = False) -> None:
+    """Add a block's (G, J, n, D) part to its rows of `total`, a (B, N, H, D) accumulator."""
+    cells = cell_view(total, span, block, kv)
+    part = part.unflatten(0, (span.batches, block.segments))
+    if kv and block.heads > 1 and block.kv_head_step == 0 and block.position_step == 0:
+        # several query heads read the very same kv rows, so the cells of the heads are one memory
+        cells, part = cells[:, :, 0], part.sum(2, dtype=total.dtype)
+    cells.add_(part)

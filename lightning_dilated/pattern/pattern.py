@@ -1,0 +1,251 @@
+"""DilatedPattern: the list of branches, the offset rule and the padding rule that together say who attends to whom."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_dilated.pattern.branch import Branch, integer, known_keys
+
+if TYPE_CHECKING:
+    import torch
+
+    from lightning_dilated.pattern.explain import Explanation
+
+OFFSETS = ("interleaved", "blocked")
+OFFSET_HEADS = ("query", "kv")
+PADDING = ("masked", "attended")
+
+
+@dataclass(frozen=True)
+class DilatedPattern:
+    """Branches of dilated attention; immutable, hashable, and free of the sequence length.
+
+    Args:
+        branches: `Branch` objects, (segment_length, dilation_rate) pairs, or mappings of a branch's fields.
+        offsets: how a head's offset follows from its number in a branch of rate r: "interleaved" is h mod r (the LongNet
+            paper), "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's own `offset` wins.
+        offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
+        padding: "masked", or "attended": reproduces released checkpoints, whose zero pads took softmax mass.
+
+    Raises:
+        TypeError, ValueError: naming the branch and the argument.
+    """
+
+    branches: tuple[Branch, ...]
+    offsets: str = "interleaved"
+    offset_heads: str = "query"
+    padding: str = "masked"
+    #: the pattern as one string, the form in which it enters the compiled op
+    code: str = field(init=False, repr=False, compare=False, default="")
+
+    def __post_init__(self) -> None:
+        if isinstance(self.branches, (str, bytes, Mapping, Branch)) or not isinstance(self.branches, Iterable):
+            raise TypeError(f"branches must be a list of Branch or (segment_length, dilation_rate), got {self.branches!r}.")
+        branches = tuple(Branch.of(b, f"branches[{i}]") for i, b in enumerate(self.branches))
+        if not branches:
+            raise ValueError("branches is empty: a pattern needs at least one branch, such as Branch(2048, 1).")
+        object.__setattr__(self, "branches", branches)
+        for name, allowed in (("offsets", OFFSETS), ("offset_heads", OFFSET_HEADS), ("padding", PADDING)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if self.padding == "attended":
+            for i, branch in enumerate(branches):
+                if branch.shift:
+                    raise ValueError(
+                        f"branches[{i}]: padding='attended' reproduces unshifted releases, so shift={branch.shift} "
+                        "is not defined for it. Use shift=0, or padding='masked'."
+                    )
+        object.__setattr__(self, "code", json.dumps(self.to_dict(), separators=(",", ":")))
+
+    # -- ways to make one ------------------------------------------------------------------------------------------
+    @classmethod
+    def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], **kwargs: Any) -> DilatedPattern:
+        """Every head takes every branch, as in LongNet (arXiv 2307.02486, section 2.3)."""
+        return cls(_paired(segment_lengths, dilation_rates), **kwargs)
+
+    @classmethod
+    def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
+        """Branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`."""
+        first, last = integer(first, "first", 1), integer(last, "last", 1)
+        ratio = integer(ratio, "ratio", 2)
+        steps = [(first, 1)]
+        while steps[-1][0] < last:
+            steps.append((steps[-1][0] * ratio, steps[-1][1] * ratio))
+        if steps[-1][0] != last:
+            below = steps[-2][0] if len(steps) > 1 else first
+            raise ValueError(
+                f"last must be first times a power of ratio ({first} * {ratio}^k), got {last}; "
+                f"the nearest are {below} and {steps[-1][0]}."
+            )
+        return cls(tuple(steps), **kwargs)
+
+    @classmethod
+    def head_groups(
+        cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], num_heads: int, **kwargs: Any
+    ) -> DilatedPattern:
+        """Branch i serves its own share of the heads, with offset i mod r_i; the first groups take one head more."""
+        pairs = _paired(segment_lengths, dilation_rates)
+        num_heads = integer(num_heads, "num_heads", 1)
+        if num_heads < len(pairs):
+            raise ValueError(f"head_groups needs a head for each of the {len(pairs)} branches, got num_heads={num_heads}.")
+        share, more = divmod(num_heads, len(pairs))
+        branches, start = [], 0
+        for i, (w, r) in enumerate(pairs):
+            stop = start + share + (i < more)
+            branches.append(Branch(w, r, heads=tuple(range(start, stop)), offset=i % integer(r, "dilation_rate", 1)))
+            start = stop
+        return cls(tuple(branches), **kwargs)
+
+    @classmethod
+    def dense(cls, segment_length: int | None = None, **kwargs: Any) -> DilatedPattern:
+        """Ordinary attention: over the whole sequence, or inside segments of `segment_length`."""
+        return cls((Branch(segment_length, 1),), **kwargs)
+
+    def shifted(self, fraction: float = 0.5, below: int | None = None) -> DilatedPattern:
+        """The same pattern with segments shifted by floor(fraction * w) where w < `below` (everywhere if None).
+
+        Meant for every other layer: it removes the walls that nested segments leave (see `explain`).
+        """
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
+            raise ValueError(f"fraction must be a number in [0, 1), got {fraction!r}; 0.5 shifts by half a segment.")
+        if below is not None:
+            below = integer(below, "below", 1)
+        move = lambda w: w is not None and (below is None or w < below)  # noqa: E731
+        branches = (
+            replace(b, shift=math.floor(fraction * b.segment_length)) if move(b.segment_length) else b
+            for b in self.branches
+        )
+        return replace(self, branches=tuple(branches))
+
+    # -- plain values ----------------------------------------------------------------------------------------------
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML, JSON and checkpoints; `from_dict` gives an equal pattern back."""
+        return {
+            "branches": [b.to_dict() for b in self.branches],
+            "offsets": self.offsets,
+            "offset_heads": self.offset_heads,
+            "padding": self.padding,
+        }
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any] | DilatedPattern) -> DilatedPattern:
+        """A pattern from `to_dict`'s form, or from {segment_lengths, dilation_rates, ...} as `longnet` takes them."""
+        if isinstance(values, DilatedPattern):
+            return values
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"a pattern is given as a mapping with branches, or with segment_lengths and dilation_rates; got {values!r}."
+            )
+        rules = ("offsets", "offset_heads", "padding")
+        known_keys(values, ("branches", "segment_lengths", "dilation_rates", *rules), "pattern")
+        given = {name: values[name] for name in rules if name in values}
+        lists = [name for name in ("segment_lengths", "dilation_rates") if name in values]
+        if ("branches" in values) == bool(lists) or len(lists) == 1:
+            raise ValueError(
+                "pattern needs either branches, or both segment_lengths and dilation_rates; "
+                f"got {', '.join(values) or 'nothing'}."
+            )
+        if lists:
+            return cls.longnet(values["segment_lengths"], values["dilation_rates"], **given)
+        return cls(values["branches"], **given)
+
+    @staticmethod
+    @functools.lru_cache(maxsize=1024)
+    def decode(code: str) -> DilatedPattern:
+        """The pattern whose `code` this is."""
+        return DilatedPattern.from_dict(json.loads(code))
+
+    def __repr__(self) -> str:
+        inner = ", ".join(
+            f"({b.segment_length}, {b.dilation_rate})" if not (b.shift or b.heads or b.offset is not None) else repr(b)
+            for b in self.branches
+        )
+        defaults = (("offsets", "interleaved"), ("offset_heads", "query"), ("padding", "masked"))
+        rules = "".join(f", {name}={getattr(self, name)!r}" for name, value in defaults if getattr(self, name) != value)
+        return f"DilatedPattern([{inner}]{rules})"
+
+    # -- what it means ---------------------------------------------------------------------------------------------
+    def offset(self, branch: Branch, head: int, num_heads: int, num_kv_heads: int | None = None) -> int:
+        """The residue o that query head `head` uses in `branch` (index mod r == o)."""
+        if branch.offset is not None:
+            return branch.offset
+        total = num_heads
+        if self.offset_heads == "kv":
+            total = num_kv_heads or num_heads
+            head = head * total // num_heads
+        r = branch.dilation_rate
+        return head % r if self.offsets == "interleaved" else head // -(-total // r)
+
+    def check_heads(self, num_heads: int, num_kv_heads: int | None = None) -> tuple[int, int]:
+        """(H, Hkv) after checking that every branch's heads exist and that groups are whole."""
+        num_heads = integer(num_heads, "num_heads", 1)
+        num_kv_heads = num_heads if num_kv_heads is None else integer(num_kv_heads, "num_kv_heads", 1)
+        if num_heads % num_kv_heads:
+            raise ValueError(f"num_kv_heads={num_kv_heads} must divide num_heads={num_heads}.")
+        group = num_heads // num_kv_heads
+        for i, branch in enumerate(self.branches):
+            if branch.heads is None:
+                continue
+            if branch.heads[-1] >= num_heads:
+                raise ValueError(
+                    f"branches[{i}] serves head {branch.heads[-1]}, but there are only {num_heads} query heads "
+                    f"(0..{num_heads - 1}). Change branches[{i}].heads or the number of heads."
+                )
+            if self.offset_heads == "kv" and any(
+                (h // group * group + j) not in branch.heads for h in branch.heads for j in range(group)
+            ):
+                raise ValueError(
+                    f"branches[{i}].heads={list(branch.heads)} splits a group of {group} query heads that share a kv head; "
+                    "offset_heads='kv' takes whole groups only. Name whole groups, or use offset_heads='query'."
+                )
+        return num_heads, num_kv_heads
+
+    def counts(
+        self,
+        seq_len: int,
+        num_heads: int,
+        causal: bool,
+        num_kv_heads: int | None = None,
+        cu_seqlens: Sequence[int] | torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """c(p, j, h), the number of branches in which query p sees key j: the definition itself.
+
+        Returns:
+            (H, N, N) int64 on the CPU, indexed [head, query, key]. Memory O(H N^2).
+        """
+        from lightning_dilated.pattern.definition import counts
+
+        return counts(self, seq_len, num_heads, causal, num_kv_heads, cu_seqlens)
+
+    def explain(
+        self, seq_len: int, num_heads: int, depth: int, causal: bool, num_kv_heads: int | None = None
+    ) -> Explanation:
+        """Walls, dead residues, layers to full reach, FLOPs and keys a row at this length; `print` it."""
+        from lightning_dilated.pattern.explain import explain
+
+        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
+
+    def plot(self, seq_len: int, num_heads: int, causal: bool, path: str | None = None, head: int | None = None) -> Any:
+        """A picture of who attends to whom (a matplotlib Figure), written to `path` when that is given."""
+        from lightning_dilated.pattern.picture import plot
+
+        return plot(self, seq_len, num_heads, causal, path, head)
+
+
+def _paired(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:
+    """((w, r), ...) from two lists of equal length."""
+    for name, values in (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates)):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+            raise TypeError(f"{name} must be a list of integers, got {values!r}.")
+    lengths, rates = list(segment_lengths), list(dilation_rates)
+    if len(lengths) != len(rates):
+        raise ValueError(
+            f"segment_lengths has {len(lengths)} entries {lengths} and dilation_rates {len(rates)} {rates}; "
+            "a branch takes one of each, so the lists must be equally long."
+        )
+    return tuple(zip(lengths, rates, strict=True))

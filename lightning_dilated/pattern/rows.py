@@ -1,0 +1,171 @@
+"""The rows of a branch as rectangular blocks: segments x heads x rows, each an arithmetic progression of positions.
+
+A block is what one kernel call serves: in a strided view of (B, N, H, D) its head stride may move along the sequence too,
+so that heads of different offsets share one call (row i of head j in segment s is position first + s*w + j*step + i*r).
+Shape letters: N tokens of one document, H query heads, w segment length, r dilation rate, o offset.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lightning_dilated.pattern.pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Block:
+    """`segments` x `heads` x `rows` positions; `pads` zero keys are attended beside the rows (padding="attended")."""
+
+    branch: int
+    first: int
+    segments: int
+    segment_stride: int
+    rows: int
+    row_stride: int
+    heads: int
+    head: int
+    head_step: int
+    kv_head: int
+    kv_head_step: int
+    position_step: int
+    pads: int
+
+    def pairs(self, causal: bool) -> int:
+        """(query, key) pairs of the block."""
+        per_head = self.rows * (self.rows + 1) // 2 if causal else self.rows * self.rows
+        return self.segments * self.heads * per_head
+
+
+@dataclass(frozen=True)
+class _HeadRows:
+    """One head's rows in a class of equal segments, before heads are joined."""
+
+    head: int
+    kv_head: int
+    first: int
+    rows: int
+    pads: int
+
+
+def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
+    """Raise where padding="attended" is not defined: segments that r does not divide, and more than one of them."""
+    if pattern.padding != "attended":
+        return
+    for i, branch in enumerate(pattern.branches):
+        width = seq_len if branch.segment_length is None else min(branch.segment_length, seq_len)
+        if width % branch.dilation_rate and seq_len > width:
+            raise ValueError(
+                f"branches[{i}] of padding='attended': segment_length={branch.segment_length} is not a multiple of "
+                f"dilation_rate={branch.dilation_rate} and the sequence of {seq_len} tokens needs more than one segment; "
+                "the released code returns shifted positions there. Use padding='masked', or a rate that divides."
+            )
+
+
+def segments_of(width: int, shift: int, seq_len: int) -> Iterator[tuple[int, int, int, int]]:
+    """(start, count, length, first index) of each class of equal segments: a short first one, whole ones, the tail."""
+    start = 0
+    if shift:
+        start = min(width - shift, seq_len)
+        yield 0, 1, start, shift
+    whole = (seq_len - start) // width
+    if whole:
+        yield start, whole, width, 0
+    tail = start + whole * width
+    if tail < seq_len:
+        yield tail, 1, seq_len - tail, 0
+
+
+@functools.lru_cache(maxsize=4096)
+def blocks(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Block, ...]:
+    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is uncovered."""
+    check_padding(pattern, seq_len)
+    if seq_len == 0:
+        return ()
+    out: list[Block] = []
+    group = num_heads // num_kv_heads
+    for i, branch in enumerate(pattern.branches):
+        # a segment longer than shift + N holds the same positions as one of exactly that length
+        reach = seq_len + branch.shift
+        width = reach if branch.segment_length is None else min(branch.segment_length, reach)
+        slots = -(-min(width, seq_len) // branch.dilation_rate)
+        served = range(num_heads) if branch.heads is None else branch.heads
+        offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in served]
+        r = branch.dilation_rate
+        for start, count, length, index in segments_of(width, branch.shift, seq_len):
+            rows = []
+            for h, offset in offsets:
+                skip = (offset - index) % r
+                n = -(-(length - skip) // r) if skip < length else 0
+                if n:
+                    pad = slots - n if pattern.padding == "attended" else 0
+                    rows.append(_HeadRows(h, h // group, start + skip, n, pad))
+            for run in _runs(tuple(rows), _strides(num_heads, num_kv_heads, r)):
+                out.append(_block(i, run, count, width, r))
+    return tuple(out)
+
+
+def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int | None, causal: bool) -> int:
+    """(query, key) pairs over all heads and branches: 4*D of them are the forward FLOPs, 10*D the backward ones."""
+    return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads))
+
+
+def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: int) -> Block:
+    a, b = run[0], run[1] if len(run) > 1 else run[0]
+    return Block(
+        branch=branch,
+        first=a.first,
+        segments=segments,
+        segment_stride=width,
+        rows=a.rows,
+        row_stride=rate,
+        heads=len(run),
+        head=a.head,
+        head_step=b.head - a.head,
+        kv_head=a.kv_head,
+        kv_head_step=b.kv_head - a.kv_head,
+        position_step=b.first - a.first,
+        pads=a.pads,
+    )
+
+
+def _strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
+    """Head strides worth trying: neighbours, equal offsets of either rule, and kv groups."""
+    group = num_heads // num_kv_heads
+    tries = {1, rate, group, group * rate, -(-num_heads // rate), group * -(-num_kv_heads // rate)}
+    return tuple(sorted(t for t in tries if 1 <= t <= num_heads))
+
+
+@functools.lru_cache(maxsize=16384)
+def _runs(rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
+    """Fewest groups of heads that one strided view can hold: equal steps of head, kv head and first position."""
+    best: list[list[_HeadRows]] | None = None
+    for stride in strides:
+        runs: list[list[_HeadRows]] = []
+        for lane in range(stride):
+            runs.extend(_lane(stride, [row for row in rows if row.head % stride == lane]))
+        if best is None or len(runs) < len(best):
+            best = runs
+    return tuple(best or ())
+
+
+def _lane(stride: int, rows: list[_HeadRows]) -> list[list[_HeadRows]]:
+    """Split heads of one lane (head mod stride) into arithmetic runs, from the left."""
+    runs: list[list[_HeadRows]] = []
+    for row in rows:
+        if runs and _continues(runs[-1], row, stride):
+            runs[-1].append(row)
+        else:
+            runs.append([row])
+    return runs
+
+
+def _continues(run: list[_HeadRows], row: _HeadRows, stride: int) -> bool:
+    last = run[-1]
+    step = (row.kv_head - last.kv_head, row.first - last.first)
+    if row.head - last.head != stride or (row.rows, row.pads) != (last.rows, last.pads) or step[1] < 0:
+        return False  # torch has no negative strides, so positions may only grow along a run
+    return len(run) == 1 or step == (last.kv_head - run[-2].kv_head, last.first - run[-2].first)
