@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import op as _op  # noqa: F401 - registers torch.ops.lightning_dilated
+from lightning_dilated.attention import flops as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.engines import engine_names
 from lightning_dilated.pattern import DilatedPattern
 

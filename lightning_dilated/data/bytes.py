@@ -1,0 +1,264 @@
+"""A DataModule that serves any files as one stream of bytes cut into sequences of any length.
+
+Shape letters: B batch, N tokens of a sequence (`seq_len`).
+"""
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dilated.data.bigram import bigram_counts, bits_per_byte
+from lightning_dilated.data.paths import HINT, collect_files, path_list
+from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.values import file_suffixes, flag, fraction, whole_number
+
+SPLITS = ("train", "val", "test")
+
+
+class ByteSequences(Dataset):
+    """Sequences of N tokens from bytes [start, stop) of a stream; sequence i begins at byte start + i * N.
+
+    Args:
+        stream: the bytes.
+        start, stop: the range of the stream, in bytes.
+        seq_len: N, tokens of a sequence.
+        limit: use at most this many sequences.
+    """
+
+    def __init__(self, stream: ByteStream, start: int, stop: int, seq_len: int, limit: int | None = None) -> None:
+        self.stream = stream
+        self.start = start
+        self.seq_len = seq_len
+        count = max(0, stop - start - 1) // seq_len
+        self.count = count if limit is None else min(count, limit)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def read(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
+
+        Positions run from 0 to N, as the label of the last token is the byte at position N. No other byte is read.
+
+        Raises: IndexError if there is no such sequence or position.
+        """
+        if not 0 <= index < self.count:
+            raise IndexError(f"sequence {index} was asked for, but there are {self.count}")
+        if not 0 <= start <= stop <= self.seq_len + 1:
+            raise IndexError(f"positions [{start}, {stop}) were asked for, but a sequence has 0 to {self.seq_len}")
+        begin = self.start + index * self.seq_len
+        return torch.from_numpy(self.stream.read(begin + start, begin + stop)).long()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (N,) int64, "labels": (N,) int64 the byte after each token, "index": the sequence's number}."""
+        values = self.read(index, 0, self.seq_len + 1)
+        return {"tokens": values[:-1], "labels": values[1:], "index": index}
+
+
+class ByteDataModule(pl.LightningDataModule):
+    """Text or binary files as one byte stream: the first part for training, then validation, then test.
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
+    `vocab_size` is 256. Labels never leave the split. Training order depends on `seed` and the epoch alone and is
+    continued exactly from a checkpoint; validation and test come in file order.
+
+    Args:
+        paths: files, directories (read recursively) or globs; null reads Python's own standard library.
+        seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
+        batch_size: B, sequences of a batch on each device.
+        val_fraction: share of the bytes for validation, from 0 (none) to below 1.
+        test_fraction: share of the bytes for test, likewise.
+        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        seed: fixes the training order.
+        num_workers: processes that load batches; 0 loads in the main process.
+        pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
+        suffixes: which files of a directory to take, such as ['.txt']; null for all.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    vocab_size: int = 256
+
+    def __init__(
+        self,
+        paths: str | list[str] | None = None,
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        val_limit: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        suffixes: list[str] | None = None,
+    ) -> None:
+        super().__init__()
+        self.paths = path_list(paths)
+        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.batch_size = whole_number("data.batch_size", batch_size, 1)
+        self.val_fraction = fraction("data.val_fraction", val_fraction)
+        self.test_fraction = fraction("data.test_fraction", test_fraction)
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to 1 or more, "
+                "which leaves nothing to train on: lower one of them"
+            )
+        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        self.seed = whole_number("data.seed", seed, 0)
+        self.num_workers = whole_number("data.num_workers", num_workers, 0)
+        self.pin_memory = flag("data.pin_memory", pin_memory)
+        self.suffixes = file_suffixes("data.suffixes", suffixes)
+        # a rank may have no sequence of a short validation split, as none is served twice
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self._stream: ByteStream | None = None
+        self._train_loader: ResumableLoader | None = None
+        self._resume_state: dict[str, Any] | None = None
+        self._bigram: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Look up all files and sizes and see that each split that is asked for holds at least one sequence.
+
+        Raises: FileNotFoundError, PermissionError or ValueError, saying what was found and what to change.
+        """
+        if self._stream is not None:
+            return
+        stream = ByteStream(collect_files(self.paths, self.suffixes))
+        if len(stream) == 0:
+            raise ValueError(f"all files of data.paths are empty; {HINT}")
+        for split, (start, stop) in self._bounds(len(stream)).items():
+            if split == "train" or getattr(self, f"{split}_fraction") > 0:
+                self._check_split(split, stop - start, len(stream))
+        self._stream = stream
+        self._check_batch(1)
+
+    def setup(self, stage: str | None = None) -> None:
+        """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
+        self.check()
+        self._resume_state = None
+        self._train_loader = None
+
+    @property
+    def stream(self) -> ByteStream:
+        """The bytes of all files; looks them up on first use."""
+        self.check()
+        assert self._stream is not None
+        return self._stream
+
+    def dataset(self, split: str) -> ByteSequences:
+        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        start, stop = self._bounds(len(self.stream))[split]
+        return ByteSequences(self.stream, start, stop, self.seq_len, None if split == "train" else self.val_limit)
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few sequences."""
+        rank, replicas = self._replica()
+        self.check()
+        self._check_batch(replicas)
+        dataset = self.dataset("train")
+        loader = ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=True,
+        )
+        loader.trainer = self.trainer
+        # Lightning restores loaders only in some resumed runs: not from a checkpoint at the end of an epoch
+        if self._resume_state is not None:
+            loader.load_state_dict(self._resume_state)
+            self._resume_state = None
+        self._train_loader = loader
+        return loader
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The validation split in file order; an empty list for val_fraction = 0."""
+        return self._eval_loader("val", self.val_fraction)
+
+    def test_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The test split in file order; an empty list for test_fraction = 0."""
+        return self._eval_loader("test", self.test_fraction)
+
+    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The test split, as `test_dataloader`."""
+        return self._eval_loader("test", self.test_fraction)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training position, for checkpoints; empty before training."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's training position for the next `train_dataloader`; of no effect outside fit."""
+        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
+            self._resume_state = state_dict.get("train")
+
+    def bigram_bits_per_byte(self, split: str = "val") -> float:
+        """Bits per byte of an add-one bigram model of the training bytes on the pairs that the split's loader serves.
+
+        Raises: ValueError for an unknown split or one without sequences.
+        """
+        if split not in self._bigram:
+            dataset = self.dataset(split)
+            if len(dataset) == 0:
+                raise ValueError(f"the {split} split has no sequences: set data.{split}_fraction above 0")
+            if "counts" not in self._bigram:
+                self._bigram["counts"] = bigram_counts(self.stream, *self._bounds(len(self.stream))["train"])
+            # windows lie end to end, so their pairs are those of one range
+            pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
+            self._bigram[split] = bits_per_byte(self._bigram["counts"], pairs)
+        return self._bigram[split]
+
+    def describe(self) -> str:
+        """One line: number of files, bytes, and sequences of each split."""
+        counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
+        return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
+
+    def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
+        val, test = int(total * self.val_fraction), int(total * self.test_fraction)
+        train = total - val - test
+        return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+
+    def _check_split(self, split: str, size: int, total: int) -> None:
+        if size > self.seq_len:
+            return
+        change = "lower data.val_fraction or data.test_fraction"
+        if split != "train":
+            change = f"raise data.{split}_fraction, or set it to 0 to do without"
+        shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
+        raise ValueError(
+            f"the {split} split has {size} of the {total} bytes, but one sequence of data.seq_len = {self.seq_len} "
+            f"needs {self.seq_len + 1}: pass more data in data.paths{shorter}, or {change}"
+        )
+
+    def _check_batch(self, replicas: int) -> None:
+        count, needed = len(self.dataset("train")), self.batch_size * replicas
+        if count < needed:
+            raise ValueError(
+                f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+                f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+                "data.seq_len, use fewer ranks, or pass more data in data.paths"
+            )
+
+    def _replica(self) -> tuple[int, int]:
+        """This process's data-parallel rank and the number of ranks."""
+        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (0, 1) if not found else (found["rank"], found["num_replicas"])
+
+    def _eval_loader(self, split: str, share: float) -> DataLoader | list[DataLoader]:
+        if share == 0:
+            return []
+        rank, replicas = self._replica()
+        dataset = self.dataset(split)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )

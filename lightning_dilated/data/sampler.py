@@ -1,0 +1,186 @@
+"""A sampler and a loader whose position within an epoch is saved in checkpoints and continued from there.
+
+Why the loader counts epochs itself after a resume: Lightning's own counter can drift then (a checkpoint written after
+`max_steps` stopped an epoch half way counts that epoch as done), so its `set_epoch` calls are followed only in runs
+that started from the beginning.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+_STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
+
+
+class ResumableSampler(DistributedSampler):
+    """Sample indices of one rank, in an order fixed by (seed, epoch) alone, from any position of the epoch on.
+
+    Of the epoch's order, rank r of R takes places r, r + R, r + 2R, ...; so after n batches of B on each rank exactly
+    the first n * B * R samples of the order are used, whatever R is. It subclasses DistributedSampler so that
+    Lightning does not replace it.
+
+    Args:
+        dataset: a dataset with a length; its `seq_len`, if it has one, becomes part of the saved state.
+        num_replicas, rank: number of data-parallel replicas and this one's number.
+        shuffle: permute the samples anew in each epoch; otherwise they come in order.
+        seed: the seed of the permutations.
+        drop_last: leave out up to R - 1 samples so that all ranks get equally many; otherwise the last ranks may get
+            one fewer. No sample is ever served twice.
+
+    Raises: ValueError for a rank outside [0, num_replicas).
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset,
+        num_replicas: int = 1,
+        rank: int = 0,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+    ) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self.consumed = 0  # samples of this epoch used up, over all ranks
+        self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
+        self._resumed = False
+
+    def order(self) -> np.ndarray:
+        """The current epoch's order of all samples: (num_samples,) int64."""
+        size = len(self.dataset)  # type: ignore[arg-type]
+        if not self.shuffle:
+            return np.arange(size)
+        return np.random.default_rng([self.seed, self.epoch]).permutation(size)
+
+    def __iter__(self) -> Iterator[int]:
+        rest = self.order()[self.consumed :]
+        if self.drop_last:
+            rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
+        for index in rest[self.rank :: self.num_replicas]:
+            yield int(index)
+
+    def __len__(self) -> int:
+        """Samples of this rank in a whole epoch, wherever the current position is."""
+        size = len(self.dataset)  # type: ignore[arg-type]
+        return size // self.num_replicas if self.drop_last else len(range(self.rank, size, self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the start of an epoch; without effect after `restore`, from where epochs are counted here."""
+        if not self._resumed:
+            self.epoch, self.consumed, self._positioned = epoch, 0, True
+
+    def restore(self, epoch: int, consumed: int) -> None:
+        """Let the next pass start in `epoch` after `consumed` of its samples (counted over all ranks)."""
+        self.epoch, self.consumed, self._positioned, self._resumed = epoch, consumed, True, True
+
+    def start_pass(self) -> None:
+        """Enter the next epoch, unless the position was set since the last pass or nothing was used since."""
+        if not self._positioned and self.consumed > 0:
+            self.epoch, self.consumed = self.epoch + 1, 0
+        self._positioned = False
+
+
+class ResumableLoader(DataLoader):
+    """A DataLoader over a `ResumableSampler` with `state_dict` and `load_state_dict`, which Lightning calls.
+
+    The state counts batches handed out (not those that workers prefetched), in samples over all ranks, so it may be
+    loaded with another number of ranks, workers or another batch size. After loading, the first pass gives the rest
+    of the epoch; each later pass gives the whole next epoch. `len` is always that of a whole epoch, as Lightning adds
+    its own count of finished batches.
+
+    Set `trainer` where a Trainer drives the loader: then a batch that was handed out but not finished (an exception
+    in training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch
+    counter is translated if the batch size or the number of ranks changed.
+    """
+
+    trainer: pl.Trainer | None = None
+    _processed_before: int = -1
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch until the first
+        # batch is asked for
+        sampler = self.sampler
+        if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own sampler here
+            yield from super().__iter__()
+            return
+        sampler.start_pass()
+        for batch in super().__iter__():
+            self._processed_before = self._processed()
+            sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position and identity of the data as plain numbers; an epoch that is used up gives the next one's start."""
+        if not isinstance(self.sampler, ResumableSampler):
+            return {}
+        epoch, samples = self.sampler.epoch, self.sampler.consumed
+        if samples > 0 and self._processed_before == self._processed() >= 0:
+            samples = max(0, samples - self._step())
+        batches = len(self) if self.trainer is None else min(len(self), self.trainer.num_training_batches)
+        if samples >= batches * self._step() or self._batches_after(samples) == 0:
+            epoch, samples = epoch + 1, 0
+        return {**self._identity(), "epoch": epoch, "samples": samples, "global_batch_size": self._step()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken.
+
+        Raises: ValueError if it lacks keys or was taken with another seed, number of samples or sequence length.
+        """
+        if not isinstance(self.sampler, ResumableSampler):
+            return
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise ValueError(
+                f"the checkpoint's data state lacks {', '.join(missing)}: it was written by other data code"
+            )
+        for key, here in self._identity().items():
+            if state[key] != here:
+                raise ValueError(
+                    f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
+                    "resume with the same data, data.seed and data.seq_len, or start a new run from the weights only"
+                )
+        epoch, samples = int(state["epoch"]), int(state["samples"])
+        if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
+            epoch, samples = epoch + 1, 0
+        self.sampler.restore(epoch, samples)
+        self._processed_before = -1
+        if state.get("global_batch_size", self._step()) != self._step():
+            self._translate_progress(samples)
+
+    def _identity(self) -> dict[str, Any]:
+        sampler, size = self.sampler, len(self.dataset)  # type: ignore[arg-type]
+        return {
+            "seed": sampler.seed,
+            "num_samples": size,
+            "seq_len": getattr(self.dataset, "seq_len", None),
+            "shuffle": sampler.shuffle,
+        }
+
+    def _step(self) -> int:
+        """Samples in one batch of all ranks."""
+        return int(self.batch_size or 1) * self.sampler.num_replicas
+
+    def _batches_after(self, samples: int) -> int:
+        """Batches of this rank in the rest of an epoch of which `samples` are used up."""
+        rest = len(self.dataset) - samples  # type: ignore[arg-type]
+        return rest // self._step() if self.drop_last else -(-rest // self._step())
+
+    def _processed(self) -> int:
+        """Training batches that Lightning finished in all, or -1 without a Trainer."""
+        return -1 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+
+    def _translate_progress(self, samples: int) -> None:
+        """Put Lightning's count of the epoch's finished batches into batches of the present size."""
+        if self.trainer is None:
+            return
+        current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        if current.processed == 0 and samples == 0:
+            return
+        done = len(self) - (self._batches_after(samples) if samples else 0)
+        shift = done - current.processed
+        current.ready += shift
+        current.started += shift
+        current.processed += shift
+        current.completed += shift
