@@ -57,7 +57,9 @@ def dilated_attention(
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v)
     if not isinstance(pattern, DilatedPattern):
-        raise TypeError(f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one.")
+        raise TypeError(
+            f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one."
+        )
     pattern.check_heads(q.shape[2], k.shape[2])
     _check_options(causal, dropout, engine)
     lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
@@ -87,7 +89,9 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions (B, N, heads, D), got shape {tuple(x.shape)}.")
         if not x.is_floating_point():
-            raise TypeError(f"{name} must be floating point, got {x.dtype}; convert it, as in {name}.to(torch.bfloat16).")
+            raise TypeError(
+                f"{name} must be floating point, got {x.dtype}; convert it, as in {name}.to(torch.bfloat16)."
+            )
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v must share one dtype: q is {q.dtype}, {name} is {x.dtype}.")
         if x.device != q.device:
@@ -104,7 +108,9 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
     if q.shape[3] == 0 or q.shape[2] == 0 or k.shape[2] == 0:
         raise ValueError(f"heads and head dim must be at least 1, got q {tuple(q.shape)} and k {tuple(k.shape)}.")
     if q.shape[2] % k.shape[2]:
-        raise ValueError(f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention).")
+        raise ValueError(
+            f"the {k.shape[2]} kv heads must divide the {q.shape[2]} query heads (grouped-query attention)."
+        )
 
 
 def _check_options(causal: Any, dropout: Any, engine: Any) -> None:
@@ -131,7 +137,9 @@ def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor |
     if lengths is not None:
         lengths = _integers(lengths, "lengths")
         if lengths.shape != q.shape[:1]:
-            raise ValueError(f"lengths must have one entry a sample, shape ({q.shape[0]},); got {tuple(lengths.shape)}.")
+            raise ValueError(
+                f"lengths must have one entry a sample, shape ({q.shape[0]},); got {tuple(lengths.shape)}."
+            )
         lengths = lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
@@ -141,9 +149,13 @@ def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor |
                 "use cu_seqlens.to('cpu', torch.int32), outside the training step if it is on a GPU."
             )
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
-            raise ValueError(f"cu_seqlens must be (documents + 1,), at least [0, N]; got shape {tuple(cu_seqlens.shape)}.")
+            raise ValueError(
+                f"cu_seqlens must be (documents + 1,), at least [0, N]; got shape {tuple(cu_seqlens.shape)}."
+            )
         if q.shape[0] != 1:
-            raise ValueError(f"packed documents (cu_seqlens) take a batch of 1, got B={q.shape[0]}; pack them into one row.")
+            raise ValueError(
+                f"packed documents (cu_seqlens) take a batch of 1, got B={q.shape[0]}; pack them into one row."
+            )
     return lengths, cu_seqlens
 
 

@@ -8,6 +8,7 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,7 +35,7 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pat
             raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in zip(bounds[:-1], bounds[1:], strict=True)):
+        if bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
             raise ValueError(
                 f"cu_seqlens must rise from 0 to the number of tokens ({seq_len}), one bound a document and the end; "
                 f"got {_short(bounds)}."

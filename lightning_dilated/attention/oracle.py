@@ -7,6 +7,8 @@ Shape letters: B batch, N tokens, H query heads, D head dim.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -36,7 +38,7 @@ def oracle(
     c = torch.zeros(batch, num_heads, seq_len, seq_len, dtype=torch.float64)
     n_pad = torch.zeros(batch, num_heads, seq_len, dtype=torch.float64)
     for b in range(batch):
-        for start, stop in zip(documents[:-1], documents[1:], strict=True):
+        for start, stop in itertools.pairwise(documents):
             stop = stop if lengths is None else int(lengths[b])
             c[b, :, start:stop, start:stop] = counts(pattern, stop - start, num_heads, causal, kv_heads).double()
             n_pad[b, :, start:stop] = pads(pattern, stop - start, num_heads, causal, kv_heads).double()

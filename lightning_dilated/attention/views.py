@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, H heads, D head dim; S segments, J heads of th
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -27,7 +28,7 @@ def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor |
     """The documents of a call; neighbours of equal length share a span. Empty documents are left out."""
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
-        return [Span(0, 1, a, b - a) for a, b in zip(bounds[:-1], bounds[1:], strict=True) if b > a]
+        return [Span(0, 1, a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
     out: list[Span] = []
     for i, length in enumerate([seq_len] * batch if lengths is None else lengths.tolist()):
         if out and out[-1].length == length and out[-1].batch + out[-1].batches == i:

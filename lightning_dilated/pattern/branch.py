@@ -80,7 +80,9 @@ class Branch:
             raise TypeError(f"heads must be a list of query heads such as range(0, 4), or None for all; got {heads!r}.")
         numbers = tuple(sorted(integer(h, "each entry of heads", 0) for h in heads))
         if not numbers:
-            raise ValueError("heads is empty, so the branch would serve nobody: name at least one head, or None for all.")
+            raise ValueError(
+                "heads is empty, so the branch would serve nobody: name at least one head, or None for all."
+            )
         if len(set(numbers)) != len(numbers):
             raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
         return numbers

@@ -5,6 +5,7 @@ Shape letters: H heads, N tokens. Everything else in the package is tested again
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ def counts(
     pattern.check_heads(num_heads, num_kv_heads)
     bounds = [0, seq_len] if cu_seqlens is None else [int(x) for x in cu_seqlens]
     total = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
-    for start, stop in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, stop in itertools.pairwise(bounds):
         for i in range(len(pattern.branches)):
             segment, used = used_index(pattern, i, stop - start, num_heads, num_kv_heads)
             together = (segment[:, None] == segment[None, :]) & used[:, :, None] & used[:, None, :]

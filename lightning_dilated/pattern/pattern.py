@@ -45,7 +45,9 @@ class DilatedPattern:
 
     def __post_init__(self) -> None:
         if isinstance(self.branches, (str, bytes, Mapping, Branch)) or not isinstance(self.branches, Iterable):
-            raise TypeError(f"branches must be a list of Branch or (segment_length, dilation_rate), got {self.branches!r}.")
+            raise TypeError(
+                f"branches must be a list of Branch or (segment_length, dilation_rate), got {self.branches!r}."
+            )
         branches = tuple(Branch.of(b, f"branches[{i}]") for i, b in enumerate(self.branches))
         if not branches:
             raise ValueError("branches is empty: a pattern needs at least one branch, such as Branch(2048, 1).")
@@ -92,7 +94,9 @@ class DilatedPattern:
         pairs = _paired(segment_lengths, dilation_rates)
         num_heads = integer(num_heads, "num_heads", 1)
         if num_heads < len(pairs):
-            raise ValueError(f"head_groups needs a head for each of the {len(pairs)} branches, got num_heads={num_heads}.")
+            raise ValueError(
+                f"head_groups needs a head for each of the {len(pairs)} branches, got num_heads={num_heads}."
+            )
         share, more = divmod(num_heads, len(pairs))
         branches, start = [], 0
         for i, (w, r) in enumerate(pairs):

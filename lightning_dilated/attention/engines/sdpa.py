@@ -39,9 +39,7 @@ def _cpu_backward(
     dropout: BlockDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _no_dropout(dropout)
-    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, lse, 0.0, causal, scale=scale
-    )
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
 
 
 def _cudnn_forward(
