@@ -132,14 +132,15 @@ class ByteDataModule(pl.LightningDataModule):
         for split, (start, stop) in self._bounds(len(stream)).items():
             if split == "train" or getattr(self, f"{split}_fraction") > 0:
                 self._check_split(split, stop - start, len(stream))
+        self._check_batch(len(self._sequences(stream, "train")), 1)
         self._stream = stream
-        self._check_batch(1)
 
     def setup(self, stage: str | None = None) -> None:
         """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
         self.check()
-        self._resume_state = None
-        self._train_loader = None
+        if stage in (None, "fit"):
+            self._resume_state = None
+            self._train_loader = None
 
     @property
     def stream(self) -> ByteStream:
@@ -152,15 +153,13 @@ class ByteDataModule(pl.LightningDataModule):
         """The sequences of "train", "val" or "test". Raises ValueError for another name."""
         if split not in SPLITS:
             raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
-        start, stop = self._bounds(len(self.stream))[split]
-        return ByteSequences(self.stream, start, stop, self.seq_len, None if split == "train" else self.val_limit)
+        return self._sequences(self.stream, split)
 
     def train_dataloader(self) -> ResumableLoader:
         """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few sequences."""
         rank, replicas = self._replica()
-        self.check()
-        self._check_batch(replicas)
         dataset = self.dataset("train")
+        self._check_batch(len(dataset), replicas)
         loader = ResumableLoader(
             dataset,
             batch_size=self.batch_size,
@@ -170,7 +169,8 @@ class ByteDataModule(pl.LightningDataModule):
             drop_last=True,
         )
         loader.trainer = self.trainer
-        # Lightning restores loaders only in some resumed runs: not from a checkpoint at the end of an epoch
+        # Lightning itself restores loaders only in some resumed runs: not if the checkpoint ends an epoch, nor if
+        # configure_optimizers asked for trainer.estimated_stepping_batches
         if self._resume_state is not None:
             loader.load_state_dict(self._resume_state)
             self._resume_state = None
@@ -195,8 +195,15 @@ class ByteDataModule(pl.LightningDataModule):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a checkpoint's training position for the next `train_dataloader`; of no effect outside fit."""
-        if self.trainer is None or self.trainer.state.fn == TrainerFn.FITTING:
-            self._resume_state = state_dict.get("train")
+        state = state_dict.get("train")
+        if self.trainer is None:
+            self._resume_state = state
+        elif self.trainer.state.fn == TrainerFn.FITTING:
+            # a module may ask for the loader in configure_optimizers, before some strategies restore the data state
+            if state is not None and self._train_loader is not None:
+                self._train_loader.load_state_dict(state)
+            else:
+                self._resume_state = state
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
         """Bits per byte of an add-one bigram model of the training bytes on the pairs that the split's loader serves.
@@ -224,6 +231,10 @@ class ByteDataModule(pl.LightningDataModule):
         train = total - val - test
         return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
 
+    def _sequences(self, stream: ByteStream, split: str) -> ByteSequences:
+        start, stop = self._bounds(len(stream))[split]
+        return ByteSequences(stream, start, stop, self.seq_len, None if split == "train" else self.val_limit)
+
     def _check_split(self, split: str, size: int, total: int) -> None:
         if size > self.seq_len:
             return
@@ -236,8 +247,8 @@ class ByteDataModule(pl.LightningDataModule):
             f"needs {self.seq_len + 1}: pass more data in data.paths{shorter}, or {change}"
         )
 
-    def _check_batch(self, replicas: int) -> None:
-        count, needed = len(self.dataset("train")), self.batch_size * replicas
+    def _check_batch(self, count: int, replicas: int) -> None:
+        needed = self.batch_size * replicas
         if count < needed:
             raise ValueError(
                 f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "

@@ -5,7 +5,7 @@ Why the loader counts epochs itself after a resume: Lightning's own counter can 
 that started from the beginning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import lightning.pytorch as pl
@@ -46,6 +46,7 @@ class ResumableSampler(DistributedSampler):
         self.consumed = 0  # samples of this epoch used up, over all ranks
         self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
         self._resumed = False
+        self.on_set_epoch: Callable[[], None] | None = None
 
     def order(self) -> np.ndarray:
         """The current epoch's order of all samples: (num_samples,) int64."""
@@ -68,6 +69,8 @@ class ResumableSampler(DistributedSampler):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of an epoch; without effect after `restore`, from where epochs are counted here."""
+        if self.on_set_epoch is not None:
+            self.on_set_epoch()
         if not self._resumed:
             self.epoch, self.consumed, self._positioned = epoch, 0, True
 
@@ -96,7 +99,8 @@ class ResumableLoader(DataLoader):
     """
 
     trainer: pl.Trainer | None = None
-    _processed_before: int = -1
+    _handed_out: tuple[int, int] = (-1, 0)  # when the last batch was: batches Lightning had finished, samples used
+    _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch until the first
@@ -107,7 +111,7 @@ class ResumableLoader(DataLoader):
             return
         sampler.start_pass()
         for batch in super().__iter__():
-            self._processed_before = self._processed()
+            self._handed_out = (self._processed(), sampler.consumed)
             sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]
             yield batch
 
@@ -116,10 +120,9 @@ class ResumableLoader(DataLoader):
         if not isinstance(self.sampler, ResumableSampler):
             return {}
         epoch, samples = self.sampler.epoch, self.sampler.consumed
-        if samples > 0 and self._processed_before == self._processed() >= 0:
-            samples = max(0, samples - self._step())
-        batches = len(self) if self.trainer is None else min(len(self), self.trainer.num_training_batches)
-        if samples >= batches * self._step() or self._batches_after(samples) == 0:
+        if self._handed_out[0] == self._processed() >= 0:  # the last batch was not finished
+            samples = self._handed_out[1]
+        if samples >= self._epoch_batches() * self._step() or self._batches_after(samples) == 0:
             epoch, samples = epoch + 1, 0
         return {**self._identity(), "epoch": epoch, "samples": samples, "global_batch_size": self._step()}
 
@@ -145,9 +148,11 @@ class ResumableLoader(DataLoader):
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
             epoch, samples = epoch + 1, 0
         self.sampler.restore(epoch, samples)
-        self._processed_before = -1
+        self._handed_out = (-1, 0)
         if state.get("global_batch_size", self._step()) != self._step():
-            self._translate_progress(samples)
+            # not now: Lightning may restore its counters later, but always before it sets the epoch
+            self._loaded_samples = samples
+            self.sampler.on_set_epoch = self._translate_progress
 
     def _identity(self) -> dict[str, Any]:
         sampler, size = self.sampler, len(self.dataset)  # type: ignore[arg-type]
@@ -171,14 +176,19 @@ class ResumableLoader(DataLoader):
         """Training batches that Lightning finished in all, or -1 without a Trainer."""
         return -1 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
 
-    def _translate_progress(self, samples: int) -> None:
-        """Put Lightning's count of the epoch's finished batches into batches of the present size."""
-        if self.trainer is None:
+    def _epoch_batches(self) -> int:
+        """Batches that an epoch gives this rank, where Trainer(limit_train_batches=...) counts."""
+        return len(self) if self.trainer is None else int(min(len(self), self.trainer.num_training_batches))
+
+    def _translate_progress(self) -> None:
+        """Put Lightning's count of the resumed epoch's finished batches into batches of the present size, once."""
+        samples, self._loaded_samples = self._loaded_samples, None
+        if samples is None or self.trainer is None:
             return
         current = self.trainer.fit_loop.epoch_loop.batch_progress.current
         if current.processed == 0 and samples == 0:
             return
-        done = len(self) - (self._batches_after(samples) if samples else 0)
+        done = len(self) - self._batches_after(samples) if samples else self._epoch_batches()
         shift = done - current.processed
         current.ready += shift
         current.started += shift

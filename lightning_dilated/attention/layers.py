@@ -1,0 +1,271 @@
+"""Layers: DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a drop-in for nn.MultiheadAttention.
+
+Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from lightning_dilated.attention.decode import KVCache, decode_attention
+from lightning_dilated.attention.engines import Choice, Request, check_name, choose
+from lightning_dilated.attention.functional import dilated_attention
+from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` as a module; dropout acts in training mode only.
+
+    Args:
+        pattern: who attends to whom; a mapping is read by `DilatedPattern.from_dict`.
+        causal, scale, dropout, engine: as in `dilated_attention`.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__()
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
+        self.pattern = DilatedPattern.from_dict(pattern)
+        self.causal, self.dropout, self.scale, self.engine = causal, dropout, scale, check_name(engine)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool | None = None,
+    ) -> Tensor:
+        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D); `causal` overrides the module's own for this call."""
+        return dilated_attention(
+            q,
+            k,
+            v,
+            self.pattern,
+            causal=self.causal if causal is None else causal,
+            scale=self.scale,
+            dropout=self.dropout if self.training else 0.0,
+            lengths=lengths,
+            cu_seqlens=cu_seqlens,
+            engine=self.engine,
+        )
+
+    def engine_choice(self, q: Tensor) -> Choice:
+        """The engine that a call with this q would take, and why each one before it would not be."""
+        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0))
+
+    def extra_repr(self) -> str:
+        """The pattern and whatever differs from the defaults."""
+        return f"{self.pattern}, causal={self.causal}, dropout={self.dropout}, engine={self.engine!r}"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
+
+    Its state dict loads nn.MultiheadAttention's (`in_proj_weight`, `in_proj_bias`, `out_proj.*`), and it can stand in
+    nn.TransformerEncoderLayer as `self_attn`. Differences: `need_weights=False` by default, since the weights are never
+    formed; `attn_mask` is refused (the pattern and `causal` say who attends to whom).
+
+    Args:
+        embed_dim: E; the head dim is E / num_heads.
+        num_heads: H.
+        pattern: who attends to whom.
+        num_kv_heads: K, dividing H; None means H.
+        causal, scale, engine: as in `dilated_attention`.
+        dropout: of attention weights, in training mode.
+        bias: of both projections.
+        sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
+        position_encoding: "none", "rotary" or "xpos", from global positions.
+    """
+
+    # nn.TransformerEncoderLayer reads these; the second keeps it off its fused path, which would run dense attention
+    batch_first = True
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        sub_layernorm: bool = False,
+        position_encoding: Literal["none", "rotary", "xpos"] = "none",
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float = 512.0,
+        scale: float | None = None,
+        engine: str = "auto",
+        batch_first: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = integer(embed_dim, "embed_dim", 1)
+        self.num_heads = integer(num_heads, "num_heads", 1)
+        if embed_dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}.")
+        if not batch_first:
+            raise ValueError("batch_first=False is not offered: inputs are (B, N, E). Transpose them, or drop the argument.")
+        self.head_dim = embed_dim // num_heads
+        self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
+        _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
+        self.rotary = self._positions(position_encoding, rotary_base, xpos_scale_base)
+        factory = {"device": device, "dtype": dtype}
+        rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
+        self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+        self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.reset_parameters()
+
+    def _positions(self, kind: str, base: float, scale_base: float) -> Rotary | None:
+        if kind not in ("none", "rotary", "xpos"):
+            raise ValueError(f"position_encoding must be none, rotary or xpos; got {kind!r}.")
+        return None if kind == "none" else Rotary(self.head_dim, base, scale_base if kind == "xpos" else None)
+
+    def reset_parameters(self) -> None:
+        """nn.MultiheadAttention's initialisation."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | RotaryTable | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, None]:
+        """Self-attention of `query` (B, N, E), or (N, E) without a batch.
+
+        Args:
+            key, value: None, or the same tensor as `query`.
+            key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
+            need_weights, attn_mask: must stay off; `average_attn_weights` then has no meaning.
+            is_causal: True makes this call causal, as a module built with causal=True always is.
+            lengths, cu_seqlens: as in `dilated_attention`.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; 0..N-1 if None.
+            cache: keys and values of earlier tokens; the new ones are added. Causal only.
+
+        Returns:
+            (out of query's shape, None).
+        """
+        self._refuse(query, key, value, need_weights, attn_mask)
+        if query.ndim == 2:
+            mask = None if key_padding_mask is None else key_padding_mask[None]
+            out, _ = self(query[None], key_padding_mask=mask, is_causal=is_causal, lengths=lengths,
+                          cu_seqlens=cu_seqlens, positions=positions, cache=cache)  # fmt: skip
+            return out[0], None
+        if key_padding_mask is not None:
+            if lengths is not None:
+                raise ValueError("give key_padding_mask or lengths, not both.")
+            lengths = lengths_of(key_padding_mask, query.shape[:2])
+        q, k, v = self._project(query)
+        if self.rotary is not None:
+            q, k = self._table(positions, q, 0 if cache is None else cache.length).rotate(q, k)
+        causal = self.attention.causal or is_causal
+        if cache is None:
+            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
+        else:
+            out = self._cached(q, k, v, causal, lengths is not None or cu_seqlens is not None, cache)
+        out = rearrange(out, "b n h d -> b n (h d)")
+        return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
+
+    def _refuse(self, query: Tensor, key: Any, value: Any, need_weights: bool, attn_mask: Any) -> None:
+        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
+            raise ValueError(f"query must be (B, N, {self.embed_dim}), got {tuple(query.shape)}.")
+        for name, x in (("key", key), ("value", value)):
+            if x is not None and x is not query:
+                raise ValueError(f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out.")
+        if need_weights:
+            raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is not offered: the pattern and causal=True say who attends to whom. "
+                "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
+            )
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v as views of one projection: (B, N, H, D) and twice (B, N, K, D)."""
+        kv = self.num_kv_heads * self.head_dim
+        qkv = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias)
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split((self.embed_dim, kv, kv), -1))
+
+    def _table(self, positions: Tensor | RotaryTable | None, q: Tensor, start: int) -> RotaryTable:
+        if isinstance(positions, RotaryTable):
+            return positions
+        if positions is None:
+            positions = torch.arange(start, start + q.shape[1], device=q.device)
+        if positions.shape not in (q.shape[1:2], q.shape[:2]):
+            raise ValueError(f"positions must be {tuple(q.shape[1:2])} or {tuple(q.shape[:2])}, got {tuple(positions.shape)}.")
+        return self.rotary(positions.to(q.device), q.dtype)
+
+    def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
+        """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""
+        if not causal or packed:
+            raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
+        start = cache.length
+        cache.append(k, v)
+        if start == 0:
+            return self.attention(q, k, v, causal=True)
+        steps = []
+        for i in range(q.shape[1]):
+            keys, values = cache.upto(start + i + 1)
+            steps.append(decode_attention(q[:, i : i + 1], keys, values, self.attention.pattern, self.attention.scale))
+        return torch.cat(steps, 1)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+
+
+def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
+    """(B,) lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
+
+    Raises:
+        ValueError: for another shape, other values, or padding that is not all on the right.
+    """
+    if mask.shape != shape:
+        raise ValueError(f"key_padding_mask must be (B, N) = {tuple(shape)}, got {tuple(mask.shape)}.")
+    pad = mask
+    if mask.is_floating_point():
+        pad = mask == -torch.inf
+        if not bool((pad | (mask == 0)).all()):
+            raise ValueError("a floating key_padding_mask may hold 0 and -inf only; a bias on keys is not offered.")
+    elif mask.dtype != torch.bool:
+        raise ValueError(f"key_padding_mask must be bool (True at padding) or floating, got {mask.dtype}.")
+    if bool((pad[:, :-1] & ~pad[:, 1:]).any()):
+        raise ValueError(
+            "key_padding_mask has real tokens after padding: only padding on the right is offered. "
+            "Move the padding to the end, or pack the pieces with cu_seqlens."
+        )
+    return (~pad).sum(1)

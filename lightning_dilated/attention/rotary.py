@@ -1,0 +1,87 @@
+"""Rotary position embedding, with xPos's decay as an option, from global positions.
+
+Angles are taken in float64: at position 1,000,000 a float32 angle is off by up to 0.06.
+Shape letters: B batch, N tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+#: xPos: channel pair i decays by ((2i/D + GAMMA) / (1 + GAMMA)) ^ (distance / scale_base)
+GAMMA = 0.4
+
+
+@dataclass(frozen=True)
+class RotaryTable:
+    """cos, sin (N, D/2) or (B, N, D/2), and xPos's scale of the same shape or None; fp32, shared by all layers."""
+
+    cos: Tensor
+    sin: Tensor
+    scale: Tensor | None = None
+
+    def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
+        if self.scale is None:
+            return _rotate(q, self.cos, self.sin), _rotate(k, self.cos, self.sin)
+        up, down = self.scale, 1 / self.scale
+        return _rotate(q, self.cos * up, self.sin * up), _rotate(k, self.cos * down, self.sin * down)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    cos, sin = cos.unsqueeze(-2).to(x.device), sin.unsqueeze(-2).to(x.device)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    a, b = x.to(wide).chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Rotary(nn.Module):
+    """Tables of rotary position embedding (arXiv 2104.09864); with `xpos_scale_base` also xPos (arXiv 2212.10554).
+
+    Args:
+        head_dim: D, even.
+        base: of the geometric series of wavelengths.
+        xpos_scale_base: tokens over which xPos decays once; None is plain rotary.
+
+    Raises:
+        ValueError: for an odd head dim, or positions so far from 0 that xPos's scales would overflow.
+    """
+
+    def __init__(self, head_dim: int, base: float = 10000.0, xpos_scale_base: float | None = None) -> None:
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"rotary positions turn channel pairs, so head_dim must be even; got {head_dim}.")
+        if not base > 1:
+            raise ValueError(f"rotary base must be above 1, got {base!r}; 10000 is usual.")
+        if xpos_scale_base is not None and not xpos_scale_base > 0:
+            raise ValueError(f"xpos_scale_base must be a positive number of tokens, got {xpos_scale_base!r}; 512 is usual.")
+        self.head_dim, self.base, self.xpos_scale_base = head_dim, base, xpos_scale_base
+
+    def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> RotaryTable:
+        """The table of global positions (N,) or (B, N), to be applied to q and k of `dtype`."""
+        channel = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
+        angle = positions.to(torch.float64)[..., None] * self.base**-channel
+        wide = torch.promote_types(dtype, torch.float32)
+        cos, sin = torch.cos(angle).to(wide), torch.sin(angle).to(wide)
+        if self.xpos_scale_base is None:
+            return RotaryTable(cos, sin)
+        self._check_range(positions, dtype)
+        zeta = (channel + GAMMA) / (1 + GAMMA)
+        return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
+
+    def _check_range(self, positions: Tensor, dtype: torch.dtype) -> None:
+        """xPos multiplies k by a power that grows with the position; refuse before it overflows into NaN."""
+        if positions.numel() == 0:
+            return
+        furthest = int(positions.abs().max())
+        powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
+        if furthest > powers * self.xpos_scale_base:
+            raise ValueError(
+                f"xPos with scale base {self.xpos_scale_base:g} overflows {str(dtype).removeprefix('torch.')} beyond position "
+                f"{int(powers * self.xpos_scale_base)}, and this sequence reaches {furthest}. Set xpos_scale_base to at "
+                f"least {math.ceil(furthest / powers)}, or use plain rotary positions."
+            )
