@@ -1,1 +1,21 @@
-"""Transformers with dilated attention (LongNet) for PyTorch Lightning."""
+"""Transformers with dilated attention (LongNet) for PyTorch Lightning: exact, fast and plain, in that order."""
+
+from lightning_dilated import callbacks, data
+from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
+from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Branch",
+    "DilatedAttention",
+    "DilatedModule",
+    "DilatedPattern",
+    "LongNetLM",
+    "MultiheadDilatedAttention",
+    "__version__",
+    "callbacks",
+    "data",
+    "dilated_attention",
+]

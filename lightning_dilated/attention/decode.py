@@ -51,9 +51,7 @@ def visible(branch: Branch, position: int) -> slice:
     return slice(first, position + 1, branch.dilation_rate)
 
 
-def using_heads(
-    pattern: DilatedPattern, branch: Branch, position: int, num_heads: int, num_kv_heads: int
-) -> list[int]:
+def using_heads(pattern: DilatedPattern, branch: Branch, position: int, num_heads: int, num_kv_heads: int) -> list[int]:
     """The query heads that use `position` in the branch."""
     width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length
     residue = (position + branch.shift) % width % branch.dilation_rate

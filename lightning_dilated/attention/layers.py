@@ -124,7 +124,9 @@ class MultiheadDilatedAttention(nn.Module):
         if embed_dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}.")
         if not batch_first:
-            raise ValueError("batch_first=False is not offered: inputs are (B, N, E). Transpose them, or drop the argument.")
+            raise ValueError(
+                "batch_first=False is not offered: inputs are (B, N, E). Transpose them, or drop the argument."
+            )
         self.head_dim = embed_dim // num_heads
         self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
         _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
@@ -205,7 +207,9 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(f"query must be (B, N, {self.embed_dim}), got {tuple(query.shape)}.")
         for name, x in (("key", key), ("value", value)):
             if x is not None and x is not query:
-                raise ValueError(f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out.")
+                raise ValueError(
+                    f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out."
+                )
         if need_weights:
             raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
         if attn_mask is not None:
@@ -226,7 +230,9 @@ class MultiheadDilatedAttention(nn.Module):
         if positions is None:
             positions = torch.arange(start, start + q.shape[1], device=q.device)
         if positions.shape not in (q.shape[1:2], q.shape[:2]):
-            raise ValueError(f"positions must be {tuple(q.shape[1:2])} or {tuple(q.shape[:2])}, got {tuple(positions.shape)}.")
+            raise ValueError(
+                f"positions must be {tuple(q.shape[1:2])} or {tuple(q.shape[:2])}, got {tuple(positions.shape)}."
+            )
         return self.rotary(positions.to(q.device), q.dtype)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:

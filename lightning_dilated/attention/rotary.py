@@ -58,7 +58,9 @@ class Rotary(nn.Module):
         if not base > 1:
             raise ValueError(f"rotary base must be above 1, got {base!r}; 10000 is usual.")
         if xpos_scale_base is not None and not xpos_scale_base > 0:
-            raise ValueError(f"xpos_scale_base must be a positive number of tokens, got {xpos_scale_base!r}; 512 is usual.")
+            raise ValueError(
+                f"xpos_scale_base must be a positive number of tokens, got {xpos_scale_base!r}; 512 is usual."
+            )
         self.head_dim, self.base, self.xpos_scale_base = head_dim, base, xpos_scale_base
 
     def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> RotaryTable:
@@ -79,9 +81,10 @@ class Rotary(nn.Module):
             return
         furthest = int(positions.abs().max())
         powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
-        if furthest > powers * self.xpos_scale_base:
+        limit = int(powers * self.xpos_scale_base)
+        if furthest > limit:
             raise ValueError(
-                f"xPos with scale base {self.xpos_scale_base:g} overflows {str(dtype).removeprefix('torch.')} beyond position "
-                f"{int(powers * self.xpos_scale_base)}, and this sequence reaches {furthest}. Set xpos_scale_base to at "
-                f"least {math.ceil(furthest / powers)}, or use plain rotary positions."
+                f"xPos with xpos_scale_base={self.xpos_scale_base:g} overflows {dtype} beyond position {limit}, and this "
+                f"sequence reaches {furthest}. Set xpos_scale_base to at least {math.ceil(furthest / powers)}, or use "
+                "plain rotary positions."
             )

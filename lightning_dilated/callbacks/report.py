@@ -1,0 +1,105 @@
+"""RunReport: a run explains itself: what its pattern sees, how validation compares to a bigram model, and two pictures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.utilities import rank_zero_only
+from rich.console import Console
+from rich.table import Table
+
+
+class RunReport(pl.Callback):
+    """Writes `pattern.png` and `loss.png` into the run folder and prints validation beside the data's baseline.
+
+    The baseline is what the DataModule's `bigram_bits_per_byte("val")` says, where it has one: a bigram model counted on
+    the training bytes and scored on the validation bytes.
+
+    Args:
+        pattern_picture: draw the model's pattern at the start of fit.
+        loss_picture: draw the loss curves at the end of fit.
+    """
+
+    def __init__(self, pattern_picture: bool = True, loss_picture: bool = True) -> None:
+        self.pattern_picture, self.loss_picture = pattern_picture, loss_picture
+        self.train: list[tuple[int, float]] = []
+        self.val: list[tuple[int, float]] = []
+        self.baseline: float | None = None
+        self._console = Console()
+
+    def folder(self, trainer: pl.Trainer) -> Path:
+        """The logger's folder, or the Trainer's root where there is no logger."""
+        return Path(trainer.log_dir or trainer.default_root_dir)
+
+    @rank_zero_only
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say what the pattern sees at the data's length, and draw it."""
+        self.train, self.val = [], []
+        folder = self.folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        pattern = getattr(pl_module, "pattern", None)
+        seq_len = getattr(trainer.datamodule, "seq_len", None)
+        if pattern is None or seq_len is None:
+            return
+        m, causal = pl_module, getattr(pl_module, "causal", True)
+        seen = pattern.explain(seq_len, m.num_heads, m.depth, causal=causal, num_kv_heads=m.num_kv_heads)
+        self._console.print(str(seen), highlight=False)
+        if self.pattern_picture:
+            from lightning_dilated.pattern.picture import LONGEST
+
+            pattern.plot(min(seq_len, LONGEST), m.num_heads, causal=causal, path=str(folder / "pattern.png"))
+
+    @rank_zero_only
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        """Keep the step's loss, without waiting for the device: the number is read when the curve is drawn."""
+        value = trainer.callback_metrics.get("train_bits_per_byte", trainer.callback_metrics.get("train_loss"))
+        if value is not None:
+            self.train.append((trainer.global_step, value.detach().clone()))
+
+    @rank_zero_only
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print bits per byte next to the baseline."""
+        value = trainer.callback_metrics.get("val_bits_per_byte")
+        if trainer.sanity_checking or value is None:
+            return
+        self.val.append((trainer.global_step, float(value)))
+        if self.baseline is None and hasattr(trainer.datamodule, "bigram_bits_per_byte"):
+            self.baseline = trainer.datamodule.bigram_bits_per_byte("val")
+        table = Table(title=f"validation after step {trainer.global_step}", title_justify="left")
+        table.add_column("model")
+        table.add_column("bits per byte", justify="right")
+        table.add_row(type(pl_module).__name__, f"{float(value):.3f}")
+        if self.baseline is not None:
+            table.add_row("bigram of the training bytes", f"{self.baseline:.3f}")
+        self._console.print(table)
+
+    @rank_zero_only
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Draw the loss curves and say where everything is."""
+        folder = self.folder(trainer)
+        if self.loss_picture and self.train:
+            draw_loss(self.train, self.val, self.baseline, folder / "loss.png")
+        self._console.print(f"run folder: {folder}", highlight=False)
+        best = getattr(trainer.checkpoint_callback, "best_model_path", "")
+        if best:
+            self._console.print(f"checkpoint: {best}", highlight=False)
+
+
+def draw_loss(train: list[Any], val: list[Any], baseline: float | None, path: Path) -> None:
+    """A PNG of the training curve, the validation points and the baseline."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 3.6), layout="constrained", dpi=120)
+    axes = figure.subplots()
+    axes.plot([s for s, _ in train], [float(x) for _, x in train], lw=0.8, alpha=0.7, label="training batch")
+    if val:
+        axes.plot([s for s, _ in val], [x for _, x in val], "o-", label="validation")
+    if baseline is not None:
+        axes.axhline(baseline, ls="--", c="gray", label="bigram baseline")
+    axes.set_xlabel("step")
+    axes.set_ylabel("bits per byte")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(path)

@@ -1,0 +1,76 @@
+"""`lightning-dilated generate`: continue a prompt with a byte model from a checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+
+from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models.generation import check_sampling
+
+
+def load_module(path: str | Path, base: type[DilatedModule] = LongNetLM) -> DilatedModule:
+    """The module of a checkpoint: the class that LightningCLI wrote into it, else `base`, on the CPU, in eval mode.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a checkpoint of a DilatedModule.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"ckpt_path {path} is not a file. Pass a .ckpt file that fit wrote.")
+    try:
+        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        hparams = stored["hyper_parameters"]
+    except Exception as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(f"ckpt_path {path} cannot be read as a Lightning checkpoint ({first}).") from None
+    cls = DilatedModule if "_class_path" in hparams else base
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `generate`."""
+    p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a byte model.")
+    p.add_argument("--ckpt_path", required=True, help="checkpoint of a LongNetLM over bytes")
+    p.add_argument("--prompt", required=True, help="text to continue; - reads standard input")
+    p.add_argument("--max_new_bytes", type=int, default=256, help="bytes to add (default %(default)s)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default %(default)s)")
+    p.add_argument("--top_k", type=int, help="draw from the k likeliest bytes only")
+    p.add_argument("--top_p", type=float, help="draw from the likeliest bytes that hold this probability")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
+    return p
+
+
+def run(argv: list[str]) -> None:
+    """Parse, load, generate, and print the prompt with its continuation."""
+    args = parser().parse_args(argv)
+    prompt = (sys.stdin.read() if args.prompt == "-" else args.prompt).encode()
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character to continue.")
+    if args.max_new_bytes < 0:
+        raise ValueError(f"--max_new_bytes must be at least 0, got {args.max_new_bytes}.")
+    check_sampling(args.temperature, args.top_k, args.top_p)
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {args.device}: this machine has no CUDA device. Leave --device out to use the CPU.")
+    model = load_module(args.ckpt_path)
+    if not isinstance(model, LongNetLM) or model.vocab_size != 256:
+        raise ValueError(
+            f"{args.ckpt_path} holds a {type(model).__name__}, not a LongNetLM over bytes (vocab_size 256)."
+        )
+    model = model.to(args.device)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    tokens = torch.tensor(list(prompt), device=args.device)[None]
+    out = model.generate(
+        tokens,
+        args.max_new_bytes,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        generator=generator,
+    )
+    print(bytes(out[0].tolist()).decode(errors="replace"))

@@ -1,0 +1,198 @@
+"""The transformer: feed-forward, pre-norm block, and the stack of blocks that every model here shares.
+
+Shape letters: B batch, N tokens, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.decode import KVCache
+from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+
+
+@dataclass
+class BlockOptions:
+    """What a block is made of, apart from its sizes; every field is an argument of the models too."""
+
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    ffn: Literal["swiglu", "gelu"] = "swiglu"
+    bias: bool = False
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    sub_layernorm: bool = False
+    position_encoding: Literal["none", "rotary", "xpos"] = "rotary"
+    rotary_base: float = 10000.0
+    xpos_scale_base: float = 512.0
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("norm", ("rmsnorm", "layernorm")), ("ffn", ("swiglu", "gelu"))):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        for name in ("dropout", "attention_dropout"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+                raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
+
+
+def make_norm(kind: str, dim: int) -> nn.Module:
+    """RMSNorm or LayerNorm over the embedding dim."""
+    return nn.RMSNorm(dim, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(dim, eps=1e-5)
+
+
+class FeedForward(nn.Module):
+    """E -> hidden -> E with GELU, or with SwiGLU's gate (arXiv 2002.05202)."""
+
+    def __init__(self, dim: int, hidden: int, options: BlockOptions) -> None:
+        super().__init__()
+        self.gated = options.ffn == "swiglu"
+        self.fc1 = nn.Linear(dim, 2 * hidden if self.gated else hidden, bias=options.bias)
+        self.norm = nn.LayerNorm(hidden) if options.sub_layernorm else nn.Identity()
+        self.fc2 = nn.Linear(hidden, dim, bias=options.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, N, E) to (B, N, E)."""
+        x = self.fc1(x)
+        if self.gated:
+            gate, x = x.chunk(2, -1)
+            x = nn.functional.silu(gate) * x
+        else:
+            x = nn.functional.gelu(x)
+        return self.fc2(self.norm(x))
+
+
+class TransformerBlock(nn.Module):
+    """x + attention(norm(x)), then x + feed_forward(norm(x))."""
+
+    def __init__(
+        self,
+        dim: int,
+        num_heads: int,
+        hidden: int,
+        pattern: DilatedPattern,
+        *,
+        causal: bool,
+        num_kv_heads: int | None = None,
+        options: BlockOptions | None = None,
+    ) -> None:
+        super().__init__()
+        options = options or BlockOptions()
+        self.attention_norm = make_norm(options.norm, dim)
+        self.attention = MultiheadDilatedAttention(
+            dim,
+            num_heads,
+            pattern,
+            num_kv_heads=num_kv_heads,
+            causal=causal,
+            dropout=options.attention_dropout,
+            bias=options.bias,
+            sub_layernorm=options.sub_layernorm,
+            position_encoding=options.position_encoding,
+            rotary_base=options.rotary_base,
+            xpos_scale_base=options.xpos_scale_base,
+            engine=options.engine,
+        )
+        self.ffn_norm = make_norm(options.norm, dim)
+        self.ffn = FeedForward(dim, hidden, options)
+        self.dropout = nn.Dropout(options.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | RotaryTable | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`."""
+        attended, _ = self.attention(
+            self.attention_norm(x), positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, cache=cache
+        )
+        x = x + self.dropout(attended)
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class DilatedTransformer(nn.Module):
+    """`depth` blocks and a last norm; positions are turned into one rotary table for all of them."""
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        causal: bool,
+        hidden: int | None = None,
+        num_kv_heads: int | None = None,
+        options: BlockOptions | None = None,
+    ) -> None:
+        super().__init__()
+        options = options or BlockOptions()
+        integer(depth, "depth", 1)
+        hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=options)
+            for _ in range(depth)
+        )
+        self.norm = make_norm(options.norm, dim)
+        self.rotary: Rotary | None = self.blocks[0].attention.rotary
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+    ) -> Tensor:
+        """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None."""
+        table: RotaryTable | None = None
+        if self.rotary is not None:
+            if positions is None:
+                start = caches[0].length if caches else 0
+                positions = torch.arange(start, start + x.shape[1], device=x.device)
+            table = self.rotary(positions, _working_dtype(x))
+        for i, block in enumerate(self.blocks):
+            x = block(
+                x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, cache=None if caches is None else caches[i]
+            )
+        return self.norm(x)
+
+    def new_caches(self) -> list[KVCache]:
+        """An empty cache for every block."""
+        return [KVCache() for _ in self.blocks]
+
+
+def _working_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that q and k will have, so that xPos is checked against the range it will really have."""
+    kind = x.device.type
+    autocast = torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if autocast and x.dtype == torch.float32 else x.dtype
+
+
+def default_hidden(dim: int, ffn: str) -> int:
+    """4 E for GELU; 8/3 E, up to a multiple of 32, for SwiGLU, which has about as many weights."""
+    return 4 * dim if ffn == "gelu" else -(-8 * dim // 3 // 32) * 32
+
+
+def init_weights(model: nn.Module, depth: int, std: float = 0.02) -> None:
+    """Normal(0, std) for matrices and embeddings, 0 for biases; projections into the residual by std / sqrt(2 depth)."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            continue
+        residual = name.endswith(("out_proj.weight", "fc2.weight"))
+        nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)

@@ -1,0 +1,158 @@
+"""LongNetLM: a causal language model with dilated attention.
+
+Shape letters: B batch, N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_dilated.attention.decode import KVCache
+from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
+from lightning_dilated.models.generation import generate
+from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+
+#: labels with this value are left out of the loss
+IGNORE = -100
+
+
+class LongNetLM(DilatedModule):
+    """Causal language model over tokens (bytes by default).
+
+    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
+    none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`.
+
+    Args:
+        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches.
+        vocab_size: V.
+        dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
+        norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding, rotary_base, xpos_scale_base,
+            engine: see `models.blocks.BlockOptions`.
+        tie_embeddings: the output projection shares the embedding's weights.
+        bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    Raises:
+        ValueError, TypeError: when made, naming the argument.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern | dict[str, Any],
+        vocab_size: int = 256,
+        dim: int = 256,
+        depth: int = 4,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        ffn_dim: int | None = None,
+        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
+        ffn: Literal["swiglu", "gelu"] = "swiglu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        sub_layernorm: bool = False,
+        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float = 512.0,
+        engine: str = "auto",
+        tie_embeddings: bool = True,
+        bytes_per_token: float = 1.0,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        self.pattern = DilatedPattern.from_dict(pattern)
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters({"pattern": self.pattern.to_dict()})  # plain values only: checkpoints load anywhere
+        self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
+        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
+        if dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        if not bytes_per_token > 0:
+            raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
+        _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
+        self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
+        self.options = BlockOptions(
+            norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
+            position_encoding, rotary_base, xpos_scale_base, engine,
+        )  # fmt: skip
+
+    def build(self) -> None:
+        """Embedding, blocks and output projection, with fresh weights."""
+        self.embedding = nn.Embedding(self.vocab_size, self.dim)
+        self.transformer = DilatedTransformer(
+            self.dim, self.depth, self.num_heads, self.pattern,
+            causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+        )  # fmt: skip
+        self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
+        init_weights(self, self.depth)
+        if self.tie_embeddings:
+            self.head.weight = self.embedding.weight
+        self.dropout = nn.Dropout(self.options.dropout)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+    ) -> Tensor:
+        """Logits (B, N, V) from tokens (B, N); `caches` holds the tokens before these (see `generate`)."""
+        self.configure_model()
+        x = self.dropout(self.embedding(tokens))
+        x = self.transformer(x, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
+        return self.head(x)
+
+    def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, N) fp32 nats of each label, 0 where the label is -100."""
+        tokens, labels = batch["tokens"], batch["labels"]
+        if tokens.shape != labels.shape or tokens.ndim != 2:
+            raise ValueError(
+                f"tokens and labels must both be (B, N), got {tuple(tokens.shape)} and {tuple(labels.shape)}; "
+                "labels are the next token of each position, already shifted."
+            )
+        logits = self(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
+        flat = nn.functional.cross_entropy(
+            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none"
+        )
+        return flat.view(labels.shape)
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(sum of nats, number of labels that count)."""
+        return self.token_losses(batch).sum(), (batch["labels"] != IGNORE).sum()
+
+    def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """Bits per byte and perplexity (of a token)."""
+        return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """Bits per byte of each sequence (B,), beside its `index` where the batch has one."""
+        losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
+        bits = losses / counted.clamp(min=1) / (math.log(2) * self.bytes_per_token)
+        index = {"index": batch["index"]} if "index" in batch else {}
+        return {**index, "tokens": counted, "bits_per_byte": bits}
+
+    def generate(
+        self,
+        tokens: Tensor,
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Tokens (B, N + max_new_tokens): the prompt (B, N >= 1) and its continuation; see `models.generation`."""
+        return generate(
+            self, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
+        )

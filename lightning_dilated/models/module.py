@@ -1,0 +1,119 @@
+"""DilatedModule: the LightningModule that every model here is, and that users subclass.
+
+Subclass it with two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
+number of tokens. The base class does the rest: exact token mean, metrics, optimizer, scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+
+STAGES = ("train", "val", "test")
+
+
+class DilatedModule(pl.LightningModule):
+    """Base of the LightningModules.
+
+    Args:
+        optimizer: makes the optimizer from parameter groups; in YAML a `class_path` with `init_args`. AdamW by default.
+            It is called in `configure_optimizers`, when the parameters are final.
+        lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
+
+    Logged: `train_loss`, `val_loss`, `test_loss` (nats a token, the exact mean over all tokens of the epoch) and what
+    `derived_metrics` makes of them.
+    """
+
+    def __init__(
+        self,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__()
+        self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
+        self._built = False
+        self.mean_loss = nn.ModuleDict({stage: MeanMetric() for stage in STAGES[1:]})
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+    def build(self) -> None:
+        """Make the layers; called once, under the strategy's device and dtype."""
+        raise TypeError(f"{type(self).__name__} must define build(), which makes its layers.")
+
+    def loss_terms(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(sum of the losses of the batch's tokens, number of those tokens), both scalars."""
+        raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
+
+    def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """More numbers to log beside a mean loss, by name."""
+        return {}
+
+    # -- what Lightning calls ------------------------------------------------------------------------------------------
+    def configure_model(self) -> None:
+        """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
+        if not self._built:
+            self.build()
+            self._built = True
+
+    def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
+        """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0."""
+        total, tokens = self.loss_terms(batch)
+        tokens = torch.as_tensor(tokens, device=total.device)
+        return total / tokens.clamp(min=1), tokens
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        """The mean loss over the tokens of the batch."""
+        loss, _ = self.token_mean(batch)
+        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
+        for name, value in self.derived_metrics(loss.detach()).items():
+            self.log(f"train_{name}", value, batch_size=1)
+        return loss
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        loss, tokens = self.token_mean(batch)
+        self.mean_loss[stage].update(loss, weight=tokens)
+
+    def _report(self, stage: str) -> None:
+        metric = self.mean_loss[stage]
+        loss = metric.compute()  # summed over the ranks by torchmetrics
+        metric.reset()
+        self.log(f"{stage}_loss", loss, rank_zero_only=False)
+        for name, value in self.derived_metrics(loss).items():
+            self.log(f"{stage}_{name}", value, prog_bar=stage == "val")
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Adds the batch's tokens to the validation mean."""
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        """Adds the batch's tokens to the test mean."""
+        self._evaluate("test", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        """Logs the validation mean."""
+        self._report("val")
+
+    def on_test_epoch_end(self) -> None:
+        """Logs the test mean."""
+        self._report("test")
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without any."""
+        trainable = [p for p in self.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trainable if p.ndim >= 2]},
+            {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        return [g for g in groups if g["params"]]
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer over `parameter_groups`, and the scheduler a step."""
+        optimizer = self._make_optimizer(self.parameter_groups())
+        if self._make_scheduler is None:
+            return optimizer
+        scheduler = self._make_scheduler(optimizer)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,0 +1,43 @@
+"""Engines that write down what the op hands them, put in the place of the real ones for one test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from lightning_dilated.attention.engines import ENGINES, Engine
+
+
+@dataclass
+class Calls:
+    """The tensors of every call, in order: forward (q, k, v), backward (grad, q, k, v, out, lse)."""
+
+    forward: list[tuple[Tensor, ...]] = field(default_factory=list)
+    backward: list[tuple[Tensor, ...]] = field(default_factory=list)
+
+    def clear(self) -> None:
+        self.forward.clear()
+        self.backward.clear()
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [x for call in (*self.forward, *self.backward) for x in call]
+
+
+def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = None, **statements: Any) -> Calls:
+    """Record the calls of engine `name`, which runs as `base` (itself if None) and states `statements` of itself."""
+    calls, base = Calls(), base or ENGINES[name]
+
+    def forward(q, k, v, *rest):
+        calls.forward.append((q, k, v))
+        return base.forward(q, k, v, *rest)
+
+    def backward(grad, q, k, v, out, lse, *rest):
+        calls.backward.append((grad, q, k, v, out, lse))
+        return base.backward(grad, q, k, v, out, lse, *rest)
+
+    monkeypatch.setitem(ENGINES, name, replace(base, name=name, forward=forward, backward=backward, **statements))
+    return calls

@@ -1,0 +1,206 @@
+"""Every statement that an engine makes of itself, and how `choose` reads them."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
+from lightning_dilated.attention.engines.base import unsupported
+from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
+from lightning_dilated.pattern import DilatedPattern
+
+from .recorder import record
+from .reference import GRADIENTS, close, close_lse, gradients, leaves
+from .strategies import Case, cases
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DTYPES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
+CPU_ENGINES = [name for name, e in ENGINES.items() if not e.devices or "cpu" in e.devices]
+PATTERN = DilatedPattern.longnet([8, 24], [1, 3])
+
+
+def test_the_table():
+    assert set(ENGINES) == {"cudnn", "flash", "cpu_flash", "math"} and CPU_ENGINES == ["cpu_flash", "math"]
+    assert all(ENGINES[name].name == name for name in ENGINES)
+    assert engine_names() == [*FAMILIES, *ENGINES]
+    assert all(name in ENGINES for family in FAMILIES.values() for name in family)
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 8, 33, 64, 96, 128, 257])
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+@pytest.mark.parametrize("engine", CPU_ENGINES)
+def test_dtype_and_head_dim(engine, dtype, head_dim):
+    """It runs each dtype and head dim that it does not refuse, as exactly as the dtype allows."""
+    assert ENGINES[engine].why_not(Request(CPU, dtype, head_dim)) is None
+    case = Case(PATTERN, 2, 27, 4, 2, head_dim, causal=True, layout="fused")
+    q, k, v, grad = case.tensors(dtype)
+    exact = leaves(q, k, v, dtype=torch.float64)
+    out, lse = case.run(q, k, v, engine=engine, return_lse=True)
+    want, want_lse = case.oracle(*exact)
+    tol = DTYPES[dtype]
+    close("out", out, want, tol)
+    close_lse("lse", lse, want_lse, tol)
+    grads = zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, exact, grad.double()), strict=True)
+    for name, a, b in grads:
+        close(name, a, b, tol)
+
+
+# (engine, what it does not take, the reason in words)
+REFUSALS = [
+    ("cudnn", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
+    ("flash", Request(CPU, torch.bfloat16, 64), "runs on cuda, not on cpu"),
+    ("cpu_flash", Request(CUDA, torch.float32, 64), "runs on cpu, not on cuda"),
+    ("cudnn", Request(CUDA, torch.float32, 64), "takes bfloat16, float16, not float32"),
+    ("flash", Request(CUDA, torch.float64, 64), "takes bfloat16, float16, not float64"),
+    ("cudnn", Request(CUDA, torch.float16, 136), "takes a head dim up to 128, not 136"),
+    ("flash", Request(CUDA, torch.float16, 264), "takes a head dim up to 256, not 264"),
+    ("cudnn", Request(CUDA, torch.bfloat16, 60), "takes a head dim that is a multiple of 8, not 60"),
+    ("flash", Request(CUDA, torch.bfloat16, 60), "takes a head dim that is a multiple of 8, not 60"),
+    ("cudnn", Request(CUDA, torch.bfloat16, 64, dropout=True), "has no attention dropout"),
+    ("flash", Request(CUDA, torch.bfloat16, 64, dropout=True), "has no attention dropout"),
+    ("cpu_flash", Request(CPU, torch.float32, 64, dropout=True), "has no attention dropout"),
+]
+
+
+@pytest.mark.parametrize("engine, request_, reason", REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+def test_refusal(engine, request_, reason):
+    assert reason in ENGINES[engine].why_not(request_)
+    with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve this call: {engine} {reason}.*'math'"):
+        choose(engine, request_)
+
+
+def test_math_takes_everything():
+    for device in (CPU, CUDA, torch.device("meta")):
+        for dtype in (*DTYPES, torch.float64):
+            for dropout in (False, True):
+                assert ENGINES["math"].why_not(Request(device, dtype, 1009, dropout)) is None
+
+
+def test_unavailable_op():
+    assert "no aten::no_such_op" in unsupported("no_such_op")(CPU)
+    missing = replace(CPU_FLASH, available=unsupported("no_such_op"))
+    assert f"this torch ({torch.__version__})" in missing.why_not(Request(CPU, torch.float32, 64))
+
+
+@pytest.mark.parametrize(
+    "name, dtype, dropout, want, rejected",
+    [
+        ("auto", torch.float32, False, "cpu_flash", {"cudnn": "not on cpu", "flash": "not on cpu"}),
+        ("auto", torch.float32, True, "math", {"cudnn": "cpu", "flash": "cpu", "cpu_flash": "no attention dropout"}),
+        ("sdpa", torch.bfloat16, False, "cpu_flash", {"cudnn": "not on cpu", "flash": "not on cpu"}),
+        ("math", torch.float32, False, "math", {}),
+        ("cpu_flash", torch.float64, False, "cpu_flash", {}),
+    ],
+    ids=["auto", "auto with dropout", "sdpa", "math", "cpu_flash"],
+)
+def test_choose(name, dtype, dropout, want, rejected):
+    choice = choose(name, Request(CPU, dtype, 64, dropout))
+    assert choice.name == want and choice.engine is ENGINES[want]
+    assert list(choice.rejected) == list(rejected)
+    assert all(reason in choice.rejected[e] for e, reason in rejected.items())
+    assert str(choice).startswith(want) and all(f"{e} {why}" in str(choice) for e, why in choice.rejected.items())
+
+
+def test_auto_follows_the_request(monkeypatch):
+    """What `choose` says is what the op runs: dropout moves `auto` to the math engine, backward too."""
+    flash, math = record(monkeypatch, "cpu_flash"), record(monkeypatch, "math")
+    q, k, v = torch.randn(3, 1, 16, 2, 4, requires_grad=True)
+    dilated_attention(q, k, v, PATTERN).sum().backward()
+    assert flash.forward and flash.backward and not math.tensors
+    flash.clear()
+    dilated_attention(q, k, v, PATTERN, dropout=0.1).sum().backward()
+    assert math.forward and math.backward and not flash.tensors
+
+
+def test_unknown_engine():
+    with pytest.raises(ValueError, match=r"engine must be one of sdpa, auto, .*math; got 'triton2'"):
+        choose("triton2", Request(CPU, torch.float32, 64))
+
+
+def test_no_dropout_reaches_an_engine_without_it():
+    # should `choose` ever be wrong, the engine itself refuses rather than leave the dropout out
+    q = torch.randn(1, 1, 4, 8)
+    for engine in (CPU_FLASH, CUDNN, FLASH):
+        with pytest.raises(ValueError, match="no exact attention dropout; use engine='math'"):
+            engine.forward(q, q, q, False, 1.0, object())
+        with pytest.raises(ValueError, match="no exact attention dropout; use engine='math'"):
+            engine.backward(q, q, q, q, q, q[..., 0], False, 1.0, object())
+
+
+@pytest.mark.parametrize("shape", [(0, 2, 5, 8), (2, 0, 5, 8), (2, 2, 0, 8)], ids=["G", "J", "n"])
+@pytest.mark.parametrize("name", [name for name, e in ENGINES.items() if e.empty])
+def test_empty(name, shape):
+    q = torch.randn(shape)
+    for causal in (False, True):
+        out, lse = ENGINES[name].forward(q, q, q, causal, 1.0, None)
+        assert out.shape == shape and lse.shape == shape[:-1]
+        assert [x.shape for x in ENGINES[name].backward(out, q, q, q, out, lse, causal, 1.0, None)] == [shape] * 3
+
+
+def test_the_op_never_asks_for_no_rows(monkeypatch):
+    """Engines with `empty=False` crash or give nothing there, so the op must not call them."""
+    assert not CPU_FLASH.empty and not CUDNN.empty and not FLASH.empty
+    calls = record(monkeypatch, "math")
+    without = []
+
+    @settings(max_examples=200)
+    @given(cases(longest=20))
+    def check(case):
+        calls.clear()
+        q, k, v, grad = case.tensors()
+        out = case.run(q, k, v, engine="math")
+        gradients(out, (q, k, v), grad)
+        assert all(x.numel() for x in calls.tensors)
+        assert len(calls.forward) == len(calls.backward)
+        without.append(not calls.forward)
+
+    check()
+    assert any(without) and not all(without)
+
+
+def test_takes_strides():
+    x = torch.empty(2, 16, 4, 8, dtype=torch.bfloat16)  # 16 bytes a row
+    assert CUDNN.takes_strides(x) and CPU_FLASH.takes_strides(x)
+    assert not CUDNN.takes_strides(x.transpose(2, 3)) and not CPU_FLASH.takes_strides(x.transpose(2, 3))
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)
+    assert not CUDNN.takes_strides(shifted) and CPU_FLASH.takes_strides(shifted)
+    narrow = torch.empty(2, 16, 4, 12, dtype=x.dtype)[..., :8]
+    assert not CUDNN.takes_strides(narrow) and CPU_FLASH.takes_strides(narrow)
+    wide = torch.empty(2, 16, 4, 16, dtype=x.dtype)
+    assert CUDNN.takes_strides(wide[..., :8]) and CUDNN.takes_strides(wide[..., 8:])
+    # the stride of an axis of one entry is never used
+    assert CUDNN.takes_strides(torch.empty(100, dtype=x.dtype).as_strided((1, 4, 1, 8), (3, 8, 5, 1)))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "fused", "transposed", "D strided", "sliced", "unaligned"])
+def test_alignment(layout, monkeypatch):
+    """An engine that states an alignment sees only rows that have it, forward and backward, and gives the result."""
+    calls = record(monkeypatch, "cpu_flash", alignment=16, head_dim_multiple=8)
+    case = Case(DilatedPattern.longnet([8, 12], [1, 3]), 2, 30, 3, 3, 8, layout=layout)
+    q, k, v, grad = case.tensors(torch.float32)
+    if layout == "sliced":
+        q, k, v = (torch.randn(2, 30, 3, 9)[..., 1:].requires_grad_() for _ in "qkv")
+    if layout == "unaligned":
+        q, k, v = (torch.randn(q.numel() + 1)[1:].view(q.shape).requires_grad_() for _ in "qkv")
+    out = case.run(q, k, v, engine="cpu_flash")
+    got = gradients(out, (q, k, v), grad)
+    for x in [x for x in calls.tensors if x.ndim == 4]:
+        assert x.data_ptr() % 16 == 0 and x.stride(-1) == 1
+        assert all(s * 4 % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
+    exact = leaves(q, k, v, dtype=torch.float64)
+    want, _ = case.oracle(*exact)
+    for name, a, b in zip(("out", *GRADIENTS), (out, *got), (want, *gradients(want, exact, grad.double())), strict=True):
+        close(name, a, b, 1e-5)
+
+
+def test_a_new_engine_needs_only_a_statement(monkeypatch):
+    math = ENGINES["math"]
+    monkeypatch.setitem(ENGINES, "mine", Engine("mine", math.forward, math.backward, dtypes=(torch.float64,)))
+    q, k, v = torch.randn(3, 1, 16, 2, 4, dtype=torch.float64)
+    want = dilated_attention(q, k, v, PATTERN, engine="math")
+    assert torch.equal(dilated_attention(q, k, v, PATTERN, engine="mine"), want)
+    with pytest.raises(ValueError, match="mine takes float64, not float32"):
+        dilated_attention(q.float(), k.float(), v.float(), PATTERN, engine="mine")

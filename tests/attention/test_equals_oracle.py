@@ -1,0 +1,136 @@
+"""dilated_attention against the oracle on random calls: every CPU engine, forward and gradients, every dtype."""
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+
+from lightning_dilated.pattern import DilatedPattern
+
+from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
+from .strategies import LAYOUTS, Case, cases
+
+ENGINES = ("math", "cpu_flash", "auto")
+
+
+def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tensor:
+    """Everything one call gives against the oracle; returns the rows without a key, (B, H, N)."""
+    q, k, v, grad = case.tensors(dtype)
+    out, lse = case.run(q, k, v, engine=engine, return_lse=True)
+    got = gradients(out, (q, k, v), grad)
+
+    exact = leaves(q, k, v, dtype=torch.float64)
+    want_out, want_lse = case.oracle(*exact)
+    want = gradients(want_out, exact, grad.double())
+
+    assert out.dtype == dtype and lse.dtype == torch.promote_types(dtype, torch.float32)
+    close(f"out of {case}", out, want_out, tol)
+    close_lse(f"lse of {case}", lse, want_lse, tol)
+    for name, a, b in zip(GRADIENTS, got, want, strict=True):
+        # dq of few keys is a difference of products of this size, and rounds like them
+        close(f"{name} of {case}", a, b, tol, floor=1e-2 if dtype == torch.float64 else 1.0)
+
+    bare = lse == -torch.inf
+    assert (out.transpose(1, 2)[bare] == 0).all() and (got[0].transpose(1, 2)[bare] == 0).all()
+    return bare
+
+
+@pytest.mark.parametrize(
+    "dtype, tol, examples",
+    [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)],
+    ids=["float64", "float32"],
+)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random(engine, dtype, tol, examples):
+    bare_rows, covered_rows = [], []
+
+    @seed(ENGINES.index(engine))  # other examples for every engine
+    @settings(max_examples=examples)
+    @given(cases())
+    def random(case):
+        bare = check(case, engine, dtype, tol)
+        bare_rows.append(int(bare.sum()))
+        covered_rows.append(int((~bare).sum()))
+
+    random()
+    assert sum(bare_rows) > 1000 and sum(covered_rows) > 1000
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_attended(engine):
+    refused, with_pads = [], []
+
+    @seed(ENGINES.index(engine))
+    @settings(max_examples=150)
+    @given(cases(padding="attended"))
+    def random(case):
+        refused.append(case.refused())
+        if case.refused():
+            q, k, v, _ = case.tensors()
+            with pytest.raises(ValueError, match=r"branches\[\d\].*not a multiple of.*Use padding='masked'"):
+                case.run(q, k, v, engine=engine)
+        else:
+            check(case, engine, torch.float64, 1e-10)
+            with_pads.append(bool(case.counts()[1].any()))
+
+    random()
+    assert any(refused) and any(with_pads)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_random_low_precision(engine, dtype):
+    """No less exact than twice the error of a plain softmax in the same dtype (and the rounding of the result)."""
+
+    @seed(ENGINES.index(engine))
+    @settings(max_examples=80)
+    @given(cases())
+    def random(case):
+        q, k, v, grad = case.tensors(dtype)
+        out = case.run(q, k, v, engine=engine)
+        exact, rough = leaves(q, k, v, dtype=torch.float64), leaves(q, k, v)
+        want, _ = case.oracle(*exact)
+        scale = case.head_dim**-0.5 if case.scale is None else case.scale
+        rounded = plain(*rough, *case.counts(), scale)
+        names = ("out", *GRADIENTS)
+        ours = (out, *gradients(out, (q, k, v), grad))
+        truth = (want, *gradients(want, exact, grad.double()))
+        theirs = (rounded, *gradients(rounded, rough, grad))
+        for name, a, b, c in zip(names, ours, truth, theirs, strict=True):
+            allowed = 2 * error(c, b, 1.0) + torch.finfo(dtype).eps
+            close(f"{name} of {case}", a, b, allowed, 1.0)
+
+    random()
+
+
+@pytest.mark.parametrize("engine", ["math", "cpu_flash"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"causal": True, "kv_heads": 2},
+        {"batch": 3, "seq_len": 48, "kv_heads": 3},
+        {"batch": 3, "lengths": (50, 0, 31), "causal": True},
+        {"documents": (0, 0, 7, 7, 31, 50)},
+    ],
+    ids=["plain", "causal gqa", "fold", "lengths", "documents"],
+)
+def test_layout(layout, changes, engine):
+    # every layout with every kind of call, which random cases only meet by chance
+    case = Case(DilatedPattern.longnet([8, 24, 48], [1, 2, 3]), 1, 50, 6, 6, 8, layout=layout).but(**changes)
+    check(case, engine, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("scale", [0, -0.7, 1e-30, 30.0], ids=str)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_finite_scale(engine, scale, causal):
+    case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, causal=causal, scale=scale)
+    check(case, engine, torch.float64, 1e-10)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scores_far_beyond_exp(engine):
+    """Scores in the thousands overflow exp in every dtype, so each merge must subtract its maximum first."""
+    case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, scale=1000.0)
+    check(case, engine, torch.float64, 1e-7)  # weights round like the scores, and the gradient takes the scale too

@@ -1,0 +1,62 @@
+"""FLOPs in torch's counter: 4 D a (query, key) pair forward and 10 D backward, by the pairs that the pattern has."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+
+from .reference import gradients
+from .strategies import Case, cases
+
+PATTERN = DilatedPattern.longnet([8, 24], [1, 3])
+TABLE = {
+    "full": {},
+    "causal": {"causal": True},
+    "one document of two tokens": {"documents": (0, 2, 2, 30), "batch": 1},
+    "lengths, one empty": {"lengths": (30, 0)},
+    "gqa": {"kv_heads": 1},
+}
+
+
+def count(run) -> int:
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_table(name):
+    case = Case(PATTERN, 2, 30, 4, 4, 8).but(**TABLE[name])
+    q, k, v, grad = case.tensors(torch.float32)
+    pairs = int(case.counts()[0].sum())
+    assert count(lambda: case.run(q, k, v)) == 4 * 8 * pairs
+    assert count(lambda: gradients(case.run(q, k, v), (q, k, v), grad)) == 14 * 8 * pairs
+
+
+@settings(max_examples=60)
+@given(cases())
+def test_random(case):
+    q, k, v, grad = case.tensors(torch.float32)
+    pairs = int(case.counts()[0].sum())
+    assert count(lambda: case.run(q, k, v)) == 4 * case.head_dim * pairs
+    assert count(lambda: gradients(case.run(q, k, v), (q, k, v), grad)) == 14 * case.head_dim * pairs
+
+
+def test_dense_is_what_torch_counts():
+    q, k, v = torch.randn(3, 2, 64, 4, 16)
+    torchs = count(lambda: torch.nn.functional.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v))))
+    assert count(lambda: dilated_attention(q, k, v, DilatedPattern.dense())) == torchs
+
+
+def test_without_any_memory():
+    """A million tokens under FakeTensorMode: the plan of a run costs nothing."""
+    pattern = DilatedPattern.geometric(2048, 32768)
+    with FakeTensorMode():
+        q, k, v = (torch.empty(1, 1 << 20, 12, 64, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv")
+        got = count(lambda: dilated_attention(q, k, v, pattern).sum().backward())
+    # every branch keeps 2048 keys a row, and a head uses one row in r
+    assert got == sum(14 * 64 * 12 * (1 << 20) // r * 2048 for r in (1, 2, 4, 8, 16))

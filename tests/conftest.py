@@ -1,0 +1,33 @@
+"""Settings of the whole suite: reproducible random cases, one thread, and GPU tests that skip without a GPU."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+
+# CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
+_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("ci", derandomize=True, **_COMMON)
+settings.register_profile("explore", derandomize=False, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what is marked `gpu` where torch sees no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    """Every test starts from the same random state, whatever ran before it."""
+    torch.manual_seed(0)

@@ -1,0 +1,289 @@
+"""ByteDataModule: samples, splits, batches, loaders in a Trainer, and errors before any work."""
+
+import multiprocessing
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from lightning_dilated.data import ByteDataModule
+
+
+def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
+    """A directory of three files of `size` bytes in all, and those bytes."""
+    values = np.random.default_rng(seed).integers(0, 256, size, dtype=np.uint8)
+    for name, part in zip("abc", np.array_split(values, 3), strict=True):
+        (folder / name).write_bytes(part.tobytes())
+    return str(folder), values
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    size=st.integers(60, 200),
+    seq_len=st.integers(1, 9),
+    batch_size=st.integers(1, 3),
+    limit=st.one_of(st.none(), st.integers(1, 3)),
+)
+def test_samples_lie_end_to_end_within_their_split(
+    tmp_path_factory: pytest.TempPathFactory, size: int, seq_len: int, batch_size: int, limit: int | None
+) -> None:
+    folder, values = write(tmp_path_factory.mktemp("bytes"), size)
+    module = ByteDataModule(folder, seq_len, batch_size, 0.25, 0.25, val_limit=limit)
+    module.setup("fit")
+    share = int(size * 0.25)
+    bounds = {"train": (0, size - 2 * share), "val": (size - 2 * share, size - share), "test": (size - share, size)}
+    loaders = {"train": module.train_dataloader, "val": module.val_dataloader, "test": module.test_dataloader}
+    for split, (start, stop) in bounds.items():
+        part = values[start:stop].astype(np.int64)
+        count = (len(part) - 1) // seq_len if split == "train" or limit is None else limit
+        count = min(count, (len(part) - 1) // seq_len)
+        served = []
+        for batch in loaders[split]():
+            assert {key: value.dtype for key, value in batch.items()} == dict.fromkeys(batch, torch.int64)
+            assert batch["tokens"].shape == batch["labels"].shape == (len(batch["index"]), seq_len)
+            for tokens, labels, index in zip(batch["tokens"], batch["labels"], batch["index"].tolist(), strict=True):
+                begin = index * seq_len
+                assert tokens.tolist() == part[begin : begin + seq_len].tolist()
+                assert labels.tolist() == part[begin + 1 : begin + seq_len + 1].tolist()
+                served.append(index)
+        if split == "train":
+            assert len(served) == count // batch_size * batch_size
+            assert len(set(served)) == len(served)
+            assert set(served) <= set(range(count))
+        else:
+            assert served == list(range(count))
+
+
+def test_a_sample_reads_its_own_bytes_only(tmp_path: Path) -> None:
+    folder, values = write(tmp_path, 1000)
+    module = ByteDataModule(folder, seq_len=32, batch_size=2)
+    module.check()
+    assert module.stream.bytes_read == 0
+    dataset = module.dataset("val")
+    assert dataset[0]["tokens"].tolist() == values[900:932].tolist()
+    assert module.stream.bytes_read == 33
+    next(iter(module.train_dataloader()))
+    assert module.stream.bytes_read == 33 * 3
+    assert dataset.read(0, 5, 9).tolist() == values[905:909].tolist()
+    assert dataset.read(0, 32, 33).tolist() == [values[932]]
+    assert module.stream.bytes_read == 33 * 3 + 5
+
+
+@pytest.mark.parametrize("arguments", [(1, 0, 1), (-1, 0, 1), (0, -1, 1), (0, 3, 2), (0, 0, 34)])
+def test_reads_outside_a_sample(tmp_path: Path, arguments: tuple[int, int, int]) -> None:
+    folder, _ = write(tmp_path, 1000)
+    module = ByteDataModule(folder, seq_len=32)
+    with pytest.raises(IndexError, match=r"were asked for|was asked for"):
+        module.dataset("val").read(*arguments)
+    with pytest.raises(ValueError, match="there is no split 'dev': choose one of train, val, test"):
+        module.dataset("dev")
+
+
+def test_spawned_workers_read_the_same(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, 300)
+    dataset = ByteDataModule(folder, seq_len=8).dataset("train")
+    dataset[0]
+    alone = list(DataLoader(dataset, batch_size=16))
+    spawned = DataLoader(dataset, batch_size=16, num_workers=1, multiprocessing_context="spawn")
+    for left, right in zip(alone, spawned, strict=True):
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_description_and_vocabulary(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, 2000)
+    (tmp_path / "empty").touch()
+    module = ByteDataModule(folder, seq_len=10, val_limit=3)
+    assert module.describe() == "3 files, 2,000 bytes; sequences of 10: 179 train, 3 val, 3 test"
+    assert module.vocab_size == 256
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        *[
+            ({name: 0}, ValueError, f"data.{name} is 0; .* at least 1")
+            for name in ("seq_len", "batch_size", "val_limit")
+        ],
+        *[({name: -3}, ValueError, f"data.{name} is -3") for name in ("seq_len", "batch_size", "seed", "num_workers")],
+        *[
+            ({name: value}, TypeError, f"data.{name} is {value!r} .*whole number")
+            for name in ("seq_len", "batch_size", "val_limit", "seed", "num_workers")
+            for value in (2.0, True, "8")
+        ],
+        ({"seq_len": None}, TypeError, "data.seq_len is None"),
+        *[
+            ({name: value}, ValueError, f"data.{name} is {value}; .* from 0 to below 1")
+            for name in ("val_fraction", "test_fraction")
+            for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
+        ],
+        *[({"val_fraction": value}, TypeError, "data.val_fraction is .*a number") for value in (True, "0.1", None)],
+        ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "add up to 1 or more.*lower one"),
+        ({"pin_memory": 1}, TypeError, "data.pin_memory is 1"),
+        ({"suffixes": ".txt"}, TypeError, "data.suffixes is '.txt'; it must be a list"),
+        ({"suffixes": [3]}, TypeError, "data.suffixes"),
+        ({"suffixes": []}, ValueError, "data.suffixes is .*at least one ending"),
+        ({"suffixes": [""]}, ValueError, "data.suffixes is .*at least one ending"),
+    ],
+)
+def test_wrong_values(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        ByteDataModule("never looked at", **options)
+
+
+def test_suffixes_with_and_without_dot(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.md", "txt"):
+        (tmp_path / name).write_bytes(b"x" * 100)
+    for suffix in ("txt", ".txt"):
+        module = ByteDataModule(str(tmp_path), seq_len=3, suffixes=[suffix])
+        assert [Path(file).name for file in module.stream.files] == ["a.txt"]
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "message"),
+    [
+        (0, {}, "all files of data.paths are empty"),
+        (10, {}, "train split has 10 of the 10 bytes.* needs 11: pass more data.*lower data.seq_len to at most 9"),
+        (1, {}, "train split has 1 of the 1 bytes, .* needs 11: pass more data in data.paths, or lower"),
+        (100, {"val_fraction": 0.1}, "val split has 10 of the 100 bytes.* 11: .* or raise data.val_fraction, or set"),
+        (100, {"test_fraction": 0.001}, "test split has 0 of the 100 bytes.* raise data.test_fraction, or set it to 0"),
+        (100, {"val_fraction": 0.45, "test_fraction": 0.45}, "train split has 10 of the 100 bytes.* lower data.val_fr"),
+        (100, {"batch_size": 10}, "train split has 9 sequences .* one batch takes 10 .*lower data.batch_size"),
+    ],
+)
+def test_too_little_data(tmp_path: Path, size: int, options: dict, message: str) -> None:
+    folder, _ = write(tmp_path, size)
+    module = ByteDataModule(folder, **{"seq_len": 10, "val_fraction": 0, "test_fraction": 0, **options})
+    for look in (module.check, lambda: module.setup("fit"), module.train_dataloader):  # each time again
+        with pytest.raises(ValueError, match=message):
+            look()
+
+
+@pytest.mark.parametrize("size", [11, 20, 21])
+def test_just_enough_data(tmp_path: Path, size: int) -> None:
+    folder, _ = write(tmp_path, size)
+    module = ByteDataModule(folder, seq_len=10, val_fraction=0, test_fraction=0)
+    assert len(list(module.train_dataloader())) == (size - 1) // 10
+
+
+class Ranked(pl.Trainer):
+    """A Trainer whose strategy says that this is one of several ranks."""
+
+    distributed_sampler_kwargs: dict[str, int] | None = None
+
+    @classmethod
+    def make(cls, rank: int, replicas: int) -> "Ranked":
+        made = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+        made.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
+        return made
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 5])
+def test_ranks_read_different_samples(tmp_path: Path, replicas: int) -> None:
+    folder, _ = write(tmp_path, 2000)
+    modules = []
+    for rank in range(replicas):
+        modules.append(ByteDataModule(folder, seq_len=10, batch_size=4))
+        modules[-1].trainer = Ranked.make(rank, replicas)
+    train = [[batch["index"].tolist() for batch in module.train_dataloader()] for module in modules]
+    assert {len(batches) for batches in train} == {179 // (4 * replicas)}
+    used = [index for batches in train for batch in batches for index in batch]
+    assert len(used) == len(set(used)) == 179 // (4 * replicas) * 4 * replicas
+    evaluated = [index for module in modules for batch in module.val_dataloader() for index in batch["index"].tolist()]
+    assert sorted(evaluated) == list(range(9))  # 100 bytes: none left out, none twice
+    modules[0].trainer = Ranked.make(0, 1000)
+    with pytest.raises(ValueError, match=r"one batch takes 4000 \(.* on 1000 data-parallel ranks"):
+        modules[0].train_dataloader()
+
+
+class Collector(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.seen: dict[str, list[int]] = {"train": [], "val": [], "test": [], "predict": []}
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        self.seen["train"] += batch["index"].tolist()
+        return self.weight.sum()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.seen["val"] += batch["index"].tolist()
+
+    def test_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.seen["test"] += batch["index"].tolist()
+
+    def predict_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        self.seen["predict"] += batch["index"].tolist()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def trainer(**options: object) -> pl.Trainer:
+    return pl.Trainer(
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        num_sanity_val_steps=0,
+        **{"max_epochs": 1, **options},
+    )
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2])
+def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
+    folder, _ = write(tmp_path, 500)
+    module = ByteDataModule(folder, seq_len=10, batch_size=4, val_fraction=share, test_fraction=share)
+    model, runner = Collector(), trainer()
+    runner.fit(model, module)
+    runner.test(model, module, verbose=False)
+    if share:
+        runner.predict(model, module)
+    assert len(model.seen["train"]) == (28 if share else 48)
+    evaluated = list(range(9)) if share else []
+    assert model.seen["val"] == model.seen["test"] == model.seen["predict"] == evaluated
+
+
+def test_overfit_batches(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, 500)
+    module = ByteDataModule(folder, seq_len=10, batch_size=2, val_fraction=0, test_fraction=0)
+    model = Collector()
+    trainer(overfit_batches=2, max_epochs=2).fit(model, module)
+    assert model.seen["train"] == [0, 1, 2, 3] * 2
+
+
+def test_reloaded_loaders_go_on_with_the_next_epoch(tmp_path: Path) -> None:
+    folder, _ = write(tmp_path, 500)
+    seen = []
+    for options in ({}, {"reload_dataloaders_every_n_epochs": 1}):
+        model = Collector()
+        trainer(max_epochs=3, **options).fit(model, ByteDataModule(folder, seq_len=10, batch_size=2))
+        seen.append(model.seen["train"])
+    assert seen[0] == seen[1]
+    assert len(set(map(tuple, (seen[0][:44], seen[0][44:88], seen[0][88:])))) == 3
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_order_is_the_same_with_workers(tmp_path: Path, workers: int) -> None:
+    assert multiprocessing.active_children() == []
+    folder, _ = write(tmp_path, 500)
+    module = ByteDataModule(folder, seq_len=10, batch_size=3, num_workers=workers, seed=1)
+    order = np.random.default_rng([1, 0]).permutation(44).tolist()
+    assert [index for batch in module.train_dataloader() for index in batch["index"].tolist()] == order[:42]
+
+
+def test_default_corpus() -> None:
+    module = ByteDataModule(seq_len=1024, batch_size=2, val_limit=8)
+    module.check()
+    assert len(module.stream) > 1_000_000
+    batch = next(iter(module.train_dataloader()))
+    assert batch["tokens"].shape == (2, 1024)
+    assert (batch["tokens"][:, 1:] == batch["labels"][:, :-1]).all()
+    assert 0 <= batch["tokens"].min() <= batch["tokens"].max() <= 255
+    assert len(module.val_dataloader()) == len(module.test_dataloader()) == 4
+    assert 2 < module.bigram_bits_per_byte() < 5

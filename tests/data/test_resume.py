@@ -1,0 +1,312 @@
+"""Runs of a real Trainer that are stopped and resumed must see the samples that an uninterrupted run sees."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.strategies import SingleDeviceStrategy
+
+from lightning_dilated.data import ByteDataModule
+
+SEQ_LEN = 4
+SAMPLES = 11
+BATCHES = 5  # of 2 samples; one sample is left out in each epoch
+
+
+class Recorder(pl.LightningModule):
+    """Writes down what it is given, as tuples (batch_idx, sample indices), and how often it validated."""
+
+    def __init__(self, crash_at: int | None = None, ask_for_steps: bool = False) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+        self.crash_at = crash_at
+        self.ask_for_steps = ask_for_steps
+        self.seen: list[tuple[int, tuple[int, ...]]] = []
+        self.validated_after: list[int] = []
+
+    def training_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if self.global_step == self.crash_at:
+            raise KeyError("crash")
+        self.seen.append((batch_idx, tuple(batch["index"].tolist())))
+        return self.weight.sum() * batch["tokens"].float().mean()
+
+    def validation_step(self, batch: dict[str, torch.Tensor], batch_idx: int) -> None:
+        if batch_idx == 0:
+            self.validated_after.append(self.global_step)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.ask_for_steps:  # makes Lightning build the train loader before it restores the loops
+            assert self.trainer.estimated_stepping_batches > 0
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def samples(self) -> list[int]:
+        return [index for _, batch in self.seen for index in batch]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    size = SAMPLES * SEQ_LEN + 1
+    path = tmp_path / "bytes.bin"
+    # 1/8 of all bytes (room for one sequence) goes to validation
+    path.write_bytes(np.random.default_rng(0).integers(0, 256, size * 8 // 7 + 1, dtype=np.uint8).tobytes())
+    return str(path)
+
+
+def data(file: str, **options: object) -> ByteDataModule:
+    settings = {"seq_len": SEQ_LEN, "batch_size": 2, "val_fraction": 0.125, "test_fraction": 0, "seed": 3}
+    module = ByteDataModule(file, **{**settings, **options})
+    assert len(module.dataset("train")) == SAMPLES
+    return module
+
+
+def run(
+    module: ByteDataModule,
+    ckpt: str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+    crash_at: int | None = None,
+    ask_for_steps: bool = False,
+    **options: object,
+) -> tuple[Recorder, pl.Trainer]:
+    model = Recorder(crash_at, ask_for_steps)
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        barebones=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=bool(callbacks),
+        callbacks=list(callbacks),
+        num_sanity_val_steps=0,
+        **options,
+    )
+    trainer.fit(model, module, ckpt_path=None if ckpt is None else str(ckpt), weights_only=True if ckpt else None)
+    return model, trainer
+
+
+def every_step(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+
+
+def test_uninterrupted_epochs_are_different_permutations(file: str) -> None:
+    model, _ = run(data(file), max_epochs=3)
+    assert [batch_idx for batch_idx, _ in model.seen] == list(range(BATCHES)) * 3
+    epochs = [model.samples()[start : start + 10] for start in (0, 10, 20)]
+    assert all(len(set(epoch)) == 10 and set(epoch) <= set(range(SAMPLES)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    other, _ = run(data(file, seed=4), max_epochs=1)
+    assert other.samples() != epochs[0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("stop", [7, 5])
+def test_stopped_by_max_steps(file: str, tmp_path: Path, workers: int, stop: int) -> None:
+    whole, _ = run(data(file), max_steps=13)
+    first, trainer = run(data(file, num_workers=workers), max_steps=stop)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    second, _ = run(data(file, num_workers=workers), tmp_path / "stopped.ckpt", max_steps=13)
+    assert first.seen + second.seen == whole.seen
+    assert second.validated_after == [step for step in whole.validated_after if step > stop]
+
+
+@pytest.mark.parametrize("ask_for_steps", [False, True])
+@pytest.mark.parametrize("limits", [{"max_steps": 15}, {"max_epochs": 3}])
+@pytest.mark.parametrize("step", [3, 5, 7, 10])
+def test_model_checkpoint_at_a_step(file: str, tmp_path: Path, step: int, limits: dict, ask_for_steps: bool) -> None:
+    whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=3)
+    resumed, _ = run(data(file), tmp_path / f"step={step}.ckpt", ask_for_steps=ask_for_steps, **limits)
+    assert resumed.seen == whole.seen[step:]
+    assert len(resumed.seen) == 15 - step
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("limits", [{"max_steps": 15}, {"max_epochs": 3}])
+def test_model_checkpoint_at_the_end_of_an_epoch(file: str, tmp_path: Path, validate: bool, limits: dict) -> None:
+    share = {} if validate else {"val_fraction": 0.0, "val_limit": None}
+    if not validate:
+        Path(file).write_bytes(Path(file).read_bytes()[: SAMPLES * SEQ_LEN + 1])
+    checkpoint = ModelCheckpoint(tmp_path, filename="{epoch}", save_top_k=-1)
+    whole, _ = run(data(file, **share), callbacks=[checkpoint], max_epochs=3)
+    resumed, _ = run(data(file, num_workers=2, **share), tmp_path / "epoch=0.ckpt", **limits)
+    assert resumed.seen == whole.seen[BATCHES:]
+
+
+def test_resumed_again_and_again(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), max_steps=24)
+    seen, ckpt = [], None
+    for stop in (3, 7, 8, 10, 18, 20, 24):
+        model, trainer = run(data(file), ckpt, max_steps=stop)
+        ckpt = tmp_path / f"{stop}.ckpt"
+        trainer.save_checkpoint(ckpt)
+        seen += model.seen
+    assert seen == whole.seen
+
+
+def test_epoch_end_checkpoint_after_the_trainers_epoch_count_drifted(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), max_epochs=4)
+    _, trainer = run(data(file), max_steps=7)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    checkpoint = ModelCheckpoint(tmp_path, filename="end-{step}", save_top_k=-1)
+    run(data(file), tmp_path / "stopped.ckpt", callbacks=[checkpoint], max_steps=15)
+    resumed, trainer = run(data(file), tmp_path / "end-step=10.ckpt", max_epochs=4)
+    assert trainer.current_epoch == 4
+    assert resumed.seen == whole.seen[10 : 10 + len(resumed.seen)]
+    assert len(resumed.seen) >= BATCHES
+
+
+def test_a_stop_by_steps_resumed_by_epochs_keeps_the_data_position(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), max_epochs=3)
+    _, trainer = run(data(file), max_steps=7)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    resumed, _ = run(data(file), tmp_path / "stopped.ckpt", max_epochs=4)
+    assert resumed.samples() == whole.samples()[14:30]
+
+
+@pytest.mark.parametrize("crash_at", [0, 5, 7, 9])
+def test_a_batch_that_crashed_is_served_again(file: str, tmp_path: Path, crash_at: int) -> None:
+    whole, _ = run(data(file), max_epochs=3)
+    with pytest.raises(KeyError, match="crash"):
+        run(data(file), callbacks=[OnExceptionCheckpoint(tmp_path)], crash_at=crash_at, max_epochs=3)
+    resumed, _ = run(data(file), tmp_path / "on_exception.ckpt", max_epochs=3)
+    assert resumed.seen == whole.seen[crash_at:]
+    assert resumed.validated_after == [step for step in whole.validated_after if step > crash_at]
+
+
+@pytest.mark.parametrize("step", [2, 3, 4])
+def test_limited_epochs(file: str, tmp_path: Path, step: int) -> None:
+    whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=3, limit_train_batches=3)
+    assert [batch_idx for batch_idx, _ in whole.seen] == [0, 1, 2] * 3
+    resumed, _ = run(data(file), tmp_path / f"step={step}.ckpt", max_epochs=3, limit_train_batches=3)
+    assert resumed.seen == whole.seen[step:]
+
+
+@pytest.mark.parametrize(
+    ("step", "batch_size", "rest"),
+    [(2, 1, 7), (5, 1, 0), (2, 3, 2), (1, 4, 2)],
+    ids=["smaller", "smaller-at-epoch-end", "larger", "larger-early"],
+)
+@pytest.mark.parametrize("ask_for_steps", [False, True])
+def test_another_batch_size(
+    file: str, tmp_path: Path, step: int, batch_size: int, rest: int, ask_for_steps: bool
+) -> None:
+    whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
+    module = data(file, batch_size=batch_size)
+    resumed, _ = run(module, tmp_path / f"step={step}.ckpt", ask_for_steps=ask_for_steps, max_epochs=2)
+    # an epoch has 11 // batch_size batches; batch numbers go on so that the last of an epoch has the last number
+    per_epoch = SAMPLES // batch_size
+    first = len(resumed.seen) - per_epoch
+    assert first == rest
+    assert [number for number, _ in resumed.seen] == [*range(per_epoch - first, per_epoch), *range(per_epoch)]
+    used = step * 2
+    known = whole.samples()[used:10]  # the uninterrupted run left out the last sample
+    assert resumed.samples()[: first * batch_size][: len(known)] == known[: first * batch_size]
+    assert resumed.samples()[first * batch_size :][:9] == whole.samples()[10:19][: per_epoch * batch_size]
+    assert len(resumed.validated_after) == (2 if first else 1)
+
+
+def test_a_rest_smaller_than_the_new_batch_is_left_out(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
+    resumed, _ = run(data(file, batch_size=4), tmp_path / "step=4.ckpt", max_steps=6)
+    assert resumed.seen == [(0, tuple(whole.samples()[10:14])), (1, tuple(whole.samples()[14:18]))]
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [({"seed": 4}, "seed"), ({"seq_len": 2}, "seq_len|num_samples"), ({"val_fraction": 0.4}, "num_samples")],
+    ids=["seed", "seq_len", "size"],
+)
+@pytest.mark.parametrize("limits", [{"max_steps": 9}, {"max_epochs": 2}])
+def test_a_checkpoint_of_other_data_is_refused(
+    file: str, tmp_path: Path, change: dict, named: str, limits: dict
+) -> None:
+    _, trainer = run(data(file), max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    settings = {"seq_len": SEQ_LEN, "batch_size": 2, "val_fraction": 0.125, "test_fraction": 0, "seed": 3}
+    with pytest.raises(ValueError, match=f"written with ({named}) = .*start a new run"):
+        run(ByteDataModule(file, **{**settings, **change}), tmp_path / "a.ckpt", **limits)
+
+
+def test_a_checkpoint_may_be_tested_on_other_data(file: str, tmp_path: Path) -> None:
+    _, trainer = run(data(file), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    module = ByteDataModule(file, seq_len=2, val_fraction=0.4, test_fraction=0)
+    model = Recorder()
+    trainer.validate(model, module, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True, verbose=False)
+    assert len(model.validated_after) == 1
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 10}, {"max_epochs": 2}])
+def test_one_module_in_several_fits(file: str, tmp_path: Path, limits: dict) -> None:
+    whole, _ = run(data(file), max_steps=10)
+    module = data(file)
+    first, trainer = run(module, max_steps=5)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    resumed, _ = run(module, tmp_path / "a.ckpt", **limits)
+    assert first.seen + resumed.seen == whole.seen
+    again, _ = run(module, max_steps=5)
+    assert again.seen == first.seen
+
+
+def test_evaluation_of_a_checkpoint_leaves_the_training_position(file: str, tmp_path: Path) -> None:
+    module = data(file)
+    _, trainer = run(module, max_steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    trainer.fit_loop.epoch_loop.max_steps = 4
+    trainer.fit(Recorder(), module, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True)
+    position = module.state_dict()
+    trainer.validate(Recorder(), module, ckpt_path=str(tmp_path / "a.ckpt"), weights_only=True, verbose=False)
+    assert module.state_dict() == position
+    assert position["train"]["samples"] == 8
+    assert module.train_dataloader().state_dict()["samples"] == 0
+
+
+class LateRestore(SingleDeviceStrategy):
+    """Restores all states after the optimizers are made, as the sharding strategies do."""
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("step", [3, 5])
+@pytest.mark.parametrize("ask_for_steps", [False, True])
+def test_late_restore(file: str, tmp_path: Path, step: int, ask_for_steps: bool) -> None:
+    whole, _ = run(data(file), callbacks=[every_step(tmp_path)], max_epochs=2)
+    ckpt = tmp_path / f"step={step}.ckpt"
+    resumed, _ = run(data(file), ckpt, ask_for_steps=ask_for_steps, max_epochs=2, strategy=LateRestore("cpu"))
+    assert resumed.seen == whole.seen[step:]
+
+
+class Ranks(Callback):
+    """Writes each rank's batches to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        lines = [" ".join(map(str, batch)) for _, batch in pl_module.seen]
+        (self.folder / f"rank{trainer.global_rank}.txt").write_text("\n".join(lines))
+
+
+def rank_batches(folder: Path, rank: int) -> list[list[int]]:
+    return [[int(word) for word in line.split()] for line in (folder / f"rank{rank}.txt").read_text().splitlines()]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_two_ranks_share_the_order_of_one(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), max_steps=10)
+    callbacks = [Ranks(tmp_path), every_step(tmp_path)]
+    run(data(file, batch_size=1), callbacks=callbacks, max_steps=8, strategy="ddp_fork", devices=2)
+    both = [left + right for left, right in zip(rank_batches(tmp_path, 0), rank_batches(tmp_path, 1), strict=True)]
+    assert both == [list(batch) for _, batch in whole.seen[:8]]
+    # one rank with the same batch over all ranks goes on where two stopped
+    resumed, _ = run(data(file), tmp_path / "step=7.ckpt", max_steps=10)
+    assert resumed.seen == whole.seen[7:]
+    # and one rank with batches of 1 needs twice as many for the rest of the epoch
+    finer, _ = run(data(file, batch_size=1), tmp_path / "step=7.ckpt", max_epochs=2)
+    assert [number for number, _ in finer.seen] == list(range(4, 11))
+    assert finer.samples()[:6] == whole.samples()[14:]

@@ -1,0 +1,61 @@
+"""The definition once more, as plain Python loops over integers, straight from its words and sharing no code with it."""
+
+from itertools import pairwise
+
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+
+def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_heads: int) -> int:
+    """The residue that `head` uses."""
+    if branch.offset is not None:
+        return branch.offset
+    if pattern.offset_heads == "kv":
+        head, heads = head // (heads // kv_heads), kv_heads
+    if pattern.offsets == "interleaved":
+        return head % branch.dilation_rate
+    block = (heads + branch.dilation_rate - 1) // branch.dilation_rate
+    return head // block
+
+
+def place(
+    pattern: DilatedPattern, branch: Branch, head: int, position: int, seq_len: int, heads: int, kv_heads: int
+) -> int | None:
+    """The segment in which `head` uses `position`, None where it does not."""
+    if branch.heads is not None and head not in branch.heads:
+        return None
+    if branch.segment_length is None:
+        segment, index = 0, position
+    else:
+        segment, index = divmod(position + branch.shift, branch.segment_length)
+    return segment if index % branch.dilation_rate == offset(pattern, branch, head, heads, kv_heads) else None
+
+
+def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int, causal: bool) -> list:
+    """c[h][p][j] over packed documents."""
+    n = bounds[-1]
+    c = [[[0] * n for _ in range(n)] for _ in range(heads)]
+    for start, stop in pairwise(bounds):
+        for branch in pattern.branches:
+            for h in range(heads):
+                at = [place(pattern, branch, h, p, stop - start, heads, kv_heads) for p in range(stop - start)]
+                for p in range(stop - start):
+                    for j in range(stop - start):
+                        sees = at[p] is not None and at[p] == at[j] and (j <= p or not causal)
+                        c[h][start + p][start + j] += sees
+    return c
+
+
+def pads(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int, branch_index: int | None = None) -> list:
+    """n_pad[h][p] of the not causal case, over all branches or one."""
+    out = [[0] * seq_len for _ in range(heads)]
+    for i, branch in enumerate(pattern.branches):
+        if branch_index not in (None, i):
+            continue
+        width = seq_len if branch.segment_length is None else min(branch.segment_length, seq_len)
+        slots = (width + branch.dilation_rate - 1) // branch.dilation_rate
+        for h in range(heads):
+            at = [place(pattern, branch, h, p, seq_len, heads, kv_heads) for p in range(seq_len)]
+            for p in range(seq_len):
+                if at[p] is not None:
+                    out[h][p] += slots - at.count(at[p])
+    return out

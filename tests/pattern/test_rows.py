@@ -1,0 +1,130 @@
+"""Blocks: every covered position appears in exactly one row of one block, with its segment, residue and kv head."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern.rows import Block, blocks, pairs
+
+from . import naive
+from .strategies import head_counts, patterns
+
+
+def cells(block: Block):
+    """(head, kv head, [positions]) of every segment of a block, as its docstring says."""
+    for s in range(block.segments):
+        for j in range(block.heads):
+            first = block.first + s * block.segment_stride + j * block.position_step
+            yield (
+                block.head + j * block.head_step,
+                block.kv_head + j * block.kv_head_step,
+                [first + i * block.row_stride for i in range(block.rows)],
+            )
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_blocks_cover_the_definition_once(data):
+    heads, kv = data.draw(head_counts())
+    pattern = data.draw(patterns(heads, kv))
+    n = data.draw(st.integers(0, 64))
+    seen = Counter()
+    for block in blocks(pattern, n, heads, kv):
+        branch = pattern.branches[block.branch]
+        assert block.rows > 0 and block.position_step >= 0
+        for head, kv_head, positions in cells(block):
+            assert kv_head == head // (heads // kv)
+            places = {naive.place(pattern, branch, head, p, n, heads, kv) for p in positions}
+            assert len(places) == 1 and None not in places  # one segment, and the head's residue
+            for p in positions:
+                assert 0 <= p < n
+                seen[block.branch, head, p] += 1
+    assert set(seen.values()) <= {1}
+    assert set(seen) == {
+        (i, h, p)
+        for i, branch in enumerate(pattern.branches)
+        for h in range(heads)
+        for p in range(n)
+        if naive.place(pattern, branch, h, p, n, heads, kv) is not None
+    }
+
+
+@given(st.data())
+@settings(max_examples=80)
+def test_a_cell_holds_the_whole_segment(data):
+    # positions of one (branch, head, segment) in two cells would never see each other
+    heads, kv = data.draw(head_counts(7))
+    pattern = data.draw(patterns(heads, kv))
+    n = data.draw(st.integers(1, 64))
+    found = Counter()
+    for block in blocks(pattern, n, heads, kv):
+        for head, _, positions in cells(block):
+            at = naive.place(pattern, pattern.branches[block.branch], head, positions[0], n, heads, kv)
+            found[block.branch, head, at] += 1
+    assert set(found.values()) <= {1}
+
+
+@given(st.data())
+@settings(max_examples=80)
+def test_pads(data):
+    heads, kv = data.draw(head_counts(7))
+    pattern = data.draw(patterns(heads, kv, padding="attended", widest=20))
+    n = data.draw(st.integers(1, 24))
+    widths = [min(b.segment_length or n, n) for b in pattern.branches]
+    if any(w % b.dilation_rate and n > w for w, b in zip(widths, pattern.branches, strict=True)):
+        with pytest.raises(ValueError, match=r"multiple of dilation_rate.*padding='masked'"):
+            blocks(pattern, n, heads, kv)
+        return
+    for block in blocks(pattern, n, heads, kv):
+        want = naive.pads(pattern, n, heads, kv, block.branch)
+        for head, _, positions in cells(block):
+            assert {want[head][p] for p in positions} == {block.pads}
+
+
+@given(st.data())
+@settings(max_examples=80)
+def test_pairs_are_the_counts(data):
+    heads, kv = data.draw(head_counts())
+    pattern = data.draw(patterns(heads, kv))
+    n, causal = data.draw(st.integers(0, 40)), data.draw(st.booleans())
+    assert pairs(pattern, n, heads, kv, causal) == pattern.counts(n, heads, causal, kv).sum()
+
+
+def ladder(first: int, branches: int):
+    """Segment lengths and rates that both double."""
+    return [first << i for i in range(branches)], [1 << i for i in range(branches)]
+
+
+# A block is one kernel call: these few calls are what makes strided views fast. A branch needs min(r, H / r) of them
+# where r divides H, since one view holds heads of equal offsets, or heads whose offsets rise by one.
+CALLS = {
+    "one branch": (DilatedPattern.dense(2048), 12, 1),
+    "12 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 12, 9),
+    "12 heads, blocked": (DilatedPattern.longnet(*ladder(2048, 5), offsets="blocked"), 12, 9),
+    "12 heads, ten branches": (DilatedPattern.longnet(*ladder(1024, 10)), 12, 14),
+    "16 heads": (DilatedPattern.longnet(*ladder(2048, 5)), 16, 1 + 2 + 4 + 2 + 1),
+    "16 heads, blocked": (DilatedPattern.longnet(*ladder(2048, 5), offsets="blocked"), 16, 1 + 2 + 4 + 2 + 1),
+    "head groups": (DilatedPattern.head_groups(*ladder(2048, 5), 12), 12, 5),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_number_of_calls(name):
+    pattern, heads, want = CALLS[name]
+    assert len(blocks(pattern, 1 << 20, heads, heads)) == want
+
+
+def test_kv_offsets_take_few_calls():
+    # 12 query heads over 4 kv heads need no more calls than the three query heads of each group would need apart
+    pattern = DilatedPattern.longnet(*ladder(2048, 5), offset_heads="kv")
+    assert len(blocks(pattern, 1 << 20, 12, 4)) <= 3 * len(blocks(pattern, 1 << 20, 4, 4))
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_a_segment_far_beyond_the_sequence(causal):
+    # 3 tokens end the first segment and 6 begin the next; their indices are odd, even, odd and 0..5
+    wide = DilatedPattern([Branch(1 << 60, 2, shift=(1 << 60) - 3)])
+    assert pairs(wide, 9, 2, 2, causal) == (1 + 3 + 6 + 6 if causal else 1 + 4 + 9 + 9)
