@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
+import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated import __version__
+from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule
 
@@ -49,6 +53,24 @@ def fail(message: Any, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError) as error:
+        if os.environ.get("LIGHTNING_DILATED_TRACEBACK"):
+            raise
+        fail(essence(str(error)))
+
+
+def essence(message: str) -> str:
+    """What went wrong, out of the parser's nested report of every type that it tried."""
+    reasons = [line.strip().removeprefix("- ") for line in message.splitlines() if line.lstrip().startswith("- ")]
+    reasons = [r for r in reasons if not r.startswith("Expected a <class 'NoneType'>")]
+    return "; ".join(reasons) if "Given value" in message and reasons else message
+
+
 class DilatedCLI(LightningCLI):
     """LightningCLI whose model is any DilatedModule and whose data any LightningDataModule, both by `class_path`.
 
@@ -76,36 +98,46 @@ class DilatedCLI(LightningCLI):
         """Parse, and look at the checkpoint before anything is built."""
         super().parse_arguments(parser, args)
         path = self.config[self.config.subcommand].get("ckpt_path")
-        if path and path not in CKPT_WORDS:
-            check_checkpoint(path)
+        if path and path not in CKPT_WORDS and not Path(path).is_dir():
+            with one_line_errors():
+                read_checkpoint(path)
+
+    def _parse_ckpt_path(self) -> None:
+        """Lightning puts the checkpoint's hyperparameters over the config; without a class in it, it would fail."""
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path and Path(path).is_file() and "_class_path" not in read_checkpoint(path).get("hyper_parameters", {}):
+            return
+        super()._parse_ckpt_path()
 
     def instantiate_classes(self) -> None:
         """Build model, data and trainer; a wrong value is one line, before any work."""
-        try:
+        with one_line_errors():
             super().instantiate_classes()
             check = getattr(self.datamodule, "check", None)
             if callable(check):
                 check()
-        except (ValueError, TypeError, OSError) as error:
-            if os.environ.get("LIGHTNING_DILATED_TRACEBACK"):
-                raise
-            fail(error)
 
 
-def check_checkpoint(path: str) -> None:
-    """Stop with one line if a checkpoint is missing or unreadable."""
-    if not Path(path).exists():
-        fail(
-            f"--ckpt_path {path} does not exist. Pass a .ckpt file that fit wrote (see checkpoints/ in the run folder)."
-        )
-    if Path(path).is_file():
-        try:
-            torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        except Exception as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            fail(
-                f"--ckpt_path {path} cannot be read as a checkpoint ({first}). It may be cut short; use an earlier one."
-            )
+def with_model(argv: list[str]) -> list[str]:
+    """The arguments, with the model of --ckpt_path added where neither a config nor a model is given."""
+    named = any(word.split("=")[0] in ("--config", "-c") or word.startswith("--model") for word in argv)
+    if named or any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
+        return argv
+    path = option(argv, "--ckpt_path")
+    if path is None or path in CKPT_WORDS or Path(path).is_dir():
+        fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
+    return [*argv, f"--model={json.dumps(model_config(read_checkpoint(path)))}"]
+
+
+def option(argv: list[str], name: str) -> str | None:
+    """The last value of an option, in either spelling."""
+    found = None
+    for word, following in itertools.zip_longest(argv, argv[1:]):
+        if word == name:
+            found = following
+        elif word.startswith(name + "="):
+            found = word.removeprefix(name + "=")
+    return found
 
 
 def recipe_folders() -> list[Path]:
@@ -144,16 +176,13 @@ def main(argv: list[str] | None = None) -> None:
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
     elif argv[0] == "generate":
-        try:
+        with one_line_errors():
             run_generate(argv[1:])
-        except (ValueError, TypeError, OSError) as error:
-            if os.environ.get("LIGHTNING_DILATED_TRACEBACK"):
-                raise
-            fail(error)
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, 'generate'])}.")
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
-        sys.argv = [sys.argv[0], *with_recipes(argv)]
+        with one_line_errors():
+            sys.argv = [sys.argv[0], *with_model(with_recipes(argv))]
         DilatedCLI()

@@ -4,32 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
 
-from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.generation import check_sampling
-
-
-def load_module(path: str | Path, base: type[DilatedModule] = LongNetLM) -> DilatedModule:
-    """The module of a checkpoint: the class that LightningCLI wrote into it, else `base`, on the CPU, in eval mode.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: not a checkpoint of a DilatedModule.
-    """
-    path = Path(path)
-    if not path.is_file():
-        raise FileNotFoundError(f"ckpt_path {path} is not a file. Pass a .ckpt file that fit wrote.")
-    try:
-        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        hparams = stored["hyper_parameters"]
-    except Exception as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"ckpt_path {path} cannot be read as a Lightning checkpoint ({first}).") from None
-    cls = DilatedModule if "_class_path" in hparams else base
-    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -57,12 +35,7 @@ def run(argv: list[str]) -> None:
     check_sampling(args.temperature, args.top_k, args.top_p)
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {args.device}: this machine has no CUDA device. Leave --device out to use the CPU.")
-    model = load_module(args.ckpt_path)
-    if not isinstance(model, LongNetLM) or model.vocab_size != 256:
-        raise ValueError(
-            f"{args.ckpt_path} holds a {type(model).__name__}, not a LongNetLM over bytes (vocab_size 256)."
-        )
-    model = model.to(args.device)
+    model = load_byte_model(args.ckpt_path).to(args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = torch.tensor(list(prompt), device=args.device)[None]
     out = model.generate(

@@ -64,10 +64,13 @@ class RunReport(pl.Callback):
         value = trainer.callback_metrics.get("val_bits_per_byte")
         if trainer.sanity_checking or value is None:
             return
-        self.val.append((trainer.global_step, float(value)))
+        training = trainer.state.fn == "fit"
+        if training:
+            self.val.append((trainer.global_step, float(value)))
         if self.baseline is None and hasattr(trainer.datamodule, "bigram_bits_per_byte"):
             self.baseline = trainer.datamodule.bigram_bits_per_byte("val")
-        table = Table(title=f"validation after step {trainer.global_step}", title_justify="left")
+        title = f"validation after step {trainer.global_step}" if training else "validation of the checkpoint"
+        table = Table(title=title, title_justify="left")
         table.add_column("model")
         table.add_column("bits per byte", justify="right")
         table.add_row(type(pl_module).__name__, f"{float(value):.3f}")

@@ -65,9 +65,11 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("engine, request_, reason", REFUSALS, ids=lambda x: x if isinstance(x, str) else "")
+@pytest.mark.parametrize("engine, request_, reason", REFUSALS, ids=[f"{e}-{r}" for e, _, r in REFUSALS])
 def test_refusal(engine, request_, reason):
     assert reason in ENGINES[engine].why_not(request_)
+    if request_.device == CUDA:
+        return  # `choose` would go on to look for that device
     with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve this call: {engine} {reason}.*'math'"):
         choose(engine, request_)
 
@@ -192,7 +194,9 @@ def test_alignment(layout, monkeypatch):
         assert all(s * 4 % 16 == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
     exact = leaves(q, k, v, dtype=torch.float64)
     want, _ = case.oracle(*exact)
-    for name, a, b in zip(("out", *GRADIENTS), (out, *got), (want, *gradients(want, exact, grad.double())), strict=True):
+    for name, a, b in zip(
+        ("out", *GRADIENTS), (out, *got), (want, *gradients(want, exact, grad.double())), strict=True
+    ):
         close(name, a, b, 1e-5)
 
 

@@ -78,7 +78,7 @@ def test_add_rows_adds_every_head(case):
         torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("n, w, batch", product([16, 17, 24, 64], [4, 7, 16, 100], [1, 3]))
+@pytest.mark.parametrize("n, w, batch", list(product([16, 17, 24, 64], [4, 7, 16, 100], [1, 3])))
 def test_calls(n, w, batch, monkeypatch):
     """One call serves all samples for B = 1 and where w divides N, or the segments are one; else one a sample."""
     calls = record(monkeypatch, "math")

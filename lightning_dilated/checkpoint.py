@@ -1,0 +1,75 @@
+"""Reading a checkpoint safely: what it holds, as plain values and tensors, or one clear error."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dilated.models import DilatedModule, LongNetLM
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The checkpoint's dict, tensors left on disk until they are used; no code in the file is run.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a checkpoint, or one cut short.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"ckpt_path {path}: no such file. Pass a .ckpt that fit wrote (run folder, checkpoints/)."
+        )
+    try:
+        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"ckpt_path {path} cannot be read as a checkpoint ({lines[0][:120]}). "
+            "It may be cut short or of another kind; use an earlier one."
+        ) from None
+    if not isinstance(stored, dict) or "state_dict" not in stored:
+        raise ValueError(f"ckpt_path {path} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
+    return stored
+
+
+def model_config(stored: dict[str, Any]) -> dict[str, Any]:
+    """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where it was made without the command line."""
+    hparams = {k: v for k, v in stored.get("hyper_parameters", {}).items() if not k.startswith("_")}
+    class_path = stored.get("hyper_parameters", {}).get("_class_path", "lightning_dilated.LongNetLM")
+    return {"class_path": class_path, "init_args": hparams}
+
+
+def load_module(path: str | Path) -> DilatedModule:
+    """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`; also for a class that is not a known DilatedModule.
+    """
+    class_path = model_config(read_checkpoint(path))["class_path"]
+    module, _, name = class_path.rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
+        raise ValueError(
+            f"ckpt_path {path} holds a {class_path}, which is not imported here. Import it and call its "
+            "load_from_checkpoint in Python."
+        )
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
+
+
+def load_byte_model(path: str | Path) -> LongNetLM:
+    """A LongNetLM over bytes from a checkpoint.
+
+    Raises:
+        ValueError: for another model or vocabulary.
+    """
+    model = load_module(path)
+    if not isinstance(model, LongNetLM) or model.vocab_size != 256:
+        vocabulary = getattr(model, "vocab_size", None)
+        raise ValueError(
+            f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {vocabulary}; "
+            "generating text from the command line takes a LongNetLM over bytes (vocab_size 256)."
+        )
+    return model

@@ -1,0 +1,44 @@
+"""Peak memory of a piece of code in a process of its own, so that nothing that ran before it counts."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+_PRELUDE = """
+import re, sys
+import torch
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import Branch, DilatedPattern
+torch.set_num_threads(1)
+
+def status(field):
+    return int(re.search(rf"{field}:\\s+(\\d+) kB", open("/proc/self/status").read()).group(1)) * 1024
+
+def peak(run):
+    '''Bytes that `run` needs at once, above what is held when it starts.'''
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")  # resets VmHWM
+    before = status("VmRSS")
+    result = run()
+    return status("VmHWM") - before, result
+
+warm = torch.randn(1, 8, 1, 8, requires_grad=True)  # the first call loads code
+for engine in ("auto", "math"):
+    dilated_attention(warm, warm, warm, DilatedPattern.dense(4), engine=engine).sum().backward()
+"""
+
+
+def printed(code: str) -> list[int]:
+    """The integers that `code` prints, run after the prelude above in a new process."""
+    try:
+        Path("/proc/self/clear_refs").open("w").close()
+    except OSError:
+        pytest.skip("needs /proc/self/clear_refs to reset the peak of resident memory")
+    done = subprocess.run(
+        [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(x) for x in done.stdout.split()]

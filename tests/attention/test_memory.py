@@ -1,0 +1,88 @@
+"""Memory: saved tensors and peaks do not grow with the number of branches, nor with the square of the length."""
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+
+from .peak import printed
+
+MIB = 1 << 20
+
+
+def saved(pattern: DilatedPattern, dtype: torch.dtype = torch.float32, **options) -> list[tuple[int, int]]:
+    """(storage address, bytes) of all that autograd keeps for the backward of one call, on q, k, v of (2, 64, 4, 8)."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    q, k, v = (torch.randn(2, 64, 4, 8, dtype=dtype, requires_grad=True) for _ in "qkv")
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        out = dilated_attention(q, k, v, pattern, **options)
+    inputs = {x.untyped_storage().data_ptr() for x in (q, k, v, out)}
+    assert inputs <= set(kept)
+    return sorted(kept.values())
+
+
+@pytest.mark.parametrize("engine", ["math", "cpu_flash"])
+@pytest.mark.parametrize("branches", [1, 10])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["float64", "float32", "bf16"])
+def test_saved_is_q_k_v_out_lse(branches, engine, dtype):
+    tensor, lse = 2 * 64 * 4 * 8 * dtype.itemsize, 2 * 4 * 64 * max(dtype.itemsize, 4)
+    pattern = DilatedPattern([(w, 1) for w in range(6, 6 + branches)])
+    assert saved(pattern, dtype, engine=engine) == sorted([tensor] * 4 + [lse])
+
+
+def test_saved_besides():
+    # the lengths, the bounds and the dropout seed are a few bytes, and no mask is ever kept
+    plain = saved(DilatedPattern.dense())
+    assert saved(DilatedPattern.dense(), lengths=[3, 64]) == sorted([*plain, 2 * 4])
+    assert saved(DilatedPattern.dense(), dropout=0.5) == sorted([*plain, 8])
+
+
+def test_nothing_is_saved_without_gradients():
+    q = torch.randn(1, 8, 2, 4)
+    out = dilated_attention(q, q, q, DilatedPattern.dense(4))
+    assert out.grad_fn is None and not out.requires_grad
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize(
+    "engine, limit",
+    [("auto", 2048), pytest.param("math", 2048, marks=pytest.mark.slow)],
+)
+def test_long_sequence(engine, limit, causal):
+    """64K tokens, forward and backward in fp32; the four gradients and outputs alone are 128 MiB."""
+    (got,) = printed(f"""
+        q, k, v = (torch.randn(1, 65536, 4, 32).requires_grad_() for _ in "qkv")
+        pattern = DilatedPattern.geometric(2048, 16384)
+        run = lambda: dilated_attention(q, k, v, pattern, causal={causal}, engine="{engine}").sum().backward()
+        print(peak(run)[0])
+    """)
+    assert 128 * MIB < got < limit * MIB
+
+
+def test_ten_branches_peak_like_one():
+    """q, k, v, out of 16 MiB each: ten equal branches may hold one branch's parts at a time, not ten."""
+    one, ten = printed("""
+        q, k, v = (torch.randn(1, 32768, 4, 32).requires_grad_() for _ in "qkv")
+        for branches in (1, 10):
+            pattern = DilatedPattern([(512 + i, 1) for i in range(branches)])
+            print(peak(lambda: dilated_attention(q, k, v, pattern).sum().backward())[0])
+            q.grad = k.grad = v.grad = None
+    """)
+    assert 48 * MIB < one < ten + 8 * MIB and ten < one + 32 * MIB
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_math_engine_never_holds_all_scores(dropout):
+    """8192 dense tokens of two heads are 512 MiB of scores in fp32; the engine may hold a few budgets of 16 MiB."""
+    (got,) = printed(f"""
+        q, k, v = (torch.randn(1, 8192, 2, 8).requires_grad_() for _ in "qkv")
+        run = lambda: dilated_attention(q, k, v, DilatedPattern.dense(), engine="math", dropout={dropout})
+        print(peak(lambda: run().sum().backward())[0])
+    """)
+    assert got < 2 * 8192**2 * 4 // 2
