@@ -7,6 +7,7 @@ import sys
 
 import torch
 
+from lightning_dilated.checkpoint import load_byte_model
 from lightning_dilated.models.generation import check_sampling
 
 

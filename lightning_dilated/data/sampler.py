@@ -46,7 +46,7 @@ class ResumableSampler(DistributedSampler):
         self.consumed = 0  # samples of this epoch used up, over all ranks
         self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
         self._resumed = False
-        self.on_set_epoch: Callable[[], None] | None = None
+        self.on_set_epoch: Callable[[], None] | None = None  # called first, each time Lightning sets the epoch
 
     def order(self) -> np.ndarray:
         """The current epoch's order of all samples: (num_samples,) int64."""

@@ -46,7 +46,7 @@ class LongNetLM(DilatedModule):
 
     def __init__(
         self,
-        pattern: DilatedPattern | dict[str, Any],
+        pattern: dict[str, Any] | DilatedPattern,
         vocab_size: int = 256,
         dim: int = 256,
         depth: int = 4,

@@ -1,0 +1,41 @@
+"""Data-parallel ranks of a real Trainer share one order, and another number of ranks goes on in it."""
+
+import os
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from lightning.pytorch.callbacks import Callback
+
+from .runs import data, every_step, run
+
+
+class Ranks(Callback):
+    """Writes each rank's batches to a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        lines = [" ".join(map(str, batch)) for _, batch in pl_module.seen]
+        (self.folder / f"rank{trainer.global_rank}.txt").write_text("\n".join(lines))
+
+
+def rank_batches(folder: Path, rank: int) -> list[list[int]]:
+    return [[int(word) for word in line.split()] for line in (folder / f"rank{rank}.txt").read_text().splitlines()]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_two_ranks_share_the_order_of_one(file: str, tmp_path: Path) -> None:
+    whole, _ = run(data(file), max_steps=10)
+    callbacks = [Ranks(tmp_path), every_step(tmp_path)]
+    run(data(file, batch_size=1), callbacks=callbacks, max_steps=8, strategy="ddp_fork", devices=2)
+    both = [left + right for left, right in zip(rank_batches(tmp_path, 0), rank_batches(tmp_path, 1), strict=True)]
+    assert both == [list(batch) for _, batch in whole.seen[:8]]
+    # one rank with the same batch over all ranks goes on where two stopped
+    resumed, _ = run(data(file), tmp_path / "step=7.ckpt", max_steps=10)
+    assert resumed.seen == whole.seen[7:]
+    # and one rank with batches of 1 needs twice as many for the rest of the epoch
+    finer, _ = run(data(file, batch_size=1), tmp_path / "step=7.ckpt", max_epochs=2)
+    assert [number for number, _ in finer.seen] == list(range(4, 11))
+    assert finer.samples()[:6] == whole.samples()[14:]
