@@ -56,10 +56,10 @@ class BlockDropout:
     span: Span
     block: Block
 
-    def factors(self, groups: slice, rows: slice, keys: slice, device: torch.device) -> Tensor:
-        """(g, J, rows, keys) of 0 or 1/(1-p): what to multiply the attention weights with."""
+    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """(g, J, rows, keys) of 0 or 1/(1-p), in the dtype and on the device of `like`: factors of attention weights."""
         s, b = self.span, self.block
-        arange = lambda n: torch.arange(n, device=device)  # noqa: E731
+        arange = lambda n: torch.arange(n, device=like.device)  # noqa: E731
         group = arange(s.batches * b.segments)[groups]
         sample = (s.batch + group // b.segments)[:, None, None, None]
         segment = (group % b.segments)[:, None, None]
@@ -73,4 +73,4 @@ class BlockDropout:
             position[:, :, rows, None],
             position[:, :, None, keys],
         )
-        return keep.to(torch.float32) / (1 - self.dropout.p)
+        return keep.to(like.dtype) / (1 - self.dropout.p)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
-from lightning_dilated.attention.engines import Request, choose
+from lightning_dilated.attention.engines import Request, choose, for_rows
 from lightning_dilated.attention.engines.base import Engine
 from lightning_dilated.attention.merge import attend_pads, empty_state, merge_
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view, spans
@@ -98,7 +98,8 @@ def attention(
     mask = _dropout(dropout, seed)
     for span, block in _walk(found, who, q.shape[2], k.shape[2], q, k, v):
         qb, kb, vb = row_view(q, span, block), row_view(k, span, block, kv=True), row_view(v, span, block, kv=True)
-        part, part_lse = chosen.forward(qb, kb, vb, causal, scale, mask and BlockDropout(mask, span, block))
+        run = for_rows(chosen, block.rows).forward
+        part, part_lse = run(qb, kb, vb, causal, scale, mask and BlockDropout(mask, span, block))
         if block.pads and not causal:
             part, part_lse = attend_pads(part, part_lse, block.pads)
         merge_(out, lse, part, part_lse, span, block)
@@ -144,7 +145,7 @@ def attention_backward(
             kb, vb = row_view(k, span, block, kv=True), row_view(v, span, block, kv=True)
             lb = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
             keep = mask and BlockDropout(mask, span, block)
-            parts = chosen.backward(gb, qb, kb, vb, ob, lb, causal, scale, keep)
+            parts = for_rows(chosen, block.rows).backward(gb, qb, kb, vb, ob, lb, causal, scale, keep)
             for x, part, kv in zip(total, parts, (False, True, True), strict=True):
                 add_rows(x, part, span, block, kv)
     return total[0].to(q.dtype), total[1].to(k.dtype), total[2].to(v.dtype)

@@ -1,5 +1,6 @@
 """Peak memory of a piece of code in a process of its own, so that nothing that ran before it counts."""
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -37,8 +38,9 @@ def printed(code: str) -> list[int]:
         Path("/proc/self/clear_refs").open("w").close()
     except OSError:
         pytest.skip("needs /proc/self/clear_refs to reset the peak of resident memory")
-    done = subprocess.run(
-        [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)], capture_output=True, text=True, timeout=300
-    )
+    # without this, freed tensors stay resident in the heap and fragments of it count as a peak
+    env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+    command = [sys.executable, "-c", _PRELUDE + textwrap.dedent(code)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=env)
     assert done.returncode == 0, done.stderr
     return [int(x) for x in done.stdout.split()]

@@ -53,9 +53,7 @@ def test_inductor():
     want = run(q, k, v)
     out = torch.compile(run, fullgraph=True)(q, k, v)
     close("out", out, want, 1e-6)
-    for name, a, b in zip(
-        GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, (q, k, v), grad), strict=True
-    ):
+    for name, a, b in zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, (q, k, v), grad), strict=True):
         close(name, a, b, 1e-6)
 
 
@@ -84,8 +82,12 @@ def test_any_length_in_one_graph():
             assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "checkpoint"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+# backend="eager" with checkpoint is left out: torch's own dropout draws another mask there
+@pytest.mark.parametrize(
+    "backend, recompute",
+    [("eager", False), ("aot_eager", False), ("aot_eager", True), ("inductor", False), ("inductor", True)],
+    ids=["eager", "aot_eager", "aot_eager, checkpoint", "inductor", "inductor, checkpoint"],
+)
 def test_dropout(backend, recompute):
     """For one mask the output is linear in v, so (dv * v).sum() == (out * grad).sum(): the backward has that mask."""
     q, k, v, grad = CASE.tensors()
@@ -115,20 +117,21 @@ def test_autocast():
     assert out.dtype == torch.bfloat16 and torch.equal(out, run(q, k, v))
 
 
+def opcheck(case, seed=None, dropout=0.0, engine="auto"):
+    q, k, v, _ = case.tensors(torch.float32)
+    documents = (case.options()["lengths"], case.options()["cu_seqlens"])
+    args = (q, k, v, *documents, seed, case.pattern.code, case.causal, 0.3, dropout, engine, "")
+    torch.library.opcheck(torch.ops.lightning_dilated.attention, args)
+
+
 @pytest.mark.parametrize("engine", ["math", "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_opcheck(name, engine):
-    case = CASES[name]
-    q, k, v, _ = case.tensors(torch.float32)
-    options = case.options()
-    args = (q, k, v, options["lengths"], options["cu_seqlens"], None, case.pattern.code, case.causal, 0.3, 0.0, engine, "")
-    torch.library.opcheck(torch.ops.lightning_dilated.attention, args)
+    opcheck(CASES[name], engine=engine)
 
 
 def test_opcheck_dropout():
-    q, k, v, _ = CASE.tensors(torch.float32)
-    args = (q, k, v, None, None, torch.tensor(7), CASE.pattern.code, False, 0.3, 0.5, "auto", "")
-    torch.library.opcheck(torch.ops.lightning_dilated.attention, args)
+    opcheck(CASE, seed=torch.tensor(7), dropout=0.5)
 
 
 @pytest.mark.parametrize("engine", engine_names())

@@ -50,39 +50,36 @@ def test_nothing_is_saved_without_gradients():
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-@pytest.mark.parametrize(
-    "engine, limit",
-    [("auto", 2048), pytest.param("math", 2048, marks=pytest.mark.slow)],
-)
-def test_long_sequence(engine, limit, causal):
-    """64K tokens, forward and backward in fp32; the four gradients and outputs alone are 128 MiB."""
+@pytest.mark.parametrize("engine", ["auto", pytest.param("math", marks=pytest.mark.slow)])
+def test_long_sequence(engine, causal):
+    """64K tokens, forward and backward in fp32: out and the gradients alone are 128 MiB, one N^2 would be 16 GiB."""
     (got,) = printed(f"""
         q, k, v = (torch.randn(1, 65536, 4, 32).requires_grad_() for _ in "qkv")
-        pattern = DilatedPattern.geometric(2048, 16384)
+        pattern = DilatedPattern.geometric(1024, 8192)
         run = lambda: dilated_attention(q, k, v, pattern, causal={causal}, engine="{engine}").sum().backward()
         print(peak(run)[0])
     """)
-    assert 128 * MIB < got < limit * MIB
+    assert 128 * MIB < got < 2048 * MIB
 
 
 def test_ten_branches_peak_like_one():
     """q, k, v, out of 16 MiB each: ten equal branches may hold one branch's parts at a time, not ten."""
-    one, ten = printed("""
-        q, k, v = (torch.randn(1, 32768, 4, 32).requires_grad_() for _ in "qkv")
-        for branches in (1, 10):
-            pattern = DilatedPattern([(512 + i, 1) for i in range(branches)])
+    peaks = {}
+    for branches in (1, 10):  # each in a process of its own: freed memory stays resident and would hide the second peak
+        (peaks[branches],) = printed(f"""
+            q, k, v = (torch.randn(1, 32768, 4, 32).requires_grad_() for _ in "qkv")
+            pattern = DilatedPattern([(256 + i, 1) for i in range({branches})])
             print(peak(lambda: dilated_attention(q, k, v, pattern).sum().backward())[0])
-            q.grad = k.grad = v.grad = None
-    """)
-    assert 48 * MIB < one < ten + 8 * MIB and ten < one + 32 * MIB
+        """)
+    assert peaks[1] > 64 * MIB and peaks[10] < peaks[1] + 8 * MIB, peaks
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_math_engine_never_holds_all_scores(dropout):
-    """8192 dense tokens of two heads are 512 MiB of scores in fp32; the engine may hold a few budgets of 16 MiB."""
+@pytest.mark.parametrize("dropout, limit", [(0.0, 160), pytest.param(0.1, 400, marks=pytest.mark.slow)])
+def test_math_engine_never_holds_all_scores(dropout, limit):
+    """8192 dense tokens of two heads are 512 MiB of fp32 scores; the engine holds a few budgets of 16 MiB at a time."""
     (got,) = printed(f"""
         q, k, v = (torch.randn(1, 8192, 2, 8).requires_grad_() for _ in "qkv")
         run = lambda: dilated_attention(q, k, v, DilatedPattern.dense(), engine="math", dropout={dropout})
         print(peak(lambda: run().sum().backward())[0])
     """)
-    assert got < 2 * 8192**2 * 4 // 2
+    assert got < limit * MIB

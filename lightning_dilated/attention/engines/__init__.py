@@ -8,7 +8,7 @@ from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
 
-__all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "choose", "engine_names"]
+__all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "choose", "engine_names", "for_rows"]
 
 #: every engine by its name
 ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, MATH)}
@@ -39,6 +39,11 @@ class Choice:
 def engine_names() -> list[str]:
     """What `engine=` takes."""
     return [*FAMILIES, *ENGINES]
+
+
+def for_rows(engine: Engine, rows: int) -> Engine:
+    """The engine itself, or the math engine for segments with fewer rows than it takes."""
+    return engine if rows >= engine.min_rows else MATH
 
 
 def check_name(name: str) -> str:

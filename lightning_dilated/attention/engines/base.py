@@ -46,6 +46,7 @@ class Engine:
         dropout: whether it applies `BlockDropout` exactly, backward too.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
+        min_rows: rows a segment must have; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
     """
 
@@ -59,6 +60,7 @@ class Engine:
     dropout: bool = False
     empty: bool = False
     alignment: int = 1
+    min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
 
     def why_not(self, request: Request) -> str | None:

@@ -52,7 +52,7 @@ def forward(
         lse[g, :, i] = torch.logsumexp(s, -1)
         p = torch.exp_(s.sub_(lse[g, :, i, None]))
         if dropout is not None:
-            p *= dropout.factors(g, i, j, q.device)
+            p *= dropout.factors(g, i, j, p)
         out[g, :, i] = p @ _wide(v[g, :, j])
     return out, lse
 
@@ -80,7 +80,7 @@ def backward(
         if dropout is None:
             dv[g, :, j] += p.transpose(-1, -2) @ do
         else:
-            factors = dropout.factors(g, i, j, q.device)
+            factors = dropout.factors(g, i, j, p)
             dv[g, :, j] += (p * factors).transpose(-1, -2) @ do
             dp *= factors
         ds = p.mul_(dp.sub_(delta)).mul_(scale)

@@ -1,0 +1,179 @@
+"""Every engine on CUDA against the oracle, and what must hold there alone."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.engines import ENGINES, Request, choose
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+from .recorder import record
+from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
+from .strategies import Case
+
+pytestmark = pytest.mark.gpu
+
+PATTERN = DilatedPattern([(32, 1), Branch(64, 2, shift=11), (128, 4), (None, 8)])
+BASE = Case(PATTERN, 1, 256, 4, 4, 64)
+CASES = {
+    "no tokens": BASE.but(seq_len=0),
+    "one token": BASE.but(seq_len=1),
+    "segments of one token": BASE.but(pattern=DilatedPattern([(1, 1), (7, 7)]), seq_len=33),
+    "no head covered": BASE.but(pattern=DilatedPattern([Branch(8, 4, offset=3)]), seq_len=3),
+    "plain": BASE,
+    "causal": BASE.but(causal=True),
+    "ragged": BASE.but(seq_len=203, batch=3, causal=True),
+    "folded samples": BASE.but(batch=3),
+    "gqa": BASE.but(heads=6, kv_heads=2, causal=True),
+    "gqa, kv offsets": BASE.but(
+        heads=6, kv_heads=2, pattern=DilatedPattern.longnet([32, 64], [1, 2], offset_heads="kv")
+    ),
+    "lengths": BASE.but(batch=3, lengths=(256, 0, 77), causal=True),
+    "documents": BASE.but(seq_len=203, documents=(0, 0, 1, 100, 203), causal=True),
+    "attended": BASE.but(
+        seq_len=203, pattern=DilatedPattern([(32, 1), (64, 4)], offsets="blocked", padding="attended")
+    ),
+    "expanded kv": BASE.but(kv_heads=2, layout="expanded kv"),
+    "fused": BASE.but(batch=2, layout="fused", causal=True),
+    "D strided": BASE.but(layout="D strided"),
+    "D = 48": BASE.but(head_dim=48, causal=True),
+    "D = 128": BASE.but(head_dim=128, causal=True),
+    "scale 0": BASE.but(scale=0, causal=True),
+    "scale negative": BASE.but(scale=-0.3, causal=True),
+}
+
+
+def check(case: Case, engine: str, dtype: torch.dtype) -> None:
+    """Within twice the error of a plain softmax in the same dtype and the rounding of the result; 1e-5 and 1e-10 if wide."""
+    q, k, v, grad = case.tensors(dtype, device="cuda")
+    out, lse = case.run(q, k, v, engine=engine, return_lse=True)
+    exact, rough = leaves(q, k, v, dtype=torch.float64), leaves(q, k, v)
+    want, want_lse = case.oracle(*exact)
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    rounded = plain(*rough, *(x.cuda() for x in case.counts()), scale)
+    assert out.device.type == lse.device.type == "cuda" and out.dtype == dtype
+    close_lse(f"lse of {case}", lse, want_lse, 1e-3 if dtype.itemsize == 2 else 1e-5)
+    rows = zip(
+        ("out", *GRADIENTS),
+        (out, *gradients(out, (q, k, v), grad)),
+        (want, *gradients(want, exact, grad.double())),
+        (rounded, *gradients(rounded, rough, grad)),
+        strict=True,
+    )
+    for name, a, b, c in rows:
+        allowed = {torch.float32: 1e-5, torch.float64: 1e-10}.get(dtype) or 2 * error(c, b, 1.0) + torch.finfo(
+            dtype
+        ).eps
+        close(f"{name} of {case}", a, b, allowed, 1.0)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("engine", ["cudnn", "flash", "math", "sdpa", "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_oracle(name, engine, dtype):
+    check(CASES[name], engine, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+@pytest.mark.parametrize("engine", ["math", "auto"])
+@pytest.mark.parametrize("name", CASES)
+def test_oracle_wide(name, engine, dtype):
+    check(CASES[name], engine, dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype, dropout, want",
+    [
+        (torch.bfloat16, 0.0, "cudnn"),
+        (torch.float16, 0.0, "cudnn"),
+        (torch.float32, 0.0, "math"),
+        (torch.bfloat16, 0.1, "math"),
+    ],
+    ids=["bf16", "fp16", "float32", "dropout"],
+)
+def test_auto(dtype, dropout, want, monkeypatch):
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
+    assert choose("auto", Request.of(q, dropout)).name == want
+    calls = {name: record(monkeypatch, name) for name in ENGINES}
+    dilated_attention(q, q, q, PATTERN, dropout=dropout).sum().backward()
+    assert {name for name, c in calls.items() if c.tensors} == {want}
+
+
+@pytest.mark.parametrize("engine", ["cudnn", "flash", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
+def test_fp32_reaches_no_half_precision_engine(engine, dtype):
+    # cuDNN answers fp32 with NaN and no error
+    q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype)
+    with pytest.raises(ValueError, match=rf"takes bfloat16, float16, not {str(dtype)[6:]}.*Use engine='math'"):
+        dilated_attention(q, q, q, PATTERN, engine=engine)
+
+
+@pytest.mark.parametrize("engine, head_dim", [("cudnn", 136), ("flash", 264), ("cudnn", 60), ("flash", 60)])
+def test_head_dim_refused(engine, head_dim):
+    q = torch.randn(1, 16, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"engine='{engine}' cannot serve.*head dim.*not {head_dim}.*'math'"):
+        dilated_attention(q, q, q, PATTERN, engine=engine)
+    dilated_attention(q, q, q, PATTERN)  # auto finds one that takes it
+
+
+@pytest.mark.parametrize("engine, head_dim", list(product(["cudnn", "flash"], [8, 16, 32, 72, 96, 120, 128])))
+def test_head_dim(engine, head_dim):
+    check(BASE.but(head_dim=head_dim, seq_len=100, causal=True), engine, torch.bfloat16)
+
+
+@pytest.mark.parametrize("engine", ["cudnn", "flash"])
+@pytest.mark.parametrize("make", ["unaligned", "sliced"])
+def test_alignment(make, engine):
+    if make == "unaligned":
+        q = torch.randn(1 + 64 * 2 * 64, device="cuda").bfloat16()[1:].view(1, 64, 2, 64)
+    else:
+        q = torch.randn(1, 64, 2, 65, device="cuda").bfloat16()[..., 1:]
+    want = dilated_attention(q, q, q, PATTERN, engine="math")
+    close("out", dilated_attention(q, q, q, PATTERN, engine=engine), want, 2e-2)
+
+
+@pytest.mark.parametrize("engine", ["cudnn", "flash", "auto"])
+def test_compile(engine):
+    case = CASES["gqa"].but(layout="fused")
+    q, k, v, grad = case.tensors(torch.bfloat16, device="cuda")
+    run = lambda q, k, v: case.run(q * 2, k, v, engine=engine) * 2  # noqa: E731
+    torch._dynamo.reset()
+    out, want = torch.compile(run, fullgraph=True)(q, k, v), run(q, k, v)
+    close("out", out, want, 1e-2)
+    for name, a, b in zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, (q, k, v), grad), strict=True):
+        close(name, a, b, 2e-2)
+
+
+def test_autocast():
+    q = torch.randn(1, 64, 2, 64, device="cuda", requires_grad=True)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        out = dilated_attention(q, q, q, PATTERN)
+    out.sum().backward()
+    assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.isfinite().all()
+
+
+def test_dropout_mask_is_the_cpus():
+    # the mask is counted, not drawn, so it does not depend on the device
+    case = CASES["gqa"]
+    outs = []
+    for device in ("cpu", "cuda"):
+        q, k, v, grad = case.tensors(device=device)
+        torch.manual_seed(5)
+        out = case.run(q, k, v, dropout=0.4)
+        outs.append([x.cpu() for x in (out, *gradients(out, (q, k, v), grad))])
+    for a, b in zip(*outs, strict=True):
+        close("dropout", a, b, 1e-10)
+
+
+@pytest.mark.parametrize("engine", ["cudnn", "flash", "math"])
+def test_ten_branches_peak_like_one(engine):
+    peaks = {}
+    for branches in (1, 10):
+        q, k, v = (torch.randn(1, 16384, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+        pattern = DilatedPattern([(512 + i, 1) for i in range(branches)])
+        torch.cuda.reset_peak_memory_stats()
+        dilated_attention(q, k, v, pattern, engine=engine).sum().backward()
+        peaks[branches] = torch.cuda.max_memory_allocated()
+    assert peaks[10] < peaks[1] + (4 << 20), peaks

@@ -1,0 +1,34 @@
+"""Activation recomputation: full and selective checkpointing give the plain gradient, and the latter keeps the op's result."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import lightning_dilated as ld
+from lightning_dilated.attention import op
+
+
+@pytest.mark.parametrize(("keep", "runs"), [(False, 3), (True, 2)], ids=["recompute-all", "keep-the-op"])
+def test_recomputed_block(keep: bool, runs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = ld.DilatedPattern.longnet([8, 32], [1, 2])
+    project = torch.nn.Linear(16, 48)
+    x = torch.randn(1, 40, 16, requires_grad=True)
+    calls = []
+    choose = op.choose
+    monkeypatch.setattr(op, "choose", lambda *args: calls.append(args) or choose(*args))
+
+    def block(x: torch.Tensor) -> torch.Tensor:
+        q, k, v = project(x).unflatten(-1, (3, 2, 8)).unbind(2)
+        return ld.dilated_attention(q, k, v, pattern, causal=True, dropout=0.1).flatten(2).sin()
+
+    torch.manual_seed(3)
+    want = torch.autograd.grad(block(x).sum(), x)[0]
+    calls.clear()
+    saved = [torch.ops.lightning_dilated.attention.default]
+    options = {"context_fn": partial(create_selective_checkpoint_contexts, saved)} if keep else {}
+    torch.manual_seed(3)  # the dropout seed has to be the same one when the block is run again
+    got = torch.autograd.grad(checkpoint(block, x, use_reentrant=False, **options).sum(), x)[0]
+    assert torch.equal(got, want)
+    assert len(calls) == runs  # forward, (forward again,) backward
