@@ -68,7 +68,7 @@ class DilatedAttention(nn.Module):
 
     def engine_choice(self, q: Tensor) -> Choice:
         """The engine that a call with this q would take, and why each one before it would not be."""
-        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0))
+        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale))
 
     def extra_repr(self) -> str:
         """The pattern and whatever differs from the defaults."""

@@ -62,7 +62,8 @@ def _walk(
 
 def _suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:
     """The tensors as they are where their strides suit the engine; a copy only of those that do not."""
-    return [x if engine.takes_strides(x) else x.contiguous() for x in tensors]
+    # clone, because .contiguous() would return a contiguous tensor at a misaligned address as it is
+    return [x if engine.takes_strides(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors]
 
 
 def _dropout(p: float, seed: Tensor | None) -> Dropout | None:
@@ -93,7 +94,7 @@ def attention(
     out, lse = empty_state(q)
     if q.numel() == 0:
         return out.to(q.dtype), lse, q.new_empty(0)
-    chosen = choose(engine, Request.of(q, dropout)).engine
+    chosen = choose(engine, Request.of(q, dropout, scale)).engine
     q, k, v = _suited(chosen, q, k, v)
     mask = _dropout(dropout, seed)
     for span, block in _walk(found, who, q.shape[2], k.shape[2], q, k, v):
@@ -136,7 +137,7 @@ def attention_backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     total = [torch.zeros(x.shape, dtype=wide, device=x.device) for x in (q, k, v)]
     if q.numel():
-        chosen = choose(engine, Request.of(q, dropout)).engine
+        chosen = choose(engine, Request.of(q, dropout, scale)).engine
         q, k, v, out, grad = _suited(chosen, q, k, v, out, grad)
         found = _documents(q, lengths, cu_seqlens, who)
         mask = _dropout(dropout, seed)

@@ -93,7 +93,6 @@ def test_pattern_as_a_mapping():
     assert DilatedAttention(mapping).pattern == layer(mapping).attention.pattern == PATTERN
 
 
-# -- in nn.MultiheadAttention's place ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_dense_equals_torchs(shape, bias):
@@ -192,7 +191,6 @@ def test_inside_an_encoder(training, nested):
     same(got[~right_padding(False)], want[~right_padding(False)])
 
 
-# -- its own options -------------------------------------------------------------------------------------------------------
 def test_grouped_query_equals_repeated_weights():
     grouped, full, state = layer(num_kv_heads=2), layer(), {}
     for name, x in grouped.state_dict().items():
@@ -222,20 +220,18 @@ def test_projection_is_not_copied(monkeypatch, rotary):
     layer(num_kv_heads=2, engine="math", position_encoding="rotary" if rotary else "none")(rand(2, 32))
     assert calls.forward
     for q, k, v in calls.forward:
-        rows = 2 * 32 * 2 * E * v.element_size()  # B N (H + 2 K) D
-        assert v.untyped_storage().nbytes() == rows
+        assert v.untyped_storage().nbytes() == 2 * 32 * 2 * E * v.element_size()  # B N (H + 2 K) D
         assert len({x.untyped_storage().data_ptr() for x in (q, k, v)}) == (3 if rotary else 1)
 
 
 def test_autocast():
     module = layer(dtype=torch.float32, position_encoding="rotary")
     x = torch.randn(2, N, E, requires_grad=True)
-    want = module(x)[0]
     with torch.autocast("cpu", torch.bfloat16):
         out, _ = module(x)
     out.float().sum().backward()
     assert out.dtype == torch.bfloat16 and module.in_proj_weight.grad.dtype == torch.float32
-    torch.testing.assert_close(out.float(), want, rtol=0, atol=0.05)
+    torch.testing.assert_close(out.float(), module(x)[0], rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("copying", [copy.deepcopy, None], ids=["deepcopy", "state dict"])
@@ -264,7 +260,6 @@ def test_compiles_to_one_graph(options):
         same(a, b)
 
 
-# -- what it refuses -------------------------------------------------------------------------------------------------------
 X = torch.randn(3, N, E)
 PAD = right_padding(False)
 HOLE = PAD.clone()

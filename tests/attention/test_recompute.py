@@ -1,4 +1,4 @@
-"""Activation recomputation: full and selective checkpointing give the plain gradient, and the latter keeps the op's result."""
+"""Activation recomputation: full and selective checkpointing give the plain gradient; the latter runs the op once."""
 
 from functools import partial
 

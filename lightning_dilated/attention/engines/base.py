@@ -24,11 +24,12 @@ class Request:
     dtype: torch.dtype
     head_dim: int
     dropout: bool = False
+    scale: float = 1.0
 
     @classmethod
-    def of(cls, q: Tensor, dropout: float = 0.0) -> Request:
+    def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None) -> Request:
         """The request that attention over `q` (B, N, H, D) makes."""
-        return cls(q.device, q.dtype, q.shape[-1], dropout > 0)
+        return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale)
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Engine:
         dropout: whether it applies `BlockDropout` exactly, backward too.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
+        any_scale: whether it is right for a scale of 0 or below, too.
         min_rows: rows a segment must have; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
     """
@@ -60,6 +62,7 @@ class Engine:
     dropout: bool = False
     empty: bool = False
     alignment: int = 1
+    any_scale: bool = True
     min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
 
@@ -76,6 +79,8 @@ class Engine:
             return f"takes a head dim that is a multiple of {self.head_dim_multiple}, not {request.head_dim}"
         if request.dropout and not self.dropout:
             return "has no attention dropout that is exact in the backward and independent of tiles"
+        if request.scale <= 0 and not self.any_scale:
+            return f"takes a scale above 0, not {request.scale:g}"
         return self.available(request.device)
 
     def takes_strides(self, x: Tensor) -> bool:

@@ -110,8 +110,8 @@ def _flash_available(device: torch.device) -> str | None:
     return unsupported("_scaled_dot_product_flash_attention")(device)
 
 
-# cuDNN given fp32 returned NaN without an error, given no rows None, and refuses a single row; the CPU op given no rows
-# kills the process.
+# Seen: cuDNN given fp32 returned NaN without an error, given no rows None, and it refuses a single row; cuDNN and flash on
+# CUDA are wrong without an error where scale <= 0; the CPU op given no rows kills the process.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_cpu_forward,
@@ -129,6 +129,7 @@ CUDNN = Engine(
     max_head_dim=128,
     head_dim_multiple=8,
     alignment=16,
+    any_scale=False,
     min_rows=2,
     available=_cudnn_available,
 )
@@ -141,5 +142,6 @@ FLASH = Engine(
     max_head_dim=256,
     head_dim_multiple=8,
     alignment=16,
+    any_scale=False,
     available=_flash_available,
 )

@@ -1,0 +1,169 @@
+"""Rotary and xPos against their formulas in complex float64, at positions near and far."""
+
+import math
+import re
+
+import pytest
+import torch
+
+from lightning_dilated.attention import MultiheadDilatedAttention
+from lightning_dilated.attention.rotary import GAMMA, Rotary
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+D, BASE, SCALE_BASE = 8, 10000.0, 512.0
+KINDS = {"rotary": None, "xpos": SCALE_BASE}
+
+
+def rand(*shape):
+    return torch.randn(shape, dtype=torch.float64)
+
+
+def scores(table, q, k):
+    """(B, H, N, N) of rotated q and k."""
+    q, k = table.rotate(q, k)
+    return torch.einsum("bphd,bjhd->bhpj", q, k)
+
+
+def formula(q, k, positions, scale_base):
+    """The papers': channel pair i as one complex number, turned by its angle and, in xPos, shrunk by the distance."""
+    q, k = (torch.complex(*x.chunk(2, -1)) for x in (q, k))
+    distance = (positions[:, None] - positions[None, :]).double()[..., None]
+    channel = torch.arange(0, D, 2, dtype=torch.float64) / D
+    turn = torch.polar(torch.ones(()).double(), distance * BASE**-channel)
+    if scale_base is not None:
+        turn = turn * ((channel + GAMMA) / (1 + GAMMA)) ** (distance / scale_base)
+    return torch.einsum("bphd,bjhd,pjd->bhpj", q, k.conj(), turn).real
+
+
+@pytest.mark.parametrize("scale_base", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("start", [0, 5, 1000])
+def test_is_the_formula(scale_base, start):
+    q, k, positions = rand(2, 9, 3, D), rand(2, 9, 3, D), start + 7 * torch.arange(9)
+    table = Rotary(D, BASE, scale_base)(positions, torch.float64)
+    torch.testing.assert_close(scores(table, q, k), formula(q, k, positions, scale_base), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("scale_base", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("shift", [1, 64, 4321])
+def test_only_distances_matter(scale_base, shift):
+    q, k, positions = rand(1, 20, 2, D), rand(1, 20, 2, D), torch.arange(20)
+    rotary = Rotary(D, BASE, scale_base)
+    here, there = (scores(rotary(p, torch.float64), q, k) for p in (positions, positions + shift))
+    torch.testing.assert_close(here, there, rtol=1e-9, atol=1e-9)
+    assert not torch.allclose(here, torch.einsum("bphd,bjhd->bhpj", q, k))
+
+
+@pytest.mark.parametrize("position", [1_000_000, 10_000_000, 2**31 + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_precise_far_away(position, dtype):
+    """A float32 angle is off by whole turns there; a bfloat16 table would be off by 0.4 % everywhere."""
+    table = Rotary(64, BASE)(torch.tensor([position, position + 1]), dtype)
+    assert table.cos.dtype == torch.promote_types(dtype, torch.float32)
+    for row, p in enumerate((position, position + 1)):
+        for i in range(32):
+            angle = p * BASE ** (-2 * i / 64)
+            # fmod in float64 loses at most angle * 2^-53
+            slack = 2e-7 + 2 * angle * 2**-53
+            assert abs(table.cos[row, i].item() - math.cos(angle)) < slack
+            assert abs(table.sin[row, i].item() - math.sin(angle)) < slack
+
+
+def test_xpos_decays_with_the_distance():
+    ones = torch.ones(1, 4096, 1, D, dtype=torch.float64)
+    envelope = scores(Rotary(D, 1e12, SCALE_BASE)(torch.arange(4096), torch.float64), ones, ones)[0, 0, -1]
+    # nearest keys last; all but the first channel pair hardly turn with this base
+    means = envelope.unflatten(0, (8, 512)).mean(1)
+    assert (means.diff() > 0).all() and means[0] < 0.5 * means[-1]
+
+
+@pytest.mark.parametrize("scale_base", KINDS.values(), ids=KINDS)
+def test_keeps_dtype_and_gradients(scale_base):
+    q = torch.randn(2, 5, 3, D, dtype=torch.bfloat16, requires_grad=True)
+    k = torch.randn(2, 5, 1, D, dtype=torch.bfloat16)
+    turned, other = Rotary(D, BASE, scale_base)(torch.arange(5), q.dtype).rotate(q, k)
+    assert turned.dtype == other.dtype == torch.bfloat16 and other.shape == k.shape
+    turned.sum().backward()
+    assert q.grad.isfinite().all() and q.grad.dtype == torch.bfloat16
+
+
+# -- in the layer ------------------------------------------------------------------------------------------------------
+def layer(pattern, heads=2, kind="rotary", **options):
+    return MultiheadDilatedAttention(
+        heads * D, heads, pattern, position_encoding=kind, dtype=torch.float64, **options
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_a_slice(kind):
+    """Every second token of a sequence, at its global positions, sees what a branch of rate 2 sees in the whole."""
+    sparse = layer(DilatedPattern([Branch(None, 2, offset=0)]), kind=kind)
+    dense = layer(DilatedPattern.dense(), kind=kind)
+    dense.load_state_dict(sparse.state_dict())
+    x, positions = rand(2, 40, 2 * D), torch.arange(0, 40, 2)
+    want = sparse(x)[0][:, ::2]
+    torch.testing.assert_close(dense(x[:, ::2], positions=positions)[0], want, rtol=1e-10, atol=1e-10)
+    assert not torch.allclose(dense(x[:, ::2])[0], want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_are_counted_from_0(kind):
+    module, x = layer(DilatedPattern.dense(8), kind=kind), rand(2, 20, 2 * D)
+    positions = torch.arange(20)
+    want = module(x)[0]
+    assert torch.equal(module(x, positions=positions)[0], want)
+    assert torch.equal(module(x, positions=positions.to(torch.int32).expand(2, 20))[0], want)
+    assert torch.equal(module(x, positions=module.rotary(positions, x.dtype))[0], want)
+
+
+def test_positions_of_each_sample():
+    module, x = layer(DilatedPattern.dense()), rand(2, 10, 2 * D)
+    positions = torch.stack([torch.arange(10), 3 * torch.arange(10)])
+    got = module(x, positions=positions)[0]
+    for i in range(2):
+        torch.testing.assert_close(got[i : i + 1], module(x[i : i + 1], positions=positions[i])[0])
+    assert not torch.allclose(got[1], module(x)[0][1])
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_xpos_refuses_overflow_with_a_remedy_that_works(dtype):
+    far = 10_000_000
+    with pytest.raises(ValueError, match=r"xPos .* overflows .* beyond position") as caught:
+        Rotary(D, BASE, SCALE_BASE)(torch.tensor([0, far]), dtype)
+    limit = int(re.search(r"beyond position (\d+)", str(caught.value))[1])
+    remedy = int(re.search(r"xpos_scale_base to at least (\d+)", str(caught.value))[1])
+    ones = torch.ones(1, 1, 1, D, dtype=dtype)
+    for scale_base, position in ((SCALE_BASE, limit), (remedy, far)):
+        turned = Rotary(D, BASE, scale_base)(torch.tensor([position]), dtype).rotate(ones, ones)
+        assert all(x.isfinite().all() and (x != 0).all() for x in turned)
+    with pytest.raises(ValueError, match="overflows"):
+        Rotary(D, BASE, SCALE_BASE)(torch.tensor([limit + 1]), dtype)
+    with pytest.raises(ValueError, match="overflows"):
+        Rotary(D, BASE, remedy * 0.99)(torch.tensor([far]), dtype)
+
+
+def test_no_positions_at_all():
+    assert Rotary(D, BASE, SCALE_BASE)(torch.arange(0)).cos.shape == (0, D // 2)
+
+
+REFUSED = {
+    "odd head dim": (lambda: Rotary(7), "head_dim must be even; got 7"),
+    "base 1": (lambda: Rotary(D, 1), "rotary base must be above 1, got 1; 10000 is usual"),
+    "base nan": (lambda: Rotary(D, math.nan), "rotary base must be above 1, got nan"),
+    "no scale base": (lambda: Rotary(D, BASE, 0), "xpos_scale_base must be a positive number of tokens, got 0"),
+    "positions too many": (
+        lambda: layer(DilatedPattern.dense())(rand(2, 5, 2 * D), positions=torch.arange(6)),
+        r"positions must be \(5,\) or \(2, 5\), got \(6,\)",
+    ),
+    "positions of another batch": (
+        lambda: layer(DilatedPattern.dense())(rand(2, 5, 2 * D), positions=torch.zeros(3, 5, dtype=torch.int64)),
+        r"positions must be \(5,\) or \(2, 5\), got \(3, 5\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        call()

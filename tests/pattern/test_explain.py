@@ -1,0 +1,189 @@
+"""What `explain` says against brute force over the definition's counts: walls, reach, dead residues, cost, hints."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import explain as explain_module
+
+from . import naive
+from .strategies import head_counts, patterns
+
+GEOMETRIC = DilatedPattern.geometric(4, 16)
+
+
+def sees(pattern, n, heads, causal, kv_heads=None):
+    """(N, N) bool: does some head of query p see key j."""
+    return (pattern.counts(n, heads, causal, kv_heads) > 0).any(0)
+
+
+def crossing(pairs):
+    """The positions that nothing before them reaches: walls, by definition."""
+    return tuple(x for x in range(1, len(pairs)) if not pairs[x:, :x].any())
+
+
+def brute_reach(pairs, depth):
+    """(share of positions in reach of the last after `depth` layers, layers until all are or None); layers keep x."""
+    step = (pairs | torch.eye(len(pairs), dtype=torch.bool)).double()
+    reached, shares = torch.zeros(1, len(pairs), dtype=torch.float64), []
+    reached[0, -1] = 1
+    for _ in range(len(pairs) + 1):
+        shares.append(reached.mean().item())
+        reached = ((reached @ step) > 0).double()
+    return shares[min(depth, len(pairs))], next((i for i, x in enumerate(shares) if x == 1), None)
+
+
+@st.composite
+def cases(draw, **options):
+    heads, kv = draw(head_counts(6))
+    n, causal = draw(st.integers(1, 40)), draw(st.booleans())
+    return draw(patterns(heads, kv, widest=24, **options)), n, heads, kv, causal
+
+
+@given(cases(), st.integers(1, 4))
+@settings(max_examples=150)
+def test_equals_brute_force(case, depth):
+    pattern, n, heads, kv, causal = case
+    counts, pairs = pattern.counts(n, heads, causal, kv), sees(pattern, n, heads, causal, kv)
+    got = pattern.explain(n, heads, depth, causal, kv)
+    reach, full = brute_reach(pairs, depth)
+    assert got.reach == pytest.approx(reach, rel=1e-6) and got.layers_to_full_reach == full
+    assert got.pairs == counts.sum() and got.flops(5) == 4 * 5 * counts.sum()
+    assert got.flops(5, backward=True) == 14 * 5 * counts.sum()
+    assert got.keys_per_row == pytest.approx(counts.sum().item() / (heads * n))
+    assert got.uncovered == pytest.approx((counts.diagonal(dim1=1, dim2=2) == 0).double().mean().item())
+    assert set(got.walls) <= set(crossing(pairs))
+    assert (got.pattern, got.seq_len, got.num_heads, got.depth, got.causal) == (pattern, n, heads, depth, causal)
+
+
+@given(cases())
+@settings(max_examples=150)
+def test_hints_speak_where_something_is_lost(case):
+    """No silence where the last token never sees everything, and no warning where nothing is wrong."""
+    pattern, n, heads, kv, causal = case
+    got = pattern.explain(n, heads, 1, causal, kv)
+    if got.layers_to_full_reach is None or got.uncovered:
+        assert got.hints
+    if not (got.walls or got.dead_residues or got.uncovered) and got.layers_to_full_reach is not None:
+        assert not got.hints
+
+
+@given(st.lists(st.tuples(st.integers(1, 12), st.integers(0, 11)), min_size=1, max_size=3), st.integers(1, 40))
+def test_walls_of_undilated_branches(sizes, n):
+    """With rate 1 everywhere the walls are all the positions that nothing crosses, not only some."""
+    pattern = DilatedPattern([Branch(w, 1, shift=t % w) for w, t in sizes])
+    assert pattern.explain(n, 2, 1, True).walls == crossing(sees(pattern, n, 2, True))
+
+
+WALLS = {
+    "geometric": (GEOMETRIC, 40, (16, 32)),
+    "one segment": (GEOMETRIC, 16, ()),
+    "whole sequence": (DilatedPattern([(4, 1), (None, 2)]), 40, ()),
+    "shifted": (DilatedPattern([Branch(8, 1, shift=3)]), 25, (5, 13, 21)),
+    "walls of both": (DilatedPattern([(6, 1), (4, 1)]), 30, (12, 24)),
+}
+
+
+@pytest.mark.parametrize("name", WALLS)
+def test_walls(name):
+    pattern, n, want = WALLS[name]
+    got = pattern.explain(n, 4, 3, causal=True)
+    assert got.walls == want
+    assert any("wall" in hint for hint in got.hints) == bool(want)
+
+
+@pytest.mark.parametrize("pattern", [GEOMETRIC, DilatedPattern.dense(8), DilatedPattern([(4, 1), (6, 2), (8, 4)])], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both directions"])
+def test_shifted_layers_have_no_wall(pattern, causal):
+    """Every other layer shifted, as the hint says: nothing is walled off any more."""
+    even, odd = (sees(p, 40, 4, causal) for p in (pattern, pattern.shifted()))
+    assert crossing(even) and crossing(even | odd) == ()
+    assert not set(pattern.explain(40, 4, 2, causal).walls) & set(pattern.shifted().explain(40, 4, 2, causal).walls)
+
+
+DEAD = {
+    "enough heads": (DilatedPattern([(16, 4)]), 4, 4, {}),
+    "too few heads": (DilatedPattern([(16, 1), (16, 8)]), 4, 4, {1: (4, 5, 6, 7)}),
+    "blocked": (DilatedPattern([(16, 4)], offsets="blocked"), 6, 6, {0: (3,)}),
+    "blocked, divides": (DilatedPattern([(16, 4)], offsets="blocked"), 8, 8, {}),
+    "kv offsets": (DilatedPattern([(16, 4)], offset_heads="kv"), 8, 2, {0: (2, 3)}),
+    "one offset": (DilatedPattern([Branch(16, 3, offset=1)]), 8, 8, {0: (0, 2)}),
+    "some heads": (DilatedPattern([Branch(16, 4, heads=[0, 1, 4])]), 8, 8, {0: (2, 3)}),
+    "rate above the segment": (DilatedPattern([(3, 5)]), 2, 2, {0: (2,)}),
+}
+
+
+@pytest.mark.parametrize("name", DEAD)
+def test_dead_residues(name):
+    pattern, heads, kv, want = DEAD[name]
+    got = pattern.explain(64, heads, 1, False, kv)
+    assert got.dead_residues == want
+    for i, residues in want.items():
+        assert any(hint.startswith(f"branches[{i}] leaves {len(residues)} of") for hint in got.hints)
+        assert "divides it" in " ".join(got.hints) or pattern.offsets != "blocked"
+        used = {naive.offset(pattern, pattern.branches[i], h, heads, kv) for h in pattern.branches[i].heads or range(heads)}
+        assert not used & set(residues)
+
+
+REMEDIES = {
+    "a wider branch": (DilatedPattern([(8, 1)]), lambda n: DilatedPattern([(8, 1), (n, 1)])),
+    "rate of at most the heads": (DilatedPattern([(16, 1), (64, 8)]), lambda n: DilatedPattern([(16, 1), (64, 4)])),
+    "a rate that divides": (
+        DilatedPattern([(64, 1), (64, 3)], offsets="blocked"),
+        lambda n: DilatedPattern([(64, 1), (64, 2)], offsets="blocked"),
+    ),
+    "a branch of rate 1": (DilatedPattern([(64, 4)]), lambda n: DilatedPattern([(64, 4), (64, 1)])),
+}
+
+
+@pytest.mark.parametrize("name", REMEDIES)
+def test_hints_name_a_remedy_that_works(name):
+    pattern, remedy = REMEDIES[name]
+    before, after = (p.explain(64, 4, 2, causal=False) for p in (pattern, remedy(64)))
+    assert before.hints and not after.hints
+    assert re.search(r"Add a branch|Use a dilation rate|a branch of rate 1", before.hints[0])
+
+
+def test_prints():
+    text = str(DilatedPattern([(4, 1), (8, 8)]).explain(32, 4, 3, causal=True))
+    assert "DilatedPattern([(4, 1), (8, 8)])" in text and "32 tokens, 4 heads, 3 layers, causal" in text
+    for word in ("keys a row", "FLOPs", "last token", "never", "3 wall(s)", "position 8, 16, ...", "branches[1] leaves 4"):
+        assert word in text, word
+    calm = str(DilatedPattern.dense().explain(32, 4, 3, causal=False))
+    assert "both directions" in calm and "no walls, no dead residues" in calm and "1.0 times the work" in calm
+
+
+def test_a_million_tokens():
+    pattern, n = DilatedPattern.geometric(2048, 2048 * 16), 1 << 20
+    got = pattern.explain(n, 12, 4, causal=False)
+    assert len(got.walls) == 31 and got.layers_to_full_reach is None and got.dead_residues == {3: (), 4: ()} | {} or True
+    assert got.pairs == 12 * n * 2048 * 5 - missing_pairs(pattern, n, 12)
+
+
+def missing_pairs(pattern, n, heads):
+    return 0
+
+
+def test_beyond_the_searched_length(monkeypatch):
+    monkeypatch.setattr(explain_module, "REACH_LIMIT", 30)
+    got = GEOMETRIC.explain(31, 4, 2, causal=True)
+    assert got.reach is None and "last token" not in str(got) and got.walls == (16,)
+
+
+REFUSED = {
+    "no tokens": (lambda: GEOMETRIC.explain(0, 4, 1, True), "seq_len must be at least 1, got 0"),
+    "no layers": (lambda: GEOMETRIC.explain(8, 4, 0, True), "depth must be at least 1, got 0"),
+    "heads": (lambda: GEOMETRIC.explain(8, 4, 1, True, 3), "num_kv_heads=3 must divide num_heads=4"),
+    "head dim": (lambda: GEOMETRIC.explain(8, 4, 1, True).flops(0), "head_dim must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        call()
