@@ -62,6 +62,8 @@ REFUSALS = [
     ("cudnn", Request(CUDA, torch.bfloat16, 64, dropout=True), "has no attention dropout"),
     ("flash", Request(CUDA, torch.bfloat16, 64, dropout=True), "has no attention dropout"),
     ("cpu_flash", Request(CPU, torch.float32, 64, dropout=True), "has no attention dropout"),
+    ("cudnn", Request(CUDA, torch.bfloat16, 64, scale=0.0), "takes a scale above 0, not 0"),
+    ("flash", Request(CUDA, torch.bfloat16, 64, scale=-0.5), "takes a scale above 0, not -0.5"),
 ]
 
 
@@ -77,8 +79,8 @@ def test_refusal(engine, request_, reason):
 def test_math_takes_everything():
     for device in (CPU, CUDA, torch.device("meta")):
         for dtype in (*DTYPES, torch.float64):
-            for dropout in (False, True):
-                assert ENGINES["math"].why_not(Request(device, dtype, 1009, dropout)) is None
+            for dropout, scale in ((False, 1.0), (True, -1.0)):
+                assert ENGINES["math"].why_not(Request(device, dtype, 1009, dropout, scale)) is None
 
 
 def test_unavailable_op():

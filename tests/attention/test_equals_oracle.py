@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, seed, settings
 
+from lightning_dilated.attention.engines import ENGINES as registry
 from lightning_dilated.pattern import DilatedPattern
 
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
@@ -125,8 +126,13 @@ def test_layout(layout, changes, engine):
 @pytest.mark.parametrize("scale", [0, -0.7, 1e-30, 30.0], ids=str)
 @pytest.mark.parametrize("engine", ENGINES)
 def test_any_finite_scale(engine, scale, causal):
+    """Kernels that mask before they scale turn -inf into NaN or +inf where scale <= 0: they must say so and refuse."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, causal=causal, scale=scale)
-    check(case, engine, torch.float64, 1e-10)
+    if scale <= 0 and engine != "auto" and not registry[engine].any_scale:
+        with pytest.raises(ValueError, match=f"{engine} takes a scale above 0, not {scale}.*Use engine='math'"):
+            check(case, engine, torch.float64, 1e-10)
+    else:
+        check(case, engine, torch.float64, 1e-10)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -40,8 +40,6 @@ CASES = {
     "D strided": BASE.but(layout="D strided"),
     "D = 48": BASE.but(head_dim=48, causal=True),
     "D = 128": BASE.but(head_dim=128, causal=True),
-    "scale 0": BASE.but(scale=0, causal=True),
-    "scale negative": BASE.but(scale=-0.3, causal=True),
 }
 
 
@@ -108,6 +106,17 @@ def test_fp32_reaches_no_half_precision_engine(engine, dtype):
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype)
     with pytest.raises(ValueError, match=rf"takes bfloat16, float16, not {str(dtype)[6:]}.*Use engine='math'"):
         dilated_attention(q, q, q, PATTERN, engine=engine)
+
+
+@pytest.mark.parametrize("scale", [0, -0.3])
+def test_scale(scale):
+    # both fused engines are wrong there without an error
+    case = BASE.but(scale=scale, causal=True)
+    for engine in ("math", "auto"):
+        check(case, engine, torch.bfloat16)
+    for engine in ("cudnn", "flash", "sdpa"):
+        with pytest.raises(ValueError, match=f"takes a scale above 0, not {scale}.*Use engine='math'"):
+            check(case, engine, torch.bfloat16)
 
 
 @pytest.mark.parametrize("engine, head_dim", [("cudnn", 136), ("flash", 264), ("cudnn", 60), ("flash", 60)])

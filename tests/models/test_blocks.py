@@ -1,0 +1,155 @@
+"""Feed-forward, block and stack: every combination of options trains every parameter, and each is its formula."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dilated.models.blocks import (
+    BlockOptions,
+    DilatedTransformer,
+    FeedForward,
+    TransformerBlock,
+    default_hidden,
+    init_weights,
+    make_norm,
+)
+
+from . import PATTERN
+
+DIM = 16
+CHOICES = {
+    "norm": ["rmsnorm", "layernorm"],
+    "ffn": ["swiglu", "gelu"],
+    "bias": [False, True],
+    "sub_layernorm": [False, True],
+    "position_encoding": ["none", "rotary", "xpos"],
+}
+COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+
+
+def stack(depth=2, num_kv_heads=None, causal=True, dtype=torch.float64, hidden=None, **options):
+    model = DilatedTransformer(
+        DIM, depth, 4, PATTERN, causal=causal, num_kv_heads=num_kv_heads, hidden=hidden, options=BlockOptions(**options)
+    )
+    return model.to(dtype)
+
+
+@pytest.mark.parametrize("num_kv_heads", [None, 1], ids=["mha", "mqa"])
+@pytest.mark.parametrize("options", COMBINATIONS, ids=lambda o: "-".join(map(str, o.values())))
+def test_every_parameter_learns(options, num_kv_heads):
+    model = stack(num_kv_heads=num_kv_heads, **options)
+    out = model(torch.randn(2, 20, DIM, dtype=torch.float64))
+    (out * torch.randn_like(out)).sum().backward()
+    still = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert out.shape == (2, 20, DIM) and out.isfinite().all() and not still
+
+
+@pytest.mark.parametrize("norm", CHOICES["norm"])
+@pytest.mark.parametrize("ffn", CHOICES["ffn"])
+def test_block_is_its_formula(ffn, norm):
+    block = TransformerBlock(DIM, 4, 24, PATTERN, causal=False, options=BlockOptions(norm=norm, ffn=ffn, bias=True))
+    x = torch.randn(2, 20, DIM)
+    y = x + block.attention(block.attention_norm(x))[0]
+    h = nn.functional.linear(block.ffn_norm(y), block.ffn.fc1.weight, block.ffn.fc1.bias)
+    h = nn.functional.silu(h[..., :24]) * h[..., 24:] if ffn == "swiglu" else nn.functional.gelu(h)
+    torch.testing.assert_close(block(x), y + nn.functional.linear(h, block.ffn.fc2.weight, block.ffn.fc2.bias))
+    centred = x - x.mean(-1, keepdim=True) if norm == "layernorm" else x
+    want = centred / (centred.square().mean(-1, keepdim=True) + (1e-5 if norm == "layernorm" else 1e-6)).sqrt()
+    torch.testing.assert_close(make_norm(norm, DIM)(x), want)
+
+
+def test_stack_is_its_blocks():
+    model, x, positions = stack(3), torch.randn(2, 20, DIM, dtype=torch.float64), 2 * torch.arange(20)
+    want = x
+    for block in model.blocks:
+        want = block(want, positions=positions)
+    torch.testing.assert_close(model(x, positions=positions), model.norm(want))
+    assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 where none are given
+
+
+def test_sub_layernorm_sits_before_fc2():
+    ffn = FeedForward(DIM, 24, BlockOptions(ffn="gelu", sub_layernorm=True))
+    x = torch.randn(3, DIM)
+    want = ffn.fc2(nn.functional.layer_norm(nn.functional.gelu(ffn.fc1(x)), (24,)))
+    torch.testing.assert_close(ffn(x), want)
+
+
+@pytest.mark.parametrize("name", ["dropout", "attention_dropout"])
+def test_dropout_in_training_only(name):
+    model, x = stack(**{name: 0.3}), torch.randn(1, 20, DIM, dtype=torch.float64)
+    assert not torch.equal(model(x), model(x))
+    model.eval()
+    assert torch.equal(model(x), model(x))
+
+
+@pytest.mark.parametrize(
+    "dim, ffn, want", [(128, "gelu", 512), (128, "swiglu", 352), (768, "swiglu", 2048), (96, "swiglu", 256)]
+)
+def test_default_hidden(dim, ffn, want):
+    assert default_hidden(dim, ffn) == want
+    assert stack(1, ffn=ffn).blocks[0].ffn.fc2.in_features == default_hidden(DIM, ffn)
+
+
+def test_init_weights():
+    torch.manual_seed(0)
+    model = DilatedTransformer(256, 2, 4, PATTERN, causal=True, options=BlockOptions(bias=True))
+    init_weights(model, depth=8)
+    for name, p in model.named_parameters():
+        if p.ndim >= 2:
+            std = 0.02 / 4 if name.endswith(("out_proj.weight", "fc2.weight")) else 0.02
+            assert p.std().item() == pytest.approx(std, rel=0.05), name
+        else:
+            assert (p == (0 if name.endswith("bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos", "sub_layernorm": True}], ids=["plain", "xpos"])
+def test_blocks_compile_to_one_graph(options):
+    """As a recipe would compile them: each block by itself, the rotary table made outside."""
+    model, x = stack(**options), torch.randn(2, 20, DIM, dtype=torch.float64)
+    want = model(x)
+    grads = torch.autograd.grad(want.square().sum(), list(model.parameters()))
+    for block in model.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    got = model(x)
+    torch.testing.assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got.square().sum(), list(model.parameters())), grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("dtype, refuses", [(torch.float16, True), (torch.bfloat16, False)], ids=str)
+def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
+    """q and k will be float16 there, whose range ends long before float32's."""
+    model, x, far = (
+        stack(1, position_encoding="xpos", dtype=torch.float32),
+        torch.randn(1, 4, DIM),
+        torch.arange(4) + 5000,
+    )
+    assert model(x, positions=far).isfinite().all()
+    with torch.autocast("cpu", dtype):
+        if refuses:
+            with pytest.raises(ValueError, match=r"overflows torch\.float16"):
+                model(x, positions=far)
+        else:
+            assert model(x, positions=far).isfinite().all()
+
+
+REFUSED = {
+    "norm": ({"norm": "batchnorm"}, "norm must be one of rmsnorm, layernorm; got 'batchnorm'"),
+    "ffn": ({"ffn": "relu"}, "ffn must be one of swiglu, gelu; got 'relu'"),
+    "dropout": ({"dropout": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
+    "dropout nan": ({"dropout": math.nan}, "dropout must be a probability"),
+    "attention dropout": ({"attention_dropout": -0.1}, "attention_dropout must be a probability"),
+    "dropout a bool": ({"attention_dropout": True}, "attention_dropout must be a probability"),
+    "depth": ({"depth": 0}, "depth must be at least 1, got 0"),
+    "hidden": ({"hidden": 0}, "ffn_dim must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    options, text = REFUSED[name]
+    with pytest.raises(ValueError, match=text):
+        stack(**options)

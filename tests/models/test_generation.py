@@ -1,0 +1,142 @@
+"""Generation: greedy equals running the whole sequence anew at each length; sampling draws what its options say."""
+
+import math
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.models.generation import sample
+
+from . import PATTERN, tiny
+
+PROMPT = torch.tensor([[1, 2, 3], [7, 0, 10]])
+MODELS = {
+    "longnet": {},
+    "shifted": {"pattern": PATTERN.shifted()},
+    "head groups, blocked": {"pattern": DilatedPattern.head_groups([4, 16], [1, 3], 4, offsets="blocked")},
+    "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
+    "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},
+    "xpos": {"position_encoding": "xpos", "xpos_scale_base": 16.0},
+    "no positions, sub-norm": {"position_encoding": "none", "sub_layernorm": True},
+}
+
+
+def lively(**options):
+    """Weights so large that what a token says depends on all that it sees; at the start it would repeat itself."""
+    model = tiny(**{"tie_embeddings": False, **options})
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(20 if p.ndim >= 2 else 1)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_greedy_is_the_full_sequence_at_each_length(name):
+    """48 tokens from prompts of 3: past every segment of 4 and of 16, several times."""
+    model = lively(**MODELS[name])
+    out = model.generate(PROMPT, 45, temperature=0)
+    want = PROMPT
+    with torch.no_grad():
+        for _ in range(45):
+            want = torch.cat([want, model(want)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(out, want)
+    assert min(len(row.unique()) for row in out[:, 10:]) > 3
+
+
+def test_cached_logits_are_the_full_ones():
+    model, tokens = lively(), torch.randint(11, (2, 40))
+    caches = model.transformer.new_caches()
+    with torch.no_grad():
+        steps = [model(part, caches=caches) for part in tokens.split([7, *[1] * 33], 1)]
+        torch.testing.assert_close(torch.cat(steps, 1), model(tokens), rtol=1e-9, atol=1e-9)
+
+
+def generate(model, seed=0, **options):
+    return model.generate(PROMPT, 20, generator=torch.Generator().manual_seed(seed), **options)
+
+
+@pytest.mark.parametrize("options", [{"top_k": 1}, {"top_p": 1e-9}, {"temperature": 1e-6}], ids=str)
+def test_no_choice_is_greedy(options):
+    model = lively()
+    assert torch.equal(generate(model, **options), generate(model, temperature=0))
+
+
+def test_seeds_repeat():
+    model = tiny()
+    assert torch.equal(generate(model, 1), generate(model, 1)) and not torch.equal(
+        generate(model, 1), generate(model, 2)
+    )
+    torch.manual_seed(5)
+    first = model.generate(PROMPT, 20)
+    torch.manual_seed(5)
+    assert torch.equal(model.generate(PROMPT, 20), first)
+
+
+LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
+SHARES = {
+    "as they are": ({}, [0.5, 0.25, 0.15, 0.1]),
+    "cold": ({"temperature": 0.5}, [0.25 / 0.345, 0.0625 / 0.345, 0.0225 / 0.345, 0.01 / 0.345]),
+    "top 2": ({"top_k": 2}, [2 / 3, 1 / 3, 0, 0]),
+    "more than there are": ({"top_k": 9}, [0.5, 0.25, 0.15, 0.1]),
+    "half": ({"top_p": 0.49}, [1, 0, 0, 0]),
+    "reaching into the second": ({"top_p": 0.6}, [2 / 3, 1 / 3, 0, 0]),
+    "all": ({"top_p": 1.0}, [0.5, 0.25, 0.15, 0.1]),
+    "both": ({"top_k": 3, "top_p": 0.5}, [1, 0, 0, 0]),
+    "the smaller of both": ({"top_k": 2, "top_p": 0.99}, [2 / 3, 1 / 3, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2, 3], [2, 0, 3, 1]], ids=["sorted", "shuffled"])
+@pytest.mark.parametrize("name", SHARES)
+def test_sample_draws_these_shares(name, order):
+    options, want = SHARES[name]
+    draws = sample(LOGITS[order].expand(20000, 4), **options)
+    got = torch.bincount(draws, minlength=4) / 20000
+    torch.testing.assert_close(got, torch.tensor(want).float()[order], rtol=0, atol=0.015)
+    assert ((got == 0) == (torch.tensor(want)[order] == 0)).all()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+def test_mode_comes_back_and_dropout_sleeps(training):
+    model = lively(dropout=0.5, attention_dropout=0.5).train(training)
+    out = generate(model, temperature=0)
+    assert model.training == training
+    assert torch.equal(generate(model, temperature=0), out)
+    with pytest.raises(IndexError):
+        model.generate(torch.tensor([[99]]), 1)
+    assert model.training == training
+
+
+def test_builds_the_model_and_keeps_no_graph():
+    model = LongNetLM(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=4)
+    assert model.generate(PROMPT, 2).shape == (2, 5) and model.embedding.weight.grad_fn is None
+    assert torch.equal(model.generate(PROMPT, 0), PROMPT)
+
+
+REFUSED = {
+    "empty prompt": ((PROMPT[:, :0], 1), {}, ValueError, r"at least one token, got \(2, 0\)"),
+    "1-D prompt": ((PROMPT[0], 1), {}, ValueError, r"prompt must be \(B, N\)"),
+    "negative": ((PROMPT, -1), {}, ValueError, "max_new_tokens must be at least 0, got -1"),
+    "a float": ((PROMPT, 1.5), {}, TypeError, "max_new_tokens must be an integer, got 1.5"),
+    "temperature": (
+        (PROMPT, 1),
+        {"temperature": -1},
+        ValueError,
+        "temperature must be 0 .* or a positive number, got -1",
+    ),
+    "temperature nan": ((PROMPT, 1), {"temperature": math.nan}, ValueError, "temperature must be 0 .*, got nan"),
+    "temperature a str": ((PROMPT, 1), {"temperature": "hot"}, ValueError, "temperature must be .* got 'hot'"),
+    "top_k 0": ((PROMPT, 1), {"top_k": 0}, ValueError, "top_k must be at least 1, got 0"),
+    "top_k a float": ((PROMPT, 1), {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
+    "top_p 0": ((PROMPT, 1), {"top_p": 0}, ValueError, r"top_p must lie in \(0, 1\], got 0"),
+    "top_p 2": ((PROMPT, 1), {"top_p": 2}, ValueError, r"top_p must lie in \(0, 1\], got 2"),
+    "top_p nan": ((PROMPT, 1), {"top_p": math.nan}, ValueError, "top_p must lie in"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    args, options, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        tiny().generate(*args, **options)

@@ -1,0 +1,228 @@
+"""LongNetLM: causal, exact with padding and packing, honest in its loss, and whole again from a checkpoint."""
+
+import math
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_dilated import DilatedPattern, LongNetLM
+
+from . import PATTERN, SIZES, batch, loader, tiny, trainer
+
+PATTERNS = {
+    "longnet": PATTERN,
+    "shifted": PATTERN.shifted(),
+    "whole sequence": DilatedPattern([(4, 1), (None, 3)]),
+    "blocked": DilatedPattern.longnet([4, 16], [1, 3], offsets="blocked"),
+}
+
+
+def gradients(model, loss):
+    return torch.autograd.grad(loss, list(model.parameters()))
+
+
+def same(got, want, tol=1e-10):
+    torch.testing.assert_close(got, want, rtol=tol, atol=tol)
+
+
+# -- what a token sees -------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("name", PATTERNS)
+@pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos", "num_kv_heads": 2}], ids=["rotary", "xpos, gqa"])
+def test_no_token_sees_a_later_one(name, options):
+    model, tokens = tiny(PATTERNS[name], **options), torch.randint(10, (1, 40))
+    want = model(tokens)
+    for t in range(0, 40, 3):
+        changed = tokens.clone()
+        changed[0, t] = 10
+        got = model(changed)
+        assert torch.equal(got[:, :t], want[:, :t]) and not torch.equal(got[:, t], want[:, t])
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_padded_batch_equals_single_samples(name):
+    model, lengths = tiny(PATTERNS[name]), [40, 23, 1]
+    data = batch(3, 40)
+    data["labels"][torch.arange(40) >= torch.tensor(lengths)[:, None]] = -100
+    total, tokens = model.loss_terms({**data, "lengths": torch.tensor(lengths)})
+    singles = [
+        model.loss_terms({k: v[i : i + 1, :n] for k, v in data.items()})[0] for i, n in enumerate(lengths)
+    ]  # fmt: skip
+    assert tokens == sum(lengths)
+    same(total, sum(singles))
+    for a, b in zip(gradients(model, total), gradients(model, sum(singles)), strict=True):
+        same(a, b)
+
+
+@pytest.mark.parametrize("position_encoding", ["none", "rotary", "xpos"])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_packed_documents_equal_separate_ones(name, position_encoding):
+    """Rotary and xPos see distances only, so a document's place in the pack does not matter."""
+    model, bounds = tiny(PATTERNS[name], position_encoding=position_encoding), [0, 17, 18, 40]
+    data = batch(1, 40)
+    packed = {**data, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
+    parts = [{k: v[:, a:b] for k, v in data.items()} for a, b in pairwise(bounds)]
+    same(model.token_losses(packed), torch.cat([model.token_losses(p) for p in parts], 1))
+
+
+# -- the loss ----------------------------------------------------------------------------------------------------------
+def test_labels_of_minus_100_are_left_out():
+    model, data = tiny(), batch(2, 20)
+    want = model.token_losses(data)
+    hidden = torch.rand(2, 20) < 0.4
+    data["labels"] = data["labels"].masked_fill(hidden, -100)
+    same(model.token_losses(data), want.masked_fill(hidden, 0))
+    total, tokens = model.loss_terms(data)
+    same(total, want[~hidden].sum())
+    assert tokens == (~hidden).sum()
+
+
+def test_training_step_is_cross_entropy():
+    model, data = tiny().train(), batch(2, 20)
+    data["labels"][0, :7] = -100
+    want = nn.functional.cross_entropy(model(data["tokens"]).flatten(0, 1), data["labels"].flatten())
+    got = model.training_step(data, 0)
+    same(got.double(), want, 1e-6)  # the loss is taken in fp32
+    for a, b in zip(gradients(model, got), gradients(model, want), strict=True):
+        same(a, b, 1e-6)
+
+
+def test_loss_of_half_precision_logits_is_fp32():
+    model = tiny(dtype=torch.bfloat16)
+    assert model.token_losses(batch(2, 20)).dtype == torch.float32
+
+
+def test_derived_metrics():
+    got = tiny(bytes_per_token=4.0).derived_metrics(torch.tensor(2.0))
+    assert got["bits_per_byte"].item() == pytest.approx(2 / math.log(2) / 4)
+    assert got["perplexity"].item() == pytest.approx(math.exp(2))
+
+
+def test_predict_step():
+    model, data = tiny(bytes_per_token=2.0), batch(3, 20)
+    data["labels"][1, 5:], data["labels"][2] = -100, -100
+    got = model.predict_step({**data, "index": torch.tensor([4, 9, 2])}, 0)
+    assert got["tokens"].tolist() == [20, 5, 0] and got["index"].tolist() == [4, 9, 2]
+    alone = [model.loss_terms({k: v[i : i + 1] for k, v in data.items()})[0].item() for i in range(3)]
+    assert got["bits_per_byte"].tolist() == pytest.approx([alone[0] / 20 / math.log(4), alone[1] / 5 / math.log(4), 0])
+    assert "index" not in model.predict_step(data, 0)
+
+
+# -- its parameters ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_tied_embeddings_share(tied):
+    model = tiny(tie_embeddings=tied)
+    assert (model.head.weight is model.embedding.weight) == tied
+    assert len(list(model.parameters())) == len(list(tiny().parameters())) + (not tied)
+    model.loss_terms(batch(2, 20))[0].backward()
+    assert (model.embedding.weight.grad is model.head.weight.grad) == tied
+
+
+def test_learns_one_sequence_by_heart():
+    torch.manual_seed(0)
+    model, data = tiny(dtype=torch.float32, tie_embeddings=False).train(), batch(1, 24)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
+    losses = []
+    for _ in range(60):
+        losses.append(model.training_step(data, 0))
+        optimizer.zero_grad(), losses[-1].backward(), optimizer.step()
+    assert losses[-1] < losses[0] / 4
+
+
+def test_compiled_blocks_train_as_eager_ones():
+    model, data = tiny(DilatedPattern.geometric(4, 16)), batch(2, 20)
+    want = gradients(model, model.loss_terms(data)[0])
+    for block in model.transformer.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    for a, b in zip(gradients(model, model.loss_terms(data)[0]), want, strict=True):
+        same(a, b)
+
+
+# -- checkpoints ---------------------------------------------------------------------------------------------------------
+class Wide(LongNetLM):
+    """A user's subclass that has its own words for things."""
+
+    def __init__(self, width: int = 4, segments: tuple = (4, 16)) -> None:
+        pattern = DilatedPattern.longnet(list(segments), [1, 2])
+        super().__init__(pattern, vocab_size=11, dim=4 * width, depth=1, num_heads=4)
+
+
+class Named(LongNetLM):
+    """Another, with an object among its arguments and the rest passed on."""
+
+    def __init__(self, attention_pattern: DilatedPattern, label: str = "", **options) -> None:
+        super().__init__(attention_pattern, **options)
+        self.label = label
+
+
+MADE = {
+    "LongNetLM, pattern": lambda: LongNetLM(PATTERN.shifted(), **SIZES, bias=True),
+    "LongNetLM, mapping": lambda: LongNetLM({"segment_lengths": [4, 16], "dilation_rates": [1, 2]}, **SIZES),
+    "with an optimizer": lambda: LongNetLM(PATTERN, **SIZES, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
+    "subclass of other words": lambda: Wide(width=8),
+    "subclass with a pattern and options": lambda: Named(PATTERN, "mine", **SIZES, norm="layernorm"),
+}
+
+
+@pytest.mark.parametrize("name", MADE)
+def test_checkpoint_gives_the_model_back(name, tmp_path):
+    model, data = MADE[name](), batch(2, 20)
+    run = trainer(max_steps=1)
+    run.fit(model, loader(data))
+    run.save_checkpoint(tmp_path / "x.ckpt")
+    assert plain(torch.load(tmp_path / "x.ckpt", weights_only=True)["hyper_parameters"])
+    twin = type(model).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    assert twin.pattern == model.pattern and twin.options == model.options
+    assert torch.equal(twin.eval()(data["tokens"]), model.eval()(data["tokens"]))
+
+
+def plain(value):
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and plain(v) for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+# -- what it refuses -----------------------------------------------------------------------------------------------------
+def make(**options):
+    return lambda: LongNetLM(options.pop("pattern", PATTERN), **{**SIZES, **options})
+
+
+REFUSED = {
+    "pattern": (make(pattern=[(4, 1)]), TypeError, "pattern is given as a mapping"),
+    "pattern key": (make(pattern={"segment_length": [4]}), ValueError, "Did you mean 'segment_lengths'"),
+    "vocab_size": (make(vocab_size=0), ValueError, "vocab_size must be at least 1"),
+    "dim": (make(dim=17), ValueError, "num_heads=4 must divide dim=17"),
+    "depth": (make(depth=2.0), TypeError, "depth must be an integer, got 2.0"),
+    "num_heads": (make(num_heads=0), ValueError, "num_heads must be at least 1"),
+    "num_kv_heads": (make(num_kv_heads=3), ValueError, "num_kv_heads=3 must divide num_heads=4"),
+    "norm": (make(norm="batch"), ValueError, "norm must be one of rmsnorm, layernorm"),
+    "dropout": (make(dropout=1), ValueError, "dropout must be a probability"),
+    "bytes_per_token": (make(bytes_per_token=0), ValueError, "bytes_per_token must be positive, got 0"),
+    # the docstring promises these too when the model is made, not when Lightning builds it
+    "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),
+    "position_encoding": (
+        make(position_encoding="alibi"),
+        ValueError,
+        "position_encoding must be none, rotary or xpos",
+    ),
+    "odd head dim": (make(dim=12), ValueError, "head_dim must be even"),
+    "rotary_base": (make(rotary_base=0.5), ValueError, "rotary base must be above 1"),
+    "xpos_scale_base": (make(position_encoding="xpos", xpos_scale_base=0), ValueError, "xpos_scale_base must be"),
+    "engine": (make(engine="fast"), ValueError, "engine must be one of"),
+    "shapes": (
+        lambda: tiny().loss_terms({**batch(2, 9), "tokens": torch.ones(2, 8).long()}),
+        ValueError,
+        "already shifted",
+    ),
+    "1-D": (lambda: tiny().loss_terms({k: v[0] for k, v in batch(2, 9).items()}), ValueError, r"must both be \(B, N\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    call, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        call()
