@@ -16,6 +16,9 @@ from lightning_dilated.attention import flops as _flops  # noqa: F401 - register
 from lightning_dilated.attention.engines import engine_names
 from lightning_dilated.pattern import DilatedPattern
 
+#: asked once here, because older compilers cannot trace the question
+AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(d))
+
 
 def dilated_attention(
     q: Tensor,
@@ -76,7 +79,7 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors
     kind = tensors[0].device.type
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+    if kind not in AUTOCAST_DEVICES or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -70,6 +70,45 @@ def _dropout(p: float, seed: Tensor | None) -> Dropout | None:
     return Dropout(p, int(seed)) if p > 0 and seed is not None else None
 
 
+def _merge_block(
+    engine: Engine,
+    inputs: tuple[Tensor, Tensor, Tensor],
+    state: tuple[Tensor, Tensor],
+    span: Span,
+    block: Block,
+    causal: bool,
+    scale: float,
+    mask: Dropout | None,
+) -> None:
+    """One block's forward into the running (out, lse); its part is freed on return, before the next block runs."""
+    q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
+    keep = mask and BlockDropout(mask, span, block)
+    part, part_lse = for_rows(engine, block.rows).forward(q, k, v, causal, scale, keep)
+    if block.pads and not causal:
+        part, part_lse = attend_pads(part, part_lse, block.pads)
+    merge_(*state, part, part_lse, span, block)
+
+
+def _add_block(
+    engine: Engine,
+    saved: tuple[Tensor, ...],
+    total: list[Tensor],
+    span: Span,
+    block: Block,
+    causal: bool,
+    scale: float,
+    mask: Dropout | None,
+) -> None:
+    """One block's share of dq, dk and dv into their totals; its parts are freed on return."""
+    *tensors, lse = saved
+    views = (row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True))
+    rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
+    keep = mask and BlockDropout(mask, span, block)
+    parts = for_rows(engine, block.rows).backward(*views, rows_lse, causal, scale, keep)
+    for x, part, kv in zip(total, parts, (False, True, True), strict=True):
+        add_rows(x, part, span, block, kv)
+
+
 @torch.library.custom_op(NAME, mutates_args=())
 def attention(
     q: Tensor,
@@ -89,6 +128,8 @@ def attention(
 
     On one rank `sequence` is "" and nothing is received; the third result is then empty.
     """
+    if sequence:
+        raise ValueError(f"sequence={sequence!r} names no group: this version computes attention on one rank only.")
     who = DilatedPattern.decode(pattern)
     found = _documents(q, lengths, cu_seqlens, who)
     out, lse = empty_state(q)
@@ -98,12 +139,7 @@ def attention(
     q, k, v = _suited(chosen, q, k, v)
     mask = _dropout(dropout, seed)
     for span, block in _walk(found, who, q.shape[2], k.shape[2], q, k, v):
-        qb, kb, vb = row_view(q, span, block), row_view(k, span, block, kv=True), row_view(v, span, block, kv=True)
-        run = for_rows(chosen, block.rows).forward
-        part, part_lse = run(qb, kb, vb, causal, scale, mask and BlockDropout(mask, span, block))
-        if block.pads and not causal:
-            part, part_lse = attend_pads(part, part_lse, block.pads)
-        merge_(out, lse, part, part_lse, span, block)
+        _merge_block(chosen, (q, k, v), (out, lse), span, block, causal, scale, mask)
     return out.to(q.dtype), lse, q.new_empty(0)
 
 
@@ -142,13 +178,7 @@ def attention_backward(
         found = _documents(q, lengths, cu_seqlens, who)
         mask = _dropout(dropout, seed)
         for span, block in _walk(found, who, q.shape[2], k.shape[2], q, k, v, out, grad):
-            gb, qb, ob = (row_view(x, span, block) for x in (grad, q, out))
-            kb, vb = row_view(k, span, block, kv=True), row_view(v, span, block, kv=True)
-            lb = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
-            keep = mask and BlockDropout(mask, span, block)
-            parts = for_rows(chosen, block.rows).backward(gb, qb, kb, vb, ob, lb, causal, scale, keep)
-            for x, part, kv in zip(total, parts, (False, True, True), strict=True):
-                add_rows(x, part, span, block, kv)
+            _add_block(chosen, (grad, q, k, v, out, lse), total, span, block, causal, scale, mask)
     return total[0].to(q.dtype), total[1].to(k.dtype), total[2].to(v.dtype)
 
 

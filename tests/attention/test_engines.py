@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
+from lightning_dilated.attention.engines import math as math_engine
 from lightning_dilated.attention.engines.base import unsupported
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
@@ -142,6 +143,13 @@ def test_empty(name, shape):
         out, lse = ENGINES[name].forward(q, q, q, causal, 1.0, None)
         assert out.shape == shape and lse.shape == shape[:-1]
         assert [x.shape for x in ENGINES[name].backward(out, q, q, q, out, lse, causal, 1.0, None)] == [shape] * 3
+
+
+def test_math_leaves_out_what_causality_hides(monkeypatch):
+    monkeypatch.setattr(math_engine, "SCORE_BUDGET", 2 * 64 * 4)
+    tiles = list(math_engine._tiles(torch.empty(3, 2, 64, 8), causal=True))
+    scores = sum((g.stop - g.start) * (i.stop - i.start) * (j.stop - j.start) for g, i, j in tiles)
+    assert 3 * 64 * 65 // 2 <= scores < 3 * 64 * 64 * 0.6
 
 
 def test_the_op_never_asks_for_no_rows(monkeypatch):

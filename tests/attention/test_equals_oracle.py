@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, seed, settings
 
+from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.engines import ENGINES as registry
 from lightning_dilated.pattern import DilatedPattern
 
-from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
+from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, oracle, plain
 from .strategies import LAYOUTS, Case, cases
 
 ENGINES = ("math", "cpu_flash", "auto")
@@ -140,3 +141,16 @@ def test_scores_far_beyond_exp(engine):
     """Scores in the thousands overflow exp in every dtype, so each merge must subtract its maximum first."""
     case = Case(DilatedPattern.longnet([8, 32], [1, 2]), 1, 32, 2, 2, 8, scale=1000.0)
     check(case, engine, torch.float64, 1e-7)  # weights round like the scores, and the gradient takes the scale too
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_branches_are_summed_in_fp32(dtype):
+    """Twelve branches and one rounding: the sums that cross branches never pass through the inputs' dtype."""
+    pattern = DilatedPattern([(w, 1) for w in range(20, 32)])
+    q, k, v, grad = Case(pattern, 1, 64, 2, 1, 16).tensors(dtype)
+    exact = leaves(q, k, v, dtype=torch.float64)
+    out = dilated_attention(q, k, v, pattern, engine="math")
+    want, _ = oracle(*exact, pattern)
+    half_a_step = 0.51 * torch.finfo(dtype).eps
+    close("out", out, want, half_a_step)
+    close("dv", gradients(out, (q, k, v), grad)[2], gradients(want, exact, grad.double())[2], half_a_step)

@@ -41,11 +41,12 @@ def test_greedy_is_the_full_sequence_at_each_length(name):
         for _ in range(45):
             want = torch.cat([want, model(want)[:, -1:].argmax(-1)], 1)
     assert torch.equal(out, want)
-    assert min(len(row.unique()) for row in out[:, 10:]) > 3
+    assert len(out[:, 3:].unique()) > 2
 
 
-def test_cached_logits_are_the_full_ones():
-    model, tokens = lively(), torch.randint(11, (2, 40))
+@pytest.mark.parametrize("name", MODELS)
+def test_cached_logits_are_the_full_ones(name):
+    model, tokens = lively(**MODELS[name]), torch.randint(11, (2, 40))
     caches = model.transformer.new_caches()
     with torch.no_grad():
         steps = [model(part, caches=caches) for part in tokens.split([7, *[1] * 33], 1)]

@@ -23,7 +23,8 @@ def gradients(model, loss):
     return torch.autograd.grad(loss, list(model.parameters()))
 
 
-def same(got, want, tol=1e-10):
+def same(got, want, tol=1e-6):
+    """Equal as far as a loss in fp32 can say."""
     torch.testing.assert_close(got, want, rtol=tol, atol=tol)
 
 
@@ -83,9 +84,9 @@ def test_training_step_is_cross_entropy():
     data["labels"][0, :7] = -100
     want = nn.functional.cross_entropy(model(data["tokens"]).flatten(0, 1), data["labels"].flatten())
     got = model.training_step(data, 0)
-    same(got.double(), want, 1e-6)  # the loss is taken in fp32
+    same(got.double(), want)
     for a, b in zip(gradients(model, got), gradients(model, want), strict=True):
-        same(a, b, 1e-6)
+        same(a, b)
 
 
 def test_loss_of_half_precision_logits_is_fp32():
@@ -148,12 +149,27 @@ class Wide(LongNetLM):
         super().__init__(pattern, vocab_size=11, dim=4 * width, depth=1, num_heads=4)
 
 
-class Named(LongNetLM):
-    """Another, with an object among its arguments and the rest passed on."""
+class Fixed(LongNetLM):
+    """One that settles the pattern and passes the rest on."""
 
-    def __init__(self, attention_pattern: DilatedPattern, label: str = "", **options) -> None:
-        super().__init__(attention_pattern, **options)
+    def __init__(self, label: str = "", **options) -> None:
+        super().__init__(PATTERN, **options)
         self.label = label
+
+
+class Renamed(LongNetLM):
+    """One that calls the pattern something else."""
+
+    def __init__(self, attention_pattern: DilatedPattern, dim: int = 16) -> None:
+        super().__init__(attention_pattern, **{**SIZES, "dim": dim})
+
+
+class Saver(LongNetLM):
+    """One with the line that Lightning's documentation puts into every module."""
+
+    def __init__(self, pattern: DilatedPattern, extra: int = 1) -> None:
+        super().__init__(pattern, **SIZES)
+        self.save_hyperparameters()
 
 
 MADE = {
@@ -161,7 +177,9 @@ MADE = {
     "LongNetLM, mapping": lambda: LongNetLM({"segment_lengths": [4, 16], "dilation_rates": [1, 2]}, **SIZES),
     "with an optimizer": lambda: LongNetLM(PATTERN, **SIZES, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
     "subclass of other words": lambda: Wide(width=8),
-    "subclass with a pattern and options": lambda: Named(PATTERN, "mine", **SIZES, norm="layernorm"),
+    "subclass with a fixed pattern": lambda: Fixed("mine", **SIZES, norm="layernorm"),
+    "subclass with another name for it": lambda: Renamed(PATTERN.shifted()),
+    "subclass that saves by itself": lambda: Saver(PATTERN, extra=2),
 }
 
 

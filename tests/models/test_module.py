@@ -179,7 +179,7 @@ def test_half_precision(precision, dtype):
     run = trainer(max_epochs=1, precision=precision)
     run.fit(model, loader(*[data] * 30), loader(data))
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert run.callback_metrics["train_loss"] < 1.5 < 2.3  # log(11) is 2.4
+    assert run.callback_metrics["train_loss"] < 1.5  # from log(11) = 2.4
     assert run.callback_metrics["val_loss"].dtype == torch.float32
 
 

@@ -110,14 +110,15 @@ def _flash_available(device: torch.device) -> str | None:
     return unsupported("_scaled_dot_product_flash_attention")(device)
 
 
-# Seen: cuDNN given fp32 returned NaN without an error, given no rows None, and it refuses a single row; cuDNN and flash on
-# CUDA are wrong without an error where scale <= 0; the CPU op given no rows kills the process.
+# Seen: cuDNN given fp32 returned NaN without an error, given no rows None, and it refuses a single row; the CPU op given no
+# rows kills the process; all three mask before they scale, so causal scores with scale <= 0 are wrong without an error.
 CPU_FLASH = Engine(
     name="cpu_flash",
     forward=_cpu_forward,
     backward=_cpu_backward,
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    any_scale=False,
     available=unsupported("_scaled_dot_product_flash_attention_for_cpu"),
 )
 CUDNN = Engine(
