@@ -6,7 +6,8 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_dilated.attention import flops as _flops  # noqa: F401 - register
 from lightning_dilated.attention.engines import engine_names
 from lightning_dilated.pattern import DilatedPattern
 
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: asked once here, because older compilers cannot trace the question
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(d))
 
@@ -64,7 +66,7 @@ def dilated_attention(
             f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one."
         )
     pattern.check_heads(q.shape[2], k.shape[2])
-    _check_options(causal, dropout, engine)
+    _check_options(causal, dropout, engine, return_lse)
     lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
     scale = _check_scale(scale, q.shape[3])
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
@@ -91,9 +93,10 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"{name} must be a torch.Tensor of shape (B, N, heads, D), got {type(x).__name__}.")
         if x.ndim != 4:
             raise ValueError(f"{name} must have 4 dimensions (B, N, heads, D), got shape {tuple(x.shape)}.")
-        if not x.is_floating_point():
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(d).removeprefix("torch.") for d in DTYPES)
             raise TypeError(
-                f"{name} must be floating point, got {x.dtype}; convert it, as in {name}.to(torch.bfloat16)."
+                f"{name} must be floating point ({names}), got {x.dtype}; convert it: {name}.to(torch.bfloat16)."
             )
         if x.dtype != q.dtype:
             raise TypeError(f"q, k and v must share one dtype: q is {q.dtype}, {name} is {x.dtype}.")
@@ -116,9 +119,10 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
         )
 
 
-def _check_options(causal: Any, dropout: Any, engine: Any) -> None:
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}.")
+def _check_options(causal: Any, dropout: Any, engine: Any, return_lse: Any) -> None:
+    for name, value in (("causal", causal), ("return_lse", return_lse)):
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, got {value!r}.")
     if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
         raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
     if engine not in engine_names():
@@ -164,11 +168,12 @@ def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor |
 
 def _integers(values: Any, name: str) -> Tensor:
     if not isinstance(values, Tensor):
-        if isinstance(values, (str, bytes)) or not isinstance(values, Sequence):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
             raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")
-        if not all(isinstance(x, int) and not isinstance(x, bool) for x in values):
-            raise TypeError(f"{name} must hold integers only, got {list(values)!r}.")
-        return torch.tensor(values, dtype=torch.int32)
+        for x in values:
+            if isinstance(x, bool) or not hasattr(x, "__index__"):
+                raise TypeError(f"{name} must hold integers only, got {x!r}.")
+        values = torch.tensor([operator.index(x) for x in values], dtype=torch.int32)
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {values.dtype}.")
     return values

@@ -8,7 +8,6 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,7 @@ from lightning_dilated.attention.engines.base import Engine
 from lightning_dilated.attention.merge import attend_pads, empty_state, merge_
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view, spans
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.definition import check_bounds
 from lightning_dilated.pattern.rows import Block, blocks, check_padding
 
 NAME = "lightning_dilated::attention"
@@ -34,20 +34,11 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pat
         if low < 0 or high > seq_len:
             raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
     if cu_seqlens is not None:
-        bounds = cu_seqlens.tolist()
-        if bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
-            raise ValueError(
-                f"cu_seqlens must rise from 0 to the number of tokens ({seq_len}), one bound a document and the end; "
-                f"got {_short(bounds)}."
-            )
+        check_bounds(cu_seqlens.tolist(), seq_len)
     found = spans(batch, seq_len, lengths, cu_seqlens)
     for length in {s.length for s in found}:
         check_padding(pattern, length)
     return found
-
-
-def _short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, ..., {values[-1]}]"
 
 
 def _walk(

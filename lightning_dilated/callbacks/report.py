@@ -49,7 +49,8 @@ class RunReport(pl.Callback):
         if self.pattern_picture:
             from lightning_dilated.pattern.picture import LONGEST
 
-            pattern.plot(min(seq_len, LONGEST), m.num_heads, causal=causal, path=str(folder / "pattern.png"))
+            target = str(folder / "pattern.png")
+            pattern.plot(min(seq_len, LONGEST), m.num_heads, causal, target, num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

@@ -76,7 +76,7 @@ class Branch:
 
     @staticmethod
     def _checked_heads(heads: Any) -> tuple[int, ...]:
-        if isinstance(heads, (str, bytes)) or not isinstance(heads, Iterable):
+        if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
             raise TypeError(f"heads must be a list of query heads such as range(0, 4), or None for all; got {heads!r}.")
         numbers = tuple(sorted(integer(h, "each entry of heads", 0) for h in heads))
         if not numbers:

@@ -31,6 +31,16 @@ def used_index(pattern: DilatedPattern, branch_index: int, seq_len: int, num_hea
     return segment, used
 
 
+def check_bounds(bounds: list[int], seq_len: int) -> list[int]:
+    """`bounds` of packed documents, or an error unless they rise from 0 to the number of tokens."""
+    if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != seq_len or any(b < a for a, b in itertools.pairwise(bounds)):
+        shown = str(bounds) if len(bounds) <= 8 else f"[{', '.join(map(str, bounds[:4]))}, ..., {bounds[-1]}]"
+        raise ValueError(
+            f"cu_seqlens must rise from 0 to the number of tokens ({seq_len}), a bound a document and the end; got {shown}."
+        )
+    return bounds
+
+
 def counts(
     pattern: DilatedPattern,
     seq_len: int,
@@ -42,7 +52,9 @@ def counts(
     """c(p, j, h) as (H, N, N) int64; see `DilatedPattern.counts`."""
     seq_len = integer(seq_len, "seq_len", 0)
     pattern.check_heads(num_heads, num_kv_heads)
-    bounds = [0, seq_len] if cu_seqlens is None else [int(x) for x in cu_seqlens]
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    bounds = [0, seq_len] if cu_seqlens is None else check_bounds([int(x) for x in cu_seqlens], seq_len)
     total = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
     for start, stop in itertools.pairwise(bounds):
         for i in range(len(pattern.branches)):

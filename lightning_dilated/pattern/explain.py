@@ -74,6 +74,11 @@ class Explanation:
             found.append(
                 f"{self.uncovered:.1%} of the rows have no key in any branch and give 0; a branch of rate 1 covers all."
             )
+        if not found and self.reach is not None and self.layers_to_full_reach is None:
+            found.append(
+                "some positions never reach the last token at any depth: no branch joins their residues across segments. "
+                "Use a lower dilation rate, or pattern.shifted() on every other layer."
+            )
         return tuple(found)
 
     def __str__(self) -> str:

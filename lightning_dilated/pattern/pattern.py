@@ -73,16 +73,15 @@ class DilatedPattern:
     @classmethod
     def geometric(cls, first: int, last: int, ratio: int = 2, **kwargs: Any) -> DilatedPattern:
         """Branches (first, 1), (first*ratio, ratio), (first*ratio^2, ratio^2), ... up to segment length `last`."""
-        first, last = integer(first, "first", 1), integer(last, "last", 1)
-        ratio = integer(ratio, "ratio", 2)
+        first, ratio = integer(first, "first", 1), integer(ratio, "ratio", 2)
+        last = integer(last, "last", first, f" It is the longest segment, and first={first}.")
         steps = [(first, 1)]
         while steps[-1][0] < last:
             steps.append((steps[-1][0] * ratio, steps[-1][1] * ratio))
         if steps[-1][0] != last:
-            below = steps[-2][0] if len(steps) > 1 else first
             raise ValueError(
                 f"last must be first times a power of ratio ({first} * {ratio}^k), got {last}; "
-                f"the nearest are {below} and {steps[-1][0]}."
+                f"the nearest are {steps[-2][0]} and {steps[-1][0]}."
             )
         return cls(tuple(steps), **kwargs)
 
@@ -91,17 +90,17 @@ class DilatedPattern:
         cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], num_heads: int, **kwargs: Any
     ) -> DilatedPattern:
         """Branch i serves its own share of the heads, with offset i mod r_i; the first groups take one head more."""
-        pairs = _paired(segment_lengths, dilation_rates)
+        plain = cls(_paired(segment_lengths, dilation_rates)).branches  # checked, with the branch named in errors
         num_heads = integer(num_heads, "num_heads", 1)
-        if num_heads < len(pairs):
+        if num_heads < len(plain):
             raise ValueError(
-                f"head_groups needs a head for each of the {len(pairs)} branches, got num_heads={num_heads}."
+                f"head_groups needs a head for each of the {len(plain)} branches, got num_heads={num_heads}."
             )
-        share, more = divmod(num_heads, len(pairs))
+        share, more = divmod(num_heads, len(plain))
         branches, start = [], 0
-        for i, (w, r) in enumerate(pairs):
+        for i, branch in enumerate(plain):
             stop = start + share + (i < more)
-            branches.append(Branch(w, r, heads=tuple(range(start, stop)), offset=i % integer(r, "dilation_rate", 1)))
+            branches.append(replace(branch, heads=tuple(range(start, stop)), offset=i % branch.dilation_rate))
             start = stop
         return cls(tuple(branches), **kwargs)
 
@@ -234,11 +233,19 @@ class DilatedPattern:
 
         return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
-    def plot(self, seq_len: int, num_heads: int, causal: bool, path: str | None = None, head: int | None = None) -> Any:
+    def plot(
+        self,
+        seq_len: int,
+        num_heads: int,
+        causal: bool,
+        path: str | None = None,
+        head: int | None = None,
+        num_kv_heads: int | None = None,
+    ) -> Any:
         """A picture of who attends to whom (a matplotlib Figure), written to `path` when that is given."""
         from lightning_dilated.pattern.picture import plot
 
-        return plot(self, seq_len, num_heads, causal, path, head)
+        return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 
 def _paired(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:

@@ -29,12 +29,13 @@ def plot(
     causal: bool,
     path: str | Path | None = None,
     head: int | None = None,
+    num_kv_heads: int | None = None,
 ) -> Any:
     """See `DilatedPattern.plot`: all heads and up to three single ones, or only `head`."""
     from matplotlib.figure import Figure
 
     seq_len = integer(seq_len, "seq_len", 1)
-    pattern.check_heads(num_heads)
+    pattern.check_heads(num_heads, num_kv_heads)
     if seq_len > LONGEST:
         raise ValueError(
             f"a picture takes up to {LONGEST} tokens, got seq_len={seq_len}; the pattern repeats, so draw fewer."
@@ -45,7 +46,7 @@ def plot(
     figure = Figure(figsize=(3.4 * len(panels), 3.9), layout="constrained", dpi=120)
     for axes, which in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         heads = range(num_heads) if which is None else [which]
-        image = picture(pattern, seq_len, num_heads, causal, list(heads))
+        image = picture(pattern, seq_len, num_heads, causal, list(heads), num_kv_heads)
         axes.imshow((image / image.max().clamp(min=1e-9)).sqrt(), cmap="Blues", extent=(0, seq_len, seq_len, 0), vmin=0)
         axes.set_title("all heads" if which is None else f"head {which}", fontsize=10)
         axes.set_xlabel("key")
@@ -60,7 +61,14 @@ def plot(
     return figure
 
 
-def picture(pattern: DilatedPattern, seq_len: int, num_heads: int, causal: bool, heads: list[int]) -> torch.Tensor:
+def picture(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    causal: bool,
+    heads: list[int],
+    num_kv_heads: int | None = None,
+) -> torch.Tensor:
     """(rows, columns) fp32 in a side of at most PIXELS: the mean count of a head where a query looks at a key."""
     side = min(seq_len, PIXELS)
     # one query a pixel row, moved by a golden step within the row so that no residue is favoured
@@ -69,7 +77,7 @@ def picture(pattern: DilatedPattern, seq_len: int, num_heads: int, causal: bool,
     query = edges[:-1] + ((torch.arange(side) * 0.618034) % 1 * width).long()
     seen = torch.zeros(side, seq_len)
     for i in range(len(pattern.branches)):
-        segment, used = used_index(pattern, i, seq_len, num_heads, None)
+        segment, used = used_index(pattern, i, seq_len, num_heads, num_kv_heads)
         together = segment[query][:, None] == segment[None, :]
         for h in heads:
             seen += together & used[h][query][:, None] & used[h][None, :]

@@ -100,6 +100,13 @@ def test_derived_metrics():
     assert got["perplexity"].item() == pytest.approx(math.exp(2))
 
 
+def test_lightning_leaves_document_bounds_on_the_cpu():
+    """The op reads cu_seqlens on the CPU and refuses it elsewhere, but Lightning moves every tensor of a batch."""
+    data = {**batch(1, 20), "cu_seqlens": torch.tensor([0, 5, 20], dtype=torch.int32)}
+    moved = tiny().transfer_batch_to_device(data, torch.device("meta"), 0)
+    assert (moved["tokens"].device.type, moved["cu_seqlens"].device.type) == ("meta", "cpu")
+
+
 def test_predict_step():
     model, data = tiny(bytes_per_token=2.0), batch(3, 20)
     data["labels"][1, 5:], data["labels"][2] = -100, -100
@@ -110,7 +117,7 @@ def test_predict_step():
     assert "index" not in model.predict_step(data, 0)
 
 
-# -- its parameters ------------------------------------------------------------------------------------------------------
+# -- its parameters ----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_tied_embeddings_share(tied):
     model = tiny(tie_embeddings=tied)
@@ -140,7 +147,7 @@ def test_compiled_blocks_train_as_eager_ones():
         same(a, b)
 
 
-# -- checkpoints ---------------------------------------------------------------------------------------------------------
+# -- checkpoints -------------------------------------------------------------------------------------------------------
 class Wide(LongNetLM):
     """A user's subclass that has its own words for things."""
 
@@ -203,7 +210,7 @@ def plain(value):
     return value is None or type(value) in (bool, int, float, str)
 
 
-# -- what it refuses -----------------------------------------------------------------------------------------------------
+# -- what it refuses ---------------------------------------------------------------------------------------------------
 def make(**options):
     return lambda: LongNetLM(options.pop("pattern", PATTERN), **{**SIZES, **options})
 

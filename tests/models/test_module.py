@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import math
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def points(n=256):
     return DataLoader(list(zip(x, x @ torch.tensor([1.0, -2.0, 3.0]) + 0.5, strict=True)), batch_size=16)
 
 
-# -- subclasses ----------------------------------------------------------------------------------------------------------
+# -- subclasses --------------------------------------------------------------------------------------------------------
 def test_two_methods_make_a_module():
     model, run = Line(functools.partial(torch.optim.AdamW, lr=0.1)), trainer(max_epochs=12)
     run.fit(model, points(), points())
@@ -75,7 +76,7 @@ def test_forgotten_method(cls, says):
         trainer(max_steps=1).fit(cls(), points(16))
 
 
-# -- the optimizer -------------------------------------------------------------------------------------------------------
+# -- the optimizer -----------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("frozen", [False, True], ids=["all", "one frozen"])
 def test_parameter_groups(tied, frozen):
@@ -125,7 +126,7 @@ def test_scheduler_steps_every_batch():
     assert rates[:3] == pytest.approx([5e-4, 1e-3, 7.75e-4]) and rates[4] == rates[5] == pytest.approx(1e-4)
 
 
-# -- the loss ------------------------------------------------------------------------------------------------------------
+# -- the loss ----------------------------------------------------------------------------------------------------------
 def uneven():
     """Two batches with 3 and 37 tokens that count, and one with none."""
     batches = [batch(2, 20), batch(2, 20), batch(1, 20)]
@@ -156,6 +157,14 @@ def test_batch_without_tokens():
     assert all(p.grad is None or not p.grad.any() for p in model.parameters())
 
 
+def test_a_diverged_batch_shows_in_the_mean():
+    """A mean that leaves nan out would keep a broken model's checkpoint as the best."""
+    x, y = torch.randn(32, 3), torch.zeros(32)
+    y[20] = torch.nan
+    data = DataLoader(list(zip(x, y, strict=True)), batch_size=16)
+    assert math.isnan(trainer().validate(Line(), data, verbose=False)[0]["val_loss"])
+
+
 def fitted(batches, seed=1, **options):
     torch.manual_seed(seed)
     model = LongNetLM(PATTERN, **SIZES, optimizer=functools.partial(torch.optim.SGD, lr=0.5))
@@ -183,7 +192,7 @@ def test_half_precision(precision, dtype):
     assert run.callback_metrics["val_loss"].dtype == torch.float32
 
 
-# -- resuming ------------------------------------------------------------------------------------------------------------
+# -- resuming ----------------------------------------------------------------------------------------------------------
 class Stop(Callback):
     """Breaks a run off in the middle of an epoch."""
 

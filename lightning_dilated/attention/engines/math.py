@@ -15,17 +15,20 @@ from lightning_dilated.attention.engines.base import Engine
 
 #: scores held at once, in elements (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
+#: the integers of a dropout mask take about this many times the room of its scores
+DROPOUT_ROOM = 8
 
 
 def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _tiles(q: Tensor, causal: bool) -> Iterator[tuple[slice, slice, slice]]:
+def _tiles(q: Tensor, causal: bool, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
     """(groups, rows, keys) rectangles of scores within the budget; causal rows take no key beyond the last of them."""
     groups, heads, rows, _ = q.shape
-    row_step = max(1, min(rows, SCORE_BUDGET // max(1, heads * rows)))
-    group_step = max(1, SCORE_BUDGET // max(1, heads * rows * row_step))
+    budget = SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET
+    row_step = max(1, min(rows, budget // max(1, heads * rows)))
+    group_step = max(1, budget // max(1, heads * rows * row_step))
     for g in range(0, groups, group_step):
         for i in range(0, rows, row_step):
             stop = min(i + row_step, rows)
@@ -47,7 +50,7 @@ def forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape, dtype=wide)
     lse = q.new_empty(q.shape[:-1], dtype=wide)
-    for g, i, j in _tiles(q, causal):
+    for g, i, j in _tiles(q, causal, dropout is not None):
         s = _scores(_wide(q[g, :, i]), _wide(k[g, :, j]), scale, causal, i.start)
         lse[g, :, i] = torch.logsumexp(s, -1)
         p = torch.exp_(s.sub_(lse[g, :, i, None]))
@@ -72,7 +75,7 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    for g, i, j in _tiles(q, causal):
+    for g, i, j in _tiles(q, causal, dropout is not None):
         qi, kj, do = _wide(q[g, :, i]), _wide(k[g, :, j]), _wide(grad[g, :, i])
         delta = (do * out[g, :, i]).sum(-1, keepdim=True)
         p = torch.exp_(_scores(qi, kj, scale, causal, i.start).sub_(lse[g, :, i, None]))

@@ -97,6 +97,8 @@ def _flash_backward(
 
 
 def _cudnn_available(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and this machine has none"
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -105,6 +107,8 @@ def _cudnn_available(device: torch.device) -> str | None:
 
 
 def _flash_available(device: torch.device) -> str | None:
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and this machine has none"
     if torch.cuda.get_device_capability(device) < (8, 0):
         return "flash attention needs compute capability 8.0"
     return unsupported("_scaled_dot_product_flash_attention")(device)

@@ -1,0 +1,101 @@
+"""Runs the command line in this process, in a folder of the test's own, and trains one tiny checkpoint for all tests."""
+
+import contextlib
+import io
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dilated.cli import main
+
+SEQ_LEN = 64
+DATA = ["--data.paths", "text.txt", "--data.seq_len", str(SEQ_LEN), "--data.batch_size", "2", "--data.val_limit", "2"]
+MODEL = ["--model.dim", "16", "--model.depth", "1"]
+TRAINER = [
+    *("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--trainer.log_every_n_steps", "1"),
+    *("--trainer.logger.save_dir", "runs"),
+]
+#: the quickstart, small enough for a test
+TINY = ["--config", "quickstart.yaml", *DATA, *MODEL, *TRAINER]
+LOG = Path("runs") / "quickstart" / "version_0"
+
+
+@dataclass
+class Result:
+    """What a command left behind: the exit status, what it printed, and where it ran."""
+
+    code: int
+    out: str
+    err: str
+    folder: Path
+
+    @property
+    def words(self) -> str:
+        """Standard output without the spaces and line breaks of tables."""
+        return " ".join(self.out.split())
+
+    def metric(self, name: str) -> float:
+        """A number from the table that Lightning prints after validate and test."""
+        (row,) = (line for line in self.out.splitlines() if line.split("│")[1:2] and line.split("│")[1].strip() == name)
+        return float(row.split("│")[2])
+
+
+def run_in(folder: Path, *argv: str, stdin: str = "") -> Result:
+    """Run `lightning-dilated ARGV` in `folder`; an exception that escapes prints its traceback and exits with 1."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    before = os.getcwd(), sys.argv, sys.stdin, dict(os.environ)
+    os.chdir(folder)
+    sys.argv, sys.stdin = ["lightning-dilated", *argv], io.StringIO(stdin)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                main()
+            except SystemExit as stop:
+                code = stop.code or 0
+            except Exception:
+                traceback.print_exc()
+                code = 1
+    finally:
+        os.chdir(before[0])
+        sys.argv, sys.stdin = before[1:3]
+        os.environ.clear()
+        os.environ.update(before[3])
+    return Result(code, out.getvalue(), err.getvalue(), folder)
+
+
+def write_text(folder: Path) -> None:
+    """A file of 8000 bytes with some structure."""
+    (folder / "text.txt").write_bytes(bytes(97 + (i * i) % 26 for i in range(8000)))
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Callable[..., Result]:
+    """The command line in a folder that holds text.txt."""
+    write_text(tmp_path)
+    return lambda *argv, **options: run_in(tmp_path, *map(str, argv), **options)
+
+
+@dataclass
+class Fitted:
+    """The run that all tests may read: its result, its log folder, its checkpoint."""
+
+    result: Result
+    log: Path
+    ckpt: Path
+
+
+@pytest.fixture(scope="session")
+def fitted(tmp_path_factory: pytest.TempPathFactory) -> Fitted:
+    """`fit` on TINY, once."""
+    folder = tmp_path_factory.mktemp("fitted")
+    write_text(folder)
+    torch.manual_seed(0)
+    result = run_in(folder, "fit", *TINY)
+    assert result.code == 0, result.err
+    return Fitted(result, folder / LOG, folder / LOG / "checkpoints" / "last.ckpt")

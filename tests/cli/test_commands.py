@@ -1,0 +1,205 @@
+"""Every command on a tiny model: what it prints and writes, with a recipe, from a checkpoint alone, and resumed."""
+
+import csv
+import shlex
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.cli import HELP, PROG, DilatedCLI
+
+from .conftest import DATA, LOG, MODEL, TINY
+
+COMMANDS = ("fit", "validate", "test", "predict", "generate")
+
+
+# -- help --------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("argv", [[], ["-h"], ["--help"]], ids=["nothing", "-h", "--help"])
+def test_help_fits_a_screen(cli, argv):
+    result = cli(*argv)
+    lines = result.out.splitlines()
+    assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
+    assert set(DilatedCLI.subcommands()) | {"generate"} == set(COMMANDS)
+    for command in COMMANDS:
+        assert any(line.split()[:1] == [command] for line in lines), command
+
+
+@pytest.mark.parametrize("line", [x.strip() for x in HELP.splitlines() if x.strip().startswith(f"{PROG} ")])
+def test_commands_of_the_help_parse(cli, line):
+    """As they stand there, from a folder that is not the checkout."""
+    argv = shlex.split(line)[1:]
+    result = cli(*argv, *(["--print_config"] if "--print_config" not in argv else []))
+    assert result.code == 0 and "class_path: lightning_dilated.LongNetLM" in result.out, result.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_of_a_command(cli, command):
+    result = cli(command, "--help")
+    assert result.code == 0 and "--ckpt_path" in result.out and command in result.out
+
+
+def test_version(cli):
+    assert cli("--version").out == f"lightning-dilated {ld.__version__}\n"
+
+
+# -- fit ---------------------------------------------------------------------------------------------------------------
+def test_fit_writes_its_run(fitted):
+    names = {path.name for path in fitted.log.rglob("*") if path.is_file()}
+    assert {"config.yaml", "metrics.csv", "loss.png", "pattern.png", "last.ckpt"} <= names
+    for word in ("bits per byte", "bigram of the training bytes", "run folder:", "checkpoint:", "keys a row"):
+        assert word in fitted.result.words, word
+    with (fitted.log / "metrics.csv").open() as file:
+        logged = set(next(csv.reader(file)))
+    assert {"train_loss", "val_loss", "train_bits_per_byte", "val_bits_per_byte", "step"} <= logged
+
+
+def test_fit_resumes(cli, fitted):
+    """Three steps and then to five equals five at once, bit by bit."""
+    whole = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1)
+    assert whole.code == 0
+    again = cli("fit", *TINY, "--trainer.max_steps", 5, "--trainer.val_check_interval", 1, "--ckpt_path", fitted.ckpt)
+    assert again.code == 0, again.err
+    runs = whole.folder / LOG.parent
+    a, b = (torch.load(runs / v / "checkpoints" / "last.ckpt", weights_only=True) for v in ("version_0", "version_1"))
+    assert a["global_step"] == b["global_step"] == 5
+    assert all(torch.equal(x, b["state_dict"][name]) for name, x in a["state_dict"].items())
+
+
+# -- a checkpoint ------------------------------------------------------------------------------------------------------
+def evaluate(ckpt, folder, stage):
+    """The same in Python, without the command line."""
+    model = ld.LongNetLM.load_from_checkpoint(ckpt, weights_only=True)
+    data = ld.data.ByteDataModule(str(folder / "text.txt"), seq_len=64, batch_size=2, val_fraction=0.02, val_limit=2)
+    data.test_fraction = 0.02
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False)
+    return getattr(trainer, stage)(model, data, verbose=False)[0]
+
+
+FRACTIONS = ["--data.val_fraction", "0.02", "--data.test_fraction", "0.02"]
+CONFIGS = pytest.mark.parametrize("config", [True, False], ids=["with a recipe", "from the checkpoint alone"])
+
+
+def arguments(config):
+    return TINY if config else [*DATA, *FRACTIONS]
+
+
+@CONFIGS
+@pytest.mark.parametrize("stage, name", [("validate", "val"), ("test", "test")])
+def test_evaluates(cli, fitted, stage, name, config):
+    result = cli(stage, *arguments(config), "--ckpt_path", fitted.ckpt)
+    assert result.code == 0, result.err
+    want = evaluate(fitted.ckpt, result.folder, stage)
+    for metric in (f"{name}_loss", f"{name}_bits_per_byte", f"{name}_perplexity"):
+        assert result.metric(metric) == pytest.approx(want[metric], rel=1e-6)
+
+
+@CONFIGS
+def test_predicts_a_csv(cli, fitted, config):
+    """The help promises bits per byte of every test sequence, as a CSV."""
+    result = cli("predict", *arguments(config), "--ckpt_path", fitted.ckpt)
+    assert result.code == 0, result.err
+    found = list(result.folder.rglob("predictions.csv"))
+    assert len(found) == 1
+    header, *lines = csv.reader(found[0].open())
+    assert header == ["index", "tokens", "bits_per_byte"] and [line[:2] for line in lines] == [["0", "64"], ["1", "64"]]
+    bits = sum(float(line[2]) for line in lines) / 2
+    assert bits == pytest.approx(evaluate(fitted.ckpt, result.folder, "test")["test_bits_per_byte"], rel=1e-5)
+
+
+def test_validates_nothing_but_a_checkpoint_as_one(cli):
+    """Without --ckpt_path the weights are random, which the table must not call a checkpoint's."""
+    result = cli("validate", *TINY)
+    assert "of the checkpoint" not in result.words
+
+
+@CONFIGS
+def test_the_command_line_wins_over_the_checkpoint(cli, fitted, config):
+    """As the help says of every value; one that cannot win would have to be refused by name, never dropped."""
+    result = cli("validate", *arguments(config), "--ckpt_path", fitted.ckpt, "--model.bytes_per_token", 2)
+    if result.code == 2 and "DilatedModule" not in result.err:
+        assert "bytes_per_token" in result.err and "checkpoint" in result.err
+    else:
+        assert result.code == 0, result.err.strip().splitlines()[-6:]
+        want = result.metric("val_loss") / 0.6931472 / 2
+        assert result.metric("val_bits_per_byte") == pytest.approx(want, rel=1e-6)
+
+
+# -- generate ----------------------------------------------------------------------------------------------------------
+def test_generates_what_python_does(cli, fitted):
+    result = cli(
+        "generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 40, "--temperature", 0
+    )
+    model = ld.LongNetLM.load_from_checkpoint(fitted.ckpt, weights_only=True)
+    tokens = model.generate(torch.tensor([list("the é ".encode())]), 40, temperature=0)
+    assert result.code == 0 and result.out == bytes(tokens[0].tolist()).decode(errors="replace") + "\n"
+
+
+def test_generate_draws_by_seed(cli, fitted):
+    arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", "--max_new_bytes", 30)
+    sample = lambda *options: cli(*arguments, *options).out  # noqa: E731
+    assert sample("--seed", 1) == sample("--seed", 1) != sample("--seed", 2)
+    assert sample("--seed", 0) == sample() and sample().startswith("ab")
+    assert sample("--top_k", 1) == sample("--temperature", 0) == sample("--top_p", 1e-9)
+
+
+def test_generate_reads_standard_input(cli, fitted):
+    given = cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "-", "--max_new_bytes", 5, stdin="abc\n")
+    assert given.out == cli("generate", "--ckpt_path", fitted.ckpt, "--prompt", "abc\n", "--max_new_bytes", 5).out
+
+
+# -- checkpoints made in Python ----------------------------------------------------------------------------------------
+@pytest.fixture
+def made(cli, tmp_path):
+    """A checkpoint without any word of the command line in it."""
+    model = ld.LongNetLM(ld.DilatedPattern.longnet([4, 8], [1, 2]), dim=16, depth=1, num_heads=4)
+    trainer = pl.Trainer(
+        max_steps=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False
+    )
+    trainer.fit(model, ld.data.ByteDataModule(str(tmp_path / "text.txt"), seq_len=64, val_fraction=0, test_fraction=0))
+    trainer.save_checkpoint(tmp_path / "made.ckpt")
+    return tmp_path / "made.ckpt"
+
+
+def test_python_checkpoint_alone(cli, made):
+    result = cli("validate", *arguments(False), "--ckpt_path", made)
+    assert result.code == 0, result.err
+    assert result.metric("val_loss") == pytest.approx(evaluate(made, result.folder, "validate")["val_loss"], rel=1e-6)
+    assert cli("generate", "--ckpt_path", made, "--prompt", "ab").out.startswith("ab")
+
+
+@pytest.mark.parametrize(
+    "sizes", [MODEL, ["--model.dim", "16", "--model.depth", "2"]], ids=["same sizes", "other sizes"]
+)
+def test_python_checkpoint_beside_a_recipe(cli, made, sizes):
+    """The recipe's pattern is another one: either the checkpoint's is used, or the difference is named."""
+    result = cli("validate", *TINY, *sizes, "--ckpt_path", made)
+    if result.code == 0:
+        want = evaluate(made, result.folder, "validate")["val_loss"]
+        assert result.metric("val_loss") == pytest.approx(want, rel=1e-6)
+    else:
+        assert result.code == 2 and "pattern" in result.err and "Traceback" not in result.err
+
+
+# -- a user's own module -----------------------------------------------------------------------------------------------
+OWN = """
+import lightning_dilated as ld
+
+class Own(ld.LongNetLM):
+    def __init__(self, pattern: dict, width: int = 4) -> None:
+        super().__init__(pattern, dim=4 * width, depth=1, num_heads=4)
+"""
+
+
+def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
+    (tmp_path / "own_module.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    model = ["--model", "own_module.Own", "--model.width", "2"]
+    pattern = ["--model.pattern", '{"segment_lengths": [8], "dilation_rates": [1]}']
+    run = ["--trainer.max_steps", "1", "--trainer.logger", "false", "--trainer.default_root_dir", str(tmp_path / "own")]
+    assert cli("fit", *model, *pattern, *DATA, *run).code == 0
+    (ckpt,) = (tmp_path / "own").rglob("*.ckpt")
+    result = cli("validate", *DATA, "--ckpt_path", ckpt)
+    assert result.code == 0 and result.metric("val_loss") > 0, result.err
+    assert cli("generate", "--ckpt_path", ckpt, "--prompt", "ab").out.startswith("ab")

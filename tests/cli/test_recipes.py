@@ -1,0 +1,136 @@
+"""Recipes: each yaml parses and its model can be made; names, paths, several configs and overrides mean what they say."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lightning_dilated import DilatedPattern
+from lightning_dilated.cli import recipe_folders
+
+from .conftest import LOG, TINY
+
+RECIPES = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
+QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
+each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+
+
+def printed(result):
+    """The config that --print_config shows."""
+    assert result.code == 0, result.err
+    return yaml.safe_load(result.out)
+
+
+@each
+def test_parses(cli, recipe):
+    config = printed(cli("fit", "--config", recipe, "--print_config"))
+    assert set(config) >= {"seed_everything", "trainer", "model", "data"}
+
+
+@each
+def test_model_and_data_can_be_made(recipe):
+    """The parser looks at types only: this is where a pattern that does not fit its heads would show."""
+    config = yaml.safe_load(recipe.read_text())
+    for part in ("model", "data"):
+        module, _, name = config[part]["class_path"].rpartition(".")
+        init_args = {
+            k: v for k, v in config[part].get("init_args", {}).items() if k not in ("optimizer", "lr_scheduler")
+        }
+        made = getattr(importlib.import_module(module), name)(**init_args)
+        if part == "model":
+            made.configure_model()
+            assert sum(p.numel() for p in made.parameters()) > 0
+
+
+@each
+def test_says_how_to_run_it(recipe):
+    """The head of the file holds the command, as one would type it in a checkout."""
+    head = [line for line in recipe.read_text().splitlines() if line.startswith("#")]
+    assert any(f"lightning-dilated fit --config recipes/{recipe.name}" in line for line in head)
+
+
+@each
+def test_schedule_ends_with_the_run(recipe):
+    """A cosine over more or fewer steps than the run has would end too early or never."""
+    config = yaml.safe_load(recipe.read_text())
+    schedule = config["model"]["init_args"].get("lr_scheduler")
+    if schedule is not None:
+        assert schedule["init_args"]["total_steps"] == config["trainer"]["max_steps"]
+
+
+def test_quickstart_shows_what_the_package_is_for():
+    config = yaml.safe_load(QUICKSTART.read_text())
+    pattern = DilatedPattern.from_dict(config["model"]["init_args"]["pattern"])
+    length, options = config["data"]["init_args"]["seq_len"], config["model"]["init_args"]
+    assert len(pattern.branches) >= 3 and length >= 4096
+    assert not pattern.explain(length, options["num_heads"], options["depth"], causal=True).hints
+
+
+# -- which file a --config means ---------------------------------------------------------------------------------------
+SPELLINGS = {
+    "bare name": ["--config", "quickstart.yaml"],
+    "as in the checkout": ["--config", "recipes/quickstart.yaml"],
+    "short option": ["-c", "quickstart.yaml"],
+    "with =": ["--config=quickstart.yaml"],
+    "full path": ["--config", str(QUICKSTART)],
+}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
+def test_a_recipe_is_found_from_anywhere(cli, spelling):
+    assert printed(cli("fit", *spelling, "--print_config"))["trainer"]["max_steps"] == 240
+
+
+def test_a_file_of_ones_own_comes_first(cli, tmp_path):
+    own = yaml.safe_load(QUICKSTART.read_text())
+    own["trainer"]["max_steps"] = 7
+    (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump(own))
+    assert printed(cli("fit", "--config", "quickstart.yaml", "--print_config"))["trainer"]["max_steps"] == 7
+
+
+# -- what wins ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def second(tmp_path):
+    path = tmp_path / "second.yaml"
+    path.write_text("trainer: {max_steps: 7, accelerator: cpu}\nmodel: {init_args: {dim: 64}}\n")
+    return ["--config", str(path)]
+
+
+FIRST = ["--config", "quickstart.yaml"]
+ORDERS = {
+    "recipe": (lambda s: FIRST, (240, 128)),
+    "recipe, second": (lambda s: [*FIRST, *s], (7, 64)),
+    "recipe, second, command line": (lambda s: [*FIRST, *s, "--model.dim", "32"], (7, 32)),
+    "command line twice": (lambda s: [*FIRST, "--model.dim", "32", "--model.dim", "48"], (240, 48)),
+}
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_the_later_one_wins(cli, second, name):
+    argv, want = ORDERS[name]
+    config = printed(cli("fit", *argv(second), "--print_config"))
+    assert (config["trainer"]["max_steps"], config["model"]["init_args"]["dim"]) == want
+    assert config["model"]["init_args"]["num_heads"] == 4  # what is not named stays
+
+
+# -- what a run writes down --------------------------------------------------------------------------------------------
+def test_saved_config_is_the_run(fitted):
+    config = yaml.safe_load((fitted.log / "config.yaml").read_text())
+    assert config["trainer"]["max_steps"] == 3 and config["data"]["init_args"]["seq_len"] == 64
+    model = config["model"]["init_args"]
+    assert (model["dim"], model["optimizer"]["init_args"]["lr"]) == (16, 0.003)
+    assert model["pattern"] == {"segment_lengths": [512, 2048, 4096], "dilation_rates": [1, 2, 4]}
+
+
+@pytest.mark.parametrize("source", ["--print_config", "config.yaml"])
+def test_a_config_can_be_fitted_again(cli, fitted, tmp_path, source):
+    text = cli("fit", *TINY, "--print_config").out if source == "--print_config" else None
+    (tmp_path / "again.yaml").write_text(text or (fitted.log / "config.yaml").read_text())
+    result = cli("fit", "--config", "again.yaml")
+    assert result.code == 0, result.err
+    assert (tmp_path / LOG / "metrics.csv").read_text() == (fitted.log / "metrics.csv").read_text()
+
+
+def test_package_finds_the_recipes_of_the_checkout():
+    assert Path(__file__).resolve().parents[2] / "recipes" in recipe_folders()
