@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated import __version__
+from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.generate import run as run_generate
-from lightning_dilated.models import DilatedModule
+from lightning_dilated.models import DilatedModule, LongNetLM
 
 PROG = "lightning-dilated"
 #: keywords that Lightning itself understands in place of a path
@@ -40,10 +43,10 @@ start here:
   {PROG} fit --config recipes/quickstart.yaml --print_config
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 
-Every value of a recipe can be given as --KEY VALUE, and --config may be repeated:
-the later one wins. `{PROG} fit --help` lists all keys; recipes that come with the
-package are found by name, as in --config quickstart.yaml. With
-LIGHTNING_DILATED_TRACEBACK=1 a wrong setting shows where it was noticed.
+A recipe's values give way to a checkpoint's, and both to --KEY VALUE; of
+several --config the later wins. `{PROG} fit --help` lists the keys.
+Recipes of the package are found by name: --config quickstart.yaml. With
+LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
 
 
@@ -53,22 +56,39 @@ def fail(message: Any, code: int = 2) -> NoReturn:
     raise SystemExit(code)
 
 
+def wants_traceback() -> bool:
+    """Whether the user asked to see where errors come from."""
+    return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
+
+
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
     try:
         yield
-    except (ValueError, TypeError, OSError) as error:
-        if os.environ.get("LIGHTNING_DILATED_TRACEBACK"):
+    except (ValueError, TypeError, OSError, MisconfigurationException) as error:
+        if wants_traceback():
             raise
         fail(essence(str(error)))
 
 
 def essence(message: str) -> str:
     """What went wrong, out of the parser's nested report of every type that it tried."""
-    reasons = [line.strip().removeprefix("- ") for line in message.splitlines() if line.lstrip().startswith("- ")]
-    reasons = [r for r in reasons if not r.startswith("Expected a <class 'NoneType'>")]
-    return "; ".join(reasons) if "Given value" in message and reasons else message
+    noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
+    noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
+    return "\n  ".join(line[:400] for line in kept[:12]) or message
+
+
+class Parser(LightningArgumentParser):
+    """A parser whose complaints fit on a screen: what is wrong, without a page of options above it."""
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Print the essence and stop."""
+        if not self.exit_on_error or wants_traceback():
+            super().error(message, ex)
+        fail(f"{essence(message)}\n`{PROG} {' '.join(sys.argv[1:2])} --help` lists all keys.")
 
 
 class DilatedCLI(LightningCLI):
@@ -86,6 +106,7 @@ class DilatedCLI(LightningCLI):
             subclass_mode_data=True,
             auto_configure_optimizers=False,
             save_config_kwargs={"overwrite": True},
+            parser_class=Parser,
             parser_kwargs={"prog": PROG},
             **kwargs,
         )
@@ -94,20 +115,8 @@ class DilatedCLI(LightningCLI):
         """The data is Python's own source unless something else is named."""
         parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
-    def parse_arguments(self, parser: LightningArgumentParser, args: Any) -> None:
-        """Parse, and look at the checkpoint before anything is built."""
-        super().parse_arguments(parser, args)
-        path = self.config[self.config.subcommand].get("ckpt_path")
-        if path and path not in CKPT_WORDS and not Path(path).is_dir():
-            with one_line_errors():
-                read_checkpoint(path)
-
     def _parse_ckpt_path(self) -> None:
-        """Lightning puts the checkpoint's hyperparameters over the config; without a class in it, it would fail."""
-        path = self.config[self.config.subcommand].get("ckpt_path")
-        if path and Path(path).is_file() and "_class_path" not in read_checkpoint(path).get("hyper_parameters", {}):
-            return
-        super()._parse_ckpt_path()
+        """Nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
 
     def instantiate_classes(self) -> None:
         """Build model, data and trainer; a wrong value is one line, before any work."""
@@ -117,16 +126,63 @@ class DilatedCLI(LightningCLI):
             if callable(check):
                 check()
 
+    def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+        """Lightning's, with a writer for what a language model predicts unless the recipe has one."""
+        trainer = super().instantiate_trainer(**kwargs)
+        writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
+        if self.subcommand == "predict" and isinstance(self.model, LongNetLM) and not writers:
+            trainer.callbacks.append(PredictionWriter())
+        return trainer
 
-def with_model(argv: list[str]) -> list[str]:
-    """The arguments, with the model of --ckpt_path added where neither a config nor a model is given."""
-    named = any(word.split("=")[0] in ("--config", "-c") or word.startswith("--model") for word in argv)
-    if named or any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
+    def _run_subcommand(self, subcommand: str) -> None:
+        """Run; what is noticed before the first step is a wrong setting too, and one line."""
+        try:
+            super()._run_subcommand(subcommand)
+        except (ValueError, OSError, MisconfigurationException) as error:
+            if wants_traceback() or self.trainer.global_step:
+                raise
+            fail(essence(str(error)))
+        except RuntimeError as error:
+            if wants_traceback() or "loading state_dict" not in str(error):
+                raise
+            path = self.config[subcommand]["ckpt_path"]
+            fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
+
+    def _differences(self, path: str) -> str:
+        """The hyperparameters that a checkpoint has otherwise."""
+        there, here = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
+        found = [f"{k} is {there[k]!r} there and {here[k]!r} here" for k in there if k in here and there[k] != here[k]]
+        return f" {'; '.join(found)}." if found else ""
+
+
+def with_checkpoint(argv: list[str]) -> list[str]:
+    """The arguments in the order recipe, settings of the model in --ckpt_path, everything else: the later one wins."""
+    if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
         return argv
+    configs, rest = split_configs(argv[1:])
+    named = bool(configs) or any(word == "--model" or word.startswith("--model=") for word in rest)
     path = option(argv, "--ckpt_path")
     if path is None or path in CKPT_WORDS or Path(path).is_dir():
-        fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
-    return [*argv, f"--model={json.dumps(model_config(read_checkpoint(path)))}"]
+        if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
+            fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
+        if not named:
+            fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
+        return argv
+    model = model_config(read_checkpoint(path))
+    settings = [] if named else [f"--model={model['class_path']}"]
+    for key, value in model["init_args"].items():
+        settings.append(f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}")
+    return [argv[0], *configs, *settings, *rest]
+
+
+def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
+    """(the --config arguments with their values, all others)."""
+    configs, rest, following = [], [], False
+    for word in words:
+        is_config = following or word in ("--config", "-c") or word.startswith("--config=")
+        (configs if is_config else rest).append(word)
+        following = word in ("--config", "-c")
+    return configs, rest
 
 
 def option(argv: list[str], name: str) -> str | None:
@@ -184,5 +240,5 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, 'generate'])}.")
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         with one_line_errors():
-            sys.argv = [sys.argv[0], *with_model(with_recipes(argv))]
+            sys.argv = [sys.argv[0], *with_checkpoint(with_recipes(argv))]
         DilatedCLI()

@@ -25,6 +25,16 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def check_device(name: str) -> None:
+    """Raise unless the device exists here."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu, cuda or cuda:1.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
+
+
 def run(argv: list[str]) -> None:
     """Parse, load, generate, and print the prompt with its continuation."""
     args = parser().parse_args(argv)
@@ -34,8 +44,9 @@ def run(argv: list[str]) -> None:
     if args.max_new_bytes < 0:
         raise ValueError(f"--max_new_bytes must be at least 0, got {args.max_new_bytes}.")
     check_sampling(args.temperature, args.top_k, args.top_p)
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {args.device}: this machine has no CUDA device. Leave --device out to use the CPU.")
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
+    check_device(args.device)
     model = load_byte_model(args.ckpt_path).to(args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = torch.tensor(list(prompt), device=args.device)[None]

@@ -46,7 +46,9 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Append the rows of one batch."""
-        if not isinstance(prediction, Mapping) or not all(isinstance(x, Tensor) for x in prediction.values()):
+        if not isinstance(prediction, Mapping) or not all(
+            isinstance(x, Tensor) and x.ndim == 1 for x in prediction.values()
+        ):
             raise TypeError(
                 f"{type(pl_module).__name__}.predict_step must return a mapping of names to tensors (B,) for "
                 f"PredictionWriter, got {type(prediction).__name__}. Change it, or leave the callback out."

@@ -27,6 +27,7 @@ class RunReport(pl.Callback):
         self.train: list[tuple[int, float]] = []
         self.val: list[tuple[int, float]] = []
         self.baseline: float | None = None
+        self.unit = "loss"
         self._console = Console()
 
     def folder(self, trainer: pl.Trainer) -> Path:
@@ -39,11 +40,11 @@ class RunReport(pl.Callback):
         self.train, self.val = [], []
         folder = self.folder(trainer)
         folder.mkdir(parents=True, exist_ok=True)
-        pattern = getattr(pl_module, "pattern", None)
-        seq_len = getattr(trainer.datamodule, "seq_len", None)
-        if pattern is None or seq_len is None:
-            return
         m, causal = pl_module, getattr(pl_module, "causal", True)
+        seq_len = getattr(trainer.datamodule, "seq_len", None)
+        if seq_len is None or not all(hasattr(m, x) for x in ("pattern", "num_heads", "num_kv_heads", "depth")):
+            return
+        pattern = m.pattern
         seen = pattern.explain(seq_len, m.num_heads, m.depth, causal=causal, num_kv_heads=m.num_kv_heads)
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
@@ -55,7 +56,9 @@ class RunReport(pl.Callback):
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         """Keep the step's loss, without waiting for the device: the number is read when the curve is drawn."""
-        value = trainer.callback_metrics.get("train_bits_per_byte", trainer.callback_metrics.get("train_loss"))
+        seen = trainer.callback_metrics
+        self.unit = "bits per byte" if "train_bits_per_byte" in seen else "loss"
+        value = seen.get("train_bits_per_byte", seen.get("train_loss"))
         if value is not None:
             self.train.append((trainer.global_step, value.detach().clone()))
 
@@ -70,7 +73,7 @@ class RunReport(pl.Callback):
             self.val.append((trainer.global_step, float(value)))
         if self.baseline is None and hasattr(trainer.datamodule, "bigram_bits_per_byte"):
             self.baseline = trainer.datamodule.bigram_bits_per_byte("val")
-        title = f"validation after step {trainer.global_step}" if training else "validation of the checkpoint"
+        title = f"validation after step {trainer.global_step}" if training else "validation"
         table = Table(title=title, title_justify="left")
         table.add_column("model")
         table.add_column("bits per byte", justify="right")
@@ -84,14 +87,14 @@ class RunReport(pl.Callback):
         """Draw the loss curves and say where everything is."""
         folder = self.folder(trainer)
         if self.loss_picture and self.train:
-            draw_loss(self.train, self.val, self.baseline, folder / "loss.png")
+            draw_loss(self.train, self.val, self.baseline, self.unit, folder / "loss.png")
         self._console.print(f"run folder: {folder}", highlight=False)
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:
             self._console.print(f"checkpoint: {best}", highlight=False)
 
 
-def draw_loss(train: list[Any], val: list[Any], baseline: float | None, path: Path) -> None:
+def draw_loss(train: list[Any], val: list[Any], baseline: float | None, unit: str, path: Path) -> None:
     """A PNG of the training curve, the validation points and the baseline."""
     from matplotlib.figure import Figure
 
@@ -103,7 +106,7 @@ def draw_loss(train: list[Any], val: list[Any], baseline: float | None, path: Pa
     if baseline is not None:
         axes.axhline(baseline, ls="--", c="gray", label="bigram baseline")
     axes.set_xlabel("step")
-    axes.set_ylabel("bits per byte")
+    axes.set_ylabel(unit)
     axes.legend()
     axes.grid(alpha=0.3)
     figure.savefig(path)

@@ -263,6 +263,8 @@ class ByteDataModule(pl.LightningDataModule):
 
     def _eval_loader(self, split: str, share: float) -> DataLoader | list[DataLoader]:
         if share == 0:
+            if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
+                raise ValueError(f"there is no {split} split to run on: data.{split}_fraction is 0; set it above 0")
             return []
         rank, replicas = self._replica()
         dataset = self.dataset(split)

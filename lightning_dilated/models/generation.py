@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import torch
@@ -25,7 +26,7 @@ class CausalModel(Protocol):
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise for sampling options that make no distribution."""
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or temperature < 0:
+    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 (the likeliest token) or a positive number, got {temperature!r}.")
     if top_k is not None:
         integer(top_k, "top_k", 1)

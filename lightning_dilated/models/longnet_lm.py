@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
 from lightning_dilated.models.generation import generate
-from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 
@@ -70,8 +70,10 @@ class LongNetLM(DilatedModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         self.pattern = DilatedPattern.from_dict(pattern)
+        # plain values only, so that checkpoints load anywhere; without what a subclass settles by itself
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler"])
-        self.save_hyperparameters({"pattern": self.pattern.to_dict()})  # plain values only: checkpoints load anywhere
+        if was_given(self, "pattern"):
+            self.save_hyperparameters({"pattern": self.pattern.to_dict()})
         self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
         self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
         if dim % num_heads:
@@ -84,14 +86,27 @@ class LongNetLM(DilatedModule):
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
             position_encoding, rotary_base, xpos_scale_base, engine,
         )  # fmt: skip
+        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+            self._transformer(depth=1)
+
+    def setup(self, stage: str) -> None:
+        """See that every token of the data has an embedding."""
+        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", self.vocab_size)
+        if tokens > self.vocab_size:
+            raise ValueError(
+                f"vocab_size={self.vocab_size} is below the data's {tokens} tokens. Set the model's vocab_size to {tokens}."
+            )
+
+    def _transformer(self, depth: int) -> DilatedTransformer:
+        return DilatedTransformer(
+            self.dim, depth, self.num_heads, self.pattern,
+            causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+        )  # fmt: skip
 
     def build(self) -> None:
         """Embedding, blocks and output projection, with fresh weights."""
         self.embedding = nn.Embedding(self.vocab_size, self.dim)
-        self.transformer = DilatedTransformer(
-            self.dim, self.depth, self.num_heads, self.pattern,
-            causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
-        )  # fmt: skip
+        self.transformer = self._transformer(self.depth)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
         init_weights(self, self.depth)
         if self.tie_embeddings:

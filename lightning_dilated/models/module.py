@@ -6,13 +6,17 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
-from torchmetrics import MeanMetric
+
+from lightning_dilated.models.metrics import TokenMean
+from lightning_dilated.pattern import DilatedPattern
 
 STAGES = ("train", "val", "test")
 
@@ -37,7 +41,7 @@ class DilatedModule(pl.LightningModule):
         super().__init__()
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
-        self.mean_loss = nn.ModuleDict({stage: MeanMetric() for stage in STAGES[1:]})
+        self.mean_loss = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
     def build(self) -> None:
@@ -59,6 +63,22 @@ class DilatedModule(pl.LightningModule):
             self.build()
             self._built = True
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Lightning's, but `lengths` and `cu_seqlens` of a mapping stay on the CPU, where the op reads them."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if isinstance(batch, Mapping):
+            for name in ("lengths", "cu_seqlens"):
+                if name in batch:
+                    moved[name] = batch[name]
+        return moved
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`."""
+        hparams = checkpoint.get("hyper_parameters", {})
+        plain = {k: v.to_dict() if isinstance(v, DilatedPattern) else v for k, v in hparams.items()}
+        if plain:
+            checkpoint["hyper_parameters"] = plain
+
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0."""
         total, tokens = self.loss_terms(batch)
@@ -74,8 +94,7 @@ class DilatedModule(pl.LightningModule):
         return loss
 
     def _evaluate(self, stage: str, batch: Any) -> None:
-        loss, tokens = self.token_mean(batch)
-        self.mean_loss[stage].update(loss, weight=tokens)
+        self.mean_loss[stage].update(*self.loss_terms(batch))
 
     def _report(self, stage: str) -> None:
         metric = self.mean_loss[stage]
@@ -117,3 +136,19 @@ class DilatedModule(pl.LightningModule):
             return optimizer
         scheduler = self._make_scheduler(optimizer)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def was_given(module: DilatedModule, name: str) -> bool:
+    """Whether the caller who makes `module` passed argument `name`, or a subclass's __init__ settled it.
+
+    To be called in an __init__: looks at the outermost __init__ that is now making the module.
+    """
+    frame, outermost = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_code.co_name == "__init__" and any(x is module for x in frame.f_locals.values()):
+            outermost = frame
+        frame = frame.f_back
+    if outermost is None:
+        return False
+    names, _, keywords, values = inspect.getargvalues(outermost)
+    return name in names or (keywords is not None and name in values[keywords])

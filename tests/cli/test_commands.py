@@ -173,13 +173,13 @@ def test_python_checkpoint_alone(cli, made):
     "sizes", [MODEL, ["--model.dim", "16", "--model.depth", "2"]], ids=["same sizes", "other sizes"]
 )
 def test_python_checkpoint_beside_a_recipe(cli, made, sizes):
-    """The recipe's pattern is another one: either the checkpoint's is used, or the difference is named."""
+    """The recipe's pattern is another one, so the checkpoint's is used; sizes that do not fit are named."""
     result = cli("validate", *TINY, *sizes, "--ckpt_path", made)
     if result.code == 0:
         want = evaluate(made, result.folder, "validate")["val_loss"]
         assert result.metric("val_loss") == pytest.approx(want, rel=1e-6)
     else:
-        assert result.code == 2 and "pattern" in result.err and "Traceback" not in result.err
+        assert result.code == 2 and "depth is 1 there and 2 here" in result.err and "Traceback" not in result.err
 
 
 # -- a user's own module -----------------------------------------------------------------------------------------------

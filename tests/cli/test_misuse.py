@@ -1,5 +1,6 @@
 """Wrong command lines: exit status 2, one message that names the culprit and what to do, and no traceback."""
 
+import os
 import re
 
 import pytest
@@ -50,8 +51,8 @@ FIT = {
     "ffn_dim": (["--model.ffn_dim", "0"], ["ffn_dim must be at least 1"]),
     "rotary_base": (["--model.rotary_base", "0.5"], ["rotary base must be above 1"]),
     "warm-up longer than the run": (
-        ["--model.lr_scheduler.warmup_steps", "300"],
-        ["warmup_steps=300", "total_steps=240"],
+        ["--model.lr_scheduler.warmup_steps", "400"],
+        ["warmup_steps=400", "total_steps=300"],
     ),
     "vocabulary smaller than the data's": (["--model.vocab_size", "100"], ["vocab_size", "256"]),
     "validation rarer than the epoch": (["--trainer.val_check_interval", "1000"], ["val_check_interval", "1000"]),
@@ -171,6 +172,24 @@ def test_checkpoint(cli, fitted, tmp_path, name, command):
     arguments = {"generate": ["--prompt", "a"], "validate alone": DATA}.get(command, TINY)
     texts = ["--ckpt_path"] if (name, command) == ("a folder", "validate alone") else [r"x\.ckpt", *texts]
     refused(cli(command.split()[0], *arguments, "--ckpt_path", "x.ckpt"), texts)
+
+
+class Trap:
+    """Pickled, it makes a folder wherever it is unpickled carelessly."""
+
+    def __reduce__(self):
+        return os.mkdir, ("caught",)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["validate", *TINY], ["validate", *DATA], ["generate", "--prompt", "a"]],
+    ids=["recipe", "alone", "generate"],
+)
+def test_no_code_in_a_checkpoint_is_run(cli, tmp_path, argv):
+    torch.save({"state_dict": {}, "hyper_parameters": {"x": Trap()}}, tmp_path / "x.ckpt")
+    refused(cli(*argv, "--ckpt_path", "x.ckpt"), [r"x\.ckpt", REMEDY])
+    assert not (tmp_path / "caught").exists()
 
 
 def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
