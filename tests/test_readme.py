@@ -25,7 +25,9 @@ def test_first_python_block_runs_and_prints(capsys: pytest.CaptureFixture[str]) 
 
 def test_first_screen_holds_the_two_commands() -> None:
     screen = TEXT.splitlines()[:40]
-    assert any(line.startswith("python -m pip install -c constraints.txt . && lightning-dilated fit") for line in screen)
+    assert any(
+        line.startswith("python -m pip install -c constraints.txt . && lightning-dilated fit") for line in screen
+    )
     assert any(line.startswith("python -m pip install") and line.endswith("pytest") for line in screen)
 
 

@@ -51,8 +51,8 @@ FIT = {
     "ffn_dim": (["--model.ffn_dim", "0"], ["ffn_dim must be at least 1"]),
     "rotary_base": (["--model.rotary_base", "0.5"], ["rotary base must be above 1"]),
     "warm-up longer than the run": (
-        ["--model.lr_scheduler.warmup_steps", "400"],
-        ["warmup_steps=400", "total_steps=300"],
+        ["--model.lr_scheduler.warmup_steps", "5000"],
+        ["warmup_steps=5000", r"must be below total_steps=\d+"],
     ),
     "vocabulary smaller than the data's": (["--model.vocab_size", "100"], ["vocab_size", "256"]),
     "validation rarer than the epoch": (["--trainer.val_check_interval", "1000"], ["val_check_interval", "1000"]),

@@ -13,6 +13,8 @@ from .conftest import LOG, TINY
 
 RECIPES = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
 QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
+WRITTEN = yaml.safe_load(QUICKSTART.read_text())
+STEPS, SIZES = WRITTEN["trainer"]["max_steps"], WRITTEN["model"]["init_args"]
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
 
@@ -60,11 +62,9 @@ def test_schedule_ends_with_the_run(recipe):
 
 
 def test_quickstart_shows_what_the_package_is_for():
-    config = yaml.safe_load(QUICKSTART.read_text())
-    pattern = DilatedPattern.from_dict(config["model"]["init_args"]["pattern"])
-    length, options = config["data"]["init_args"]["seq_len"], config["model"]["init_args"]
+    pattern, length = DilatedPattern.from_dict(SIZES["pattern"]), WRITTEN["data"]["init_args"]["seq_len"]
     assert len(pattern.branches) >= 3 and length >= 4096
-    assert not pattern.explain(length, options["num_heads"], options["depth"], causal=True).hints
+    assert not pattern.explain(length, SIZES["num_heads"], SIZES["depth"], causal=True).hints
 
 
 # -- which file a --config means ---------------------------------------------------------------------------------------
@@ -79,12 +79,11 @@ SPELLINGS = {
 
 @pytest.mark.parametrize("spelling", SPELLINGS.values(), ids=SPELLINGS)
 def test_a_recipe_is_found_from_anywhere(cli, spelling):
-    assert printed(cli("fit", *spelling, "--print_config"))["trainer"]["max_steps"] == 240
+    assert printed(cli("fit", *spelling, "--print_config"))["trainer"]["max_steps"] == STEPS
 
 
 def test_a_file_of_ones_own_comes_first(cli, tmp_path):
-    own = yaml.safe_load(QUICKSTART.read_text())
-    own["trainer"]["max_steps"] = 7
+    own = {**WRITTEN, "trainer": {"max_steps": 7}}
     (tmp_path / "quickstart.yaml").write_text(yaml.safe_dump(own))
     assert printed(cli("fit", "--config", "quickstart.yaml", "--print_config"))["trainer"]["max_steps"] == 7
 
@@ -99,10 +98,10 @@ def second(tmp_path):
 
 FIRST = ["--config", "quickstart.yaml"]
 ORDERS = {
-    "recipe": (lambda s: FIRST, (240, 128)),
+    "recipe": (lambda s: FIRST, (STEPS, SIZES["dim"])),
     "recipe, second": (lambda s: [*FIRST, *s], (7, 64)),
     "recipe, second, command line": (lambda s: [*FIRST, *s, "--model.dim", "32"], (7, 32)),
-    "command line twice": (lambda s: [*FIRST, "--model.dim", "32", "--model.dim", "48"], (240, 48)),
+    "command line twice": (lambda s: [*FIRST, "--model.dim", "32", "--model.dim", "48"], (STEPS, 48)),
 }
 
 
@@ -111,7 +110,7 @@ def test_the_later_one_wins(cli, second, name):
     argv, want = ORDERS[name]
     config = printed(cli("fit", *argv(second), "--print_config"))
     assert (config["trainer"]["max_steps"], config["model"]["init_args"]["dim"]) == want
-    assert config["model"]["init_args"]["num_heads"] == 4  # what is not named stays
+    assert config["model"]["init_args"]["num_heads"] == SIZES["num_heads"]  # what is not named stays
 
 
 # -- what a run writes down --------------------------------------------------------------------------------------------
@@ -119,8 +118,8 @@ def test_saved_config_is_the_run(fitted):
     config = yaml.safe_load((fitted.log / "config.yaml").read_text())
     assert config["trainer"]["max_steps"] == 3 and config["data"]["init_args"]["seq_len"] == 64
     model = config["model"]["init_args"]
-    assert (model["dim"], model["optimizer"]["init_args"]["lr"]) == (16, 0.003)
-    assert model["pattern"] == {"segment_lengths": [512, 2048, 4096], "dilation_rates": [1, 2, 4]}
+    assert model["dim"] == 16 and model["pattern"] == SIZES["pattern"]
+    assert model["optimizer"]["init_args"]["lr"] == SIZES["optimizer"]["init_args"]["lr"]
 
 
 @pytest.mark.parametrize("source", ["--print_config", "config.yaml"])
