@@ -7,11 +7,13 @@ import itertools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import lightning.pytorch as pl
+import yaml
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
@@ -136,16 +138,18 @@ class DilatedCLI(LightningCLI):
 
     def _run_subcommand(self, subcommand: str) -> None:
         """Run; what is noticed before the first step is a wrong setting too, and one line."""
+        path = self.config[subcommand].get("ckpt_path")
+        resumed = bool(path) and Path(path).is_file()
+        before = read_checkpoint(path).get("global_step", 0) if resumed else 0
         try:
             super()._run_subcommand(subcommand)
         except (ValueError, OSError, MisconfigurationException) as error:
-            if wants_traceback() or self.trainer.global_step:
+            if wants_traceback() or self.trainer.global_step > before:
                 raise
-            fail(essence(str(error)))
+            fail(f"{essence(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
         except RuntimeError as error:
-            if wants_traceback() or "loading state_dict" not in str(error):
+            if wants_traceback() or not resumed or "loading state_dict" not in str(error):
                 raise
-            path = self.config[subcommand]["ckpt_path"]
             fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
 
     def _differences(self, path: str) -> str:
@@ -160,7 +164,7 @@ def with_checkpoint(argv: list[str]) -> list[str]:
     if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
         return argv
     configs, rest = split_configs(argv[1:])
-    named = bool(configs) or any(word == "--model" or word.startswith("--model=") for word in rest)
+    named = model_class(configs, rest)
     path = option(argv, "--ckpt_path")
     if path is None or path in CKPT_WORDS or Path(path).is_dir():
         if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
@@ -168,18 +172,42 @@ def with_checkpoint(argv: list[str]) -> list[str]:
         if not named:
             fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
         return argv
+    if argv[0] == "fit" and not named:
+        fail(f"fit needs --config beside --ckpt_path {path}: a checkpoint does not say how its optimizer was made. "
+             "The config.yaml in its run folder does.")  # fmt: skip
     model = model_config(read_checkpoint(path))
+    there, here = model["class_path"], named or model["class_path"]
+    if there.rpartition(".")[2] != here.rpartition(".")[2]:
+        fail(f"--ckpt_path {path} holds a {there}, but the recipe or --model names {here}. Use one class for both.")
     settings = [] if named else [f"--model={model['class_path']}"]
     for key, value in model["init_args"].items():
         settings.append(f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}")
     return [argv[0], *configs, *settings, *rest]
 
 
+def model_class(configs: list[str], rest: list[str]) -> str | None:
+    """The class that the recipes and arguments name for the model, the last one; None where none does."""
+    found = "LongNetLM" if configs else None
+    for word in configs:
+        path = word.partition("=")[2] or word
+        if Path(path).is_file():
+            try:
+                model = (yaml.safe_load(Path(path).read_text()) or {}).get("model")
+            except (yaml.YAMLError, AttributeError):
+                model = None  # the parser will say what is wrong with it
+            found = (model.get("class_path") if isinstance(model, dict) else model) or found
+    for name in ("--model", "--model.class_path"):
+        given = option(rest, name)
+        if given is not None:
+            found = given
+    return found
+
+
 def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
     """(the --config arguments with their values, all others)."""
     configs, rest, following = [], [], False
     for word in words:
-        is_config = following or word in ("--config", "-c") or word.startswith("--config=")
+        is_config = following or word in ("--config", "-c") or word.startswith(("--config=", "-c="))
         (configs if is_config else rest).append(word)
         following = word in ("--config", "-c")
     return configs, rest
@@ -219,8 +247,8 @@ def with_recipes(argv: list[str]) -> list[str]:
     for i, word in enumerate(out):
         if word in ("--config", "-c") and i + 1 < len(out):
             out[i + 1] = find_recipe(out[i + 1])
-        elif word.startswith("--config="):
-            out[i] = "--config=" + find_recipe(word.removeprefix("--config="))
+        elif word.startswith(("--config=", "-c=")):
+            out[i] = "--config=" + find_recipe(word.partition("=")[2])
     return out
 
 
@@ -239,6 +267,8 @@ def main(argv: list[str] | None = None) -> None:
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, 'generate'])}.")
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
+        # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
+        warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in `LightningModule`")
         with one_line_errors():
             sys.argv = [sys.argv[0], *with_checkpoint(with_recipes(argv))]
         DilatedCLI()

@@ -129,7 +129,7 @@ class LongNetLM(DilatedModule):
         return self.head(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, N) fp32 nats of each label, 0 where the label is -100."""
+        """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
         tokens, labels = batch["tokens"], batch["labels"]
         if tokens.shape != labels.shape or tokens.ndim != 2:
             raise ValueError(
@@ -137,8 +137,9 @@ class LongNetLM(DilatedModule):
                 "labels are the next token of each position, already shifted."
             )
         logits = self(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
+        wide = torch.promote_types(logits.dtype, torch.float32)
         flat = nn.functional.cross_entropy(
-            logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE, reduction="none"
+            logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORE, reduction="none"
         )
         return flat.view(labels.shape)
 

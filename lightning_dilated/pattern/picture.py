@@ -47,7 +47,8 @@ def plot(
     for axes, which in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
         heads = range(num_heads) if which is None else [which]
         image = picture(pattern, seq_len, num_heads, causal, list(heads), num_kv_heads)
-        axes.imshow((image / image.max().clamp(min=1e-9)).sqrt(), cmap="Blues", extent=(0, seq_len, seq_len, 0), vmin=0)
+        shade = (image / image.max().clamp(min=1e-9)).sqrt().numpy()
+        axes.imshow(shade, cmap="Blues", extent=(0, seq_len, seq_len, 0), vmin=0)
         axes.set_title("all heads" if which is None else f"head {which}", fontsize=10)
         axes.set_xlabel("key")
         axes.set_ylabel("query")

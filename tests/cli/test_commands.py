@@ -67,6 +67,15 @@ def test_fit_resumes(cli, fitted):
     assert all(torch.equal(x, b["state_dict"][name]) for name, x in a["state_dict"].items())
 
 
+@pytest.mark.parametrize("model", ["--model", "--model.class_path"])
+@pytest.mark.parametrize("spelling", ["LongNetLM", "lightning_dilated.LongNetLM"])
+def test_fits_without_a_recipe(cli, model, spelling):
+    pattern = ["--model.pattern", '{"segment_lengths": [8], "dilation_rates": [1]}']
+    run = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--trainer.logger", "false"]
+    result = cli("fit", model, spelling, *pattern, *MODEL, *DATA, *run)
+    assert result.code == 0 and list(result.folder.rglob("*.ckpt")), result.err
+
+
 # -- a checkpoint ------------------------------------------------------------------------------------------------------
 def evaluate(ckpt, folder, stage):
     """The same in Python, without the command line."""

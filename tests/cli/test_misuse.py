@@ -200,6 +200,23 @@ def test_checkpoint_of_a_foreign_module(cli, fitted, tmp_path):
     refused(cli("generate", "--ckpt_path", "x.ckpt", "--prompt", "a"), [r"elsewhere\.Model", "load_from_checkpoint"])
 
 
+def test_checkpoint_of_another_class_than_the_recipe(cli, fitted, tmp_path, monkeypatch):
+    """Not the first keyword that one class has and the other lacks, but what both are."""
+    (tmp_path / "other_module.py").write_text(
+        "import lightning_dilated as ld\n\nclass Other(ld.DilatedModule):\n    pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "other.yaml").write_text("model: {class_path: other_module.Other}\n")
+    result = cli("validate", "--config", "other.yaml", *DATA, "--ckpt_path", fitted.ckpt)
+    refused(result, [r"last\.ckpt", "LongNetLM", r"other_module\.Other"])
+
+
+def test_resuming_on_other_data(cli, fitted, tmp_path):
+    """Noticed before the first new step, so it is a wrong setting like any other."""
+    (tmp_path / "text.txt").write_bytes(b"other " * 900)
+    refused(cli("fit", *TINY, "--trainer.max_steps", "5", "--ckpt_path", fitted.ckpt), ["num_samples", "the same data"])
+
+
 def test_checkpoint_of_another_vocabulary(cli, fitted, tmp_path):
     stored = torch.load(fitted.ckpt, weights_only=True)
     stored["hyper_parameters"]["vocab_size"] = 11
