@@ -1,6 +1,7 @@
 """ByteDataModule: samples, splits, batches, loaders in a Trainer, and errors before any work."""
 
 import multiprocessing
+from contextlib import nullcontext
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -240,10 +241,11 @@ def test_all_loaders_in_a_trainer(tmp_path: Path, share: float) -> None:
     folder, _ = write(tmp_path, 500)
     module = ByteDataModule(folder, seq_len=10, batch_size=4, val_fraction=share, test_fraction=share)
     model, runner = Collector(), trainer()
-    runner.fit(model, module)
-    runner.test(model, module, verbose=False)
-    if share:
-        runner.predict(model, module)
+    runner.fit(model, module)  # without a validation split it trains all the same
+    for run in (runner.test, runner.predict):
+        # but asked for by name, a split that is left out is an error and not an empty success
+        with nullcontext() if share else pytest.raises(ValueError, match=r"no test split.*data\.test_fraction is 0"):
+            run(model, module)
     assert len(model.seen["train"]) == (28 if share else 48)
     evaluated = list(range(9)) if share else []
     assert model.seen["val"] == model.seen["test"] == model.seen["predict"] == evaluated
