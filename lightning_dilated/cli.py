@@ -165,7 +165,9 @@ def with_checkpoint(argv: list[str]) -> list[str]:
         return argv
     configs, rest = split_configs(argv[1:])
     named = model_class(configs, rest)
-    path = option(argv, "--ckpt_path")
+    path = option(argv, "--ckpt_path") or next(
+        reversed([c["ckpt_path"] for c in read(configs) if c.get("ckpt_path")]), None
+    )
     if path is None or path in CKPT_WORDS or Path(path).is_dir():
         if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
             fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
@@ -188,18 +190,25 @@ def with_checkpoint(argv: list[str]) -> list[str]:
 def model_class(configs: list[str], rest: list[str]) -> str | None:
     """The class that the recipes and arguments name for the model, the last one; None where none does."""
     found = "LongNetLM" if configs else None
-    for word in configs:
-        path = word.partition("=")[2] or word
-        if Path(path).is_file():
-            try:
-                model = (yaml.safe_load(Path(path).read_text()) or {}).get("model")
-            except (yaml.YAMLError, AttributeError):
-                model = None  # the parser will say what is wrong with it
-            found = (model.get("class_path") if isinstance(model, dict) else model) or found
+    for config in read(configs):
+        model = config.get("model")
+        found = (model.get("class_path") if isinstance(model, dict) else model) or found
     for name in ("--model", "--model.class_path"):
         given = option(rest, name)
         if given is not None:
             found = given
+    return found
+
+
+def read(configs: list[str]) -> list[dict[str, Any]]:
+    """The mappings in config files; a file that is none is left to the parser, which says what is wrong with it."""
+    found = []
+    for word in configs:
+        path = Path(word.partition("=")[2] or word)
+        if path.is_file():
+            with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
+                values = yaml.safe_load(path.read_text())
+                found += [values] if isinstance(values, dict) else []
     return found
 
 
@@ -234,8 +243,9 @@ def find_recipe(name: str) -> str:
     """The path of a config: as given, else the package's recipe of that file name."""
     if Path(name).is_file():
         return name
+    ours = Path(name).parent in (Path("."), Path("recipes"))  # any other folder was meant as it stands
     for folder in recipe_folders():
-        if (folder / Path(name).name).is_file():
+        if ours and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
     fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")

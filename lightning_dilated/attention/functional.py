@@ -6,12 +6,14 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 import math
+import numbers
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from lightning_dilated.attention import flops as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.engines import engine_names
@@ -59,16 +61,18 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
     """
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     _check_tensors(q, k, v)
+    _refuse_forward_mode(q, k, v)
     if not isinstance(pattern, DilatedPattern):
         raise TypeError(
-            f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one."
+            f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one, "
+            "DilatedPattern.from_dict reads a mapping."
         )
     pattern.check_heads(q.shape[2], k.shape[2])
     _check_options(causal, dropout, engine, return_lse)
     lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
-    scale = _check_scale(scale, q.shape[3])
+    scale = _check_scale(scale, q)
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
     out, lse, _ = torch.ops.lightning_dilated.attention(
         q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, ""
@@ -76,7 +80,7 @@ def dilated_attention(
     return (out, lse.detach()) if return_lse else out
 
 
-def _autocast(*tensors: Any) -> tuple[Any, ...]:
+def autocast(*tensors: Any) -> tuple[Any, ...]:
     """Under torch.autocast, floating tensors in the autocast dtype, float64 left alone, as torch's own attention has it."""
     if not all(isinstance(x, Tensor) for x in tensors):
         return tensors
@@ -85,6 +89,17 @@ def _autocast(*tensors: Any) -> tuple[Any, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def _refuse_forward_mode(*tensors: Tensor) -> None:
+    """Raise for tangents: without a formula for them, forward-mode derivatives would silently be zero."""
+    if torch.compiler.is_compiling():
+        return
+    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise RuntimeError(
+            "dilated_attention has no forward-mode derivative (jvp, dual tensors). Use reverse mode, or take "
+            "lightning_dilated.attention.oracle.oracle for short sequences."
+        )
 
 
 def _check_tensors(q: Any, k: Any, v: Any) -> None:
@@ -129,11 +144,13 @@ def _check_options(causal: Any, dropout: Any, engine: Any, return_lse: Any) -> N
         raise ValueError(f"engine must be one of {', '.join(engine_names())}; got {engine!r}.")
 
 
-def _check_scale(scale: Any, head_dim: int) -> float:
+def _check_scale(scale: Any, q: Tensor) -> float:
     if scale is None:
-        return head_dim**-0.5
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        return q.shape[3] ** -0.5
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(D)), got {scale!r}.")
+    if q.dtype != torch.float64 and abs(scale) > torch.finfo(torch.float32).max:
+        raise ValueError(f"scale must be finite in float32, in which scores of {q.dtype} are taken; got {scale!r}.")
     return float(scale)
 
 
@@ -168,7 +185,7 @@ def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor |
 
 def _integers(values: Any, name: str) -> Tensor:
     if not isinstance(values, Tensor):
-        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        if isinstance(values, (str, bytes)) or not isinstance(values, Iterable) or getattr(values, "ndim", 1) == 0:
             raise TypeError(f"{name} must be an integer tensor or a list of integers, got {values!r}.")
         for x in values:
             if isinstance(x, bool) or not hasattr(x, "__index__"):

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
-from lightning_dilated.attention.functional import dilated_attention
+from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.rows import check_padding
 
 
 class DilatedAttention(nn.Module):
@@ -68,6 +69,7 @@ class DilatedAttention(nn.Module):
 
     def engine_choice(self, q: Tensor) -> Choice:
         """The engine that a call with this q would take, and why each one before it would not be."""
+        (q,) = autocast(q)
         return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale))
 
     def extra_repr(self) -> str:
@@ -203,6 +205,8 @@ class MultiheadDilatedAttention(nn.Module):
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
 
     def _refuse(self, query: Tensor, key: Any, value: Any, need_weights: bool, attn_mask: Any) -> None:
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
             raise ValueError(f"query must be (B, N, {self.embed_dim}), got {tuple(query.shape)}.")
         for name, x in (("key", key), ("value", value)):
@@ -239,7 +243,10 @@ class MultiheadDilatedAttention(nn.Module):
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""
         if not causal or packed:
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
+        if self.training and self.attention.dropout > 0:
+            raise ValueError("a cache serves inference, without dropout: call .eval() first.")
         start = cache.length
+        check_padding(self.attention.pattern, start + q.shape[1])
         cache.append(k, v)
         if start == 0:
             return self.attention(q, k, v, causal=True)

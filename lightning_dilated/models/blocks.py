@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.attention.functional import AUTOCAST_DEVICES
+from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.pattern import DilatedPattern
@@ -178,9 +178,7 @@ class DilatedTransformer(nn.Module):
 
 def _working_dtype(x: Tensor) -> torch.dtype:
     """The dtype that q and k will have, so that xPos is checked against the range it will really have."""
-    kind = x.device.type
-    autocast = kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if autocast and x.dtype == torch.float32 else x.dtype
+    return autocast(x[:0])[0].dtype
 
 
 def default_hidden(dim: int, ffn: str) -> int:

@@ -44,7 +44,8 @@ def sample(
     """(B,) tokens drawn from logits (B, V)."""
     if temperature == 0:
         return logits.argmax(-1)
-    logits = logits.float() / temperature
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so no temperature overflows
     if top_k is not None:
         floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
         logits = logits.masked_fill(logits < floor, -torch.inf)
@@ -74,6 +75,8 @@ def generate(
     """
     if tokens.ndim != 2 or tokens.shape[1] == 0:
         raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point():
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
     integer(max_new_tokens, "max_new_tokens", 0)
     check_sampling(temperature, top_k, top_p)
     was_training = model.training

@@ -152,9 +152,9 @@ class LongNetLM(DilatedModule):
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Bits per byte of each sequence (B,), beside its `index` where the batch has one."""
+        """Bits per byte of each sequence (B,), NaN without labels, beside its `index` where the batch has one."""
         losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
-        bits = losses / counted.clamp(min=1) / (math.log(2) * self.bytes_per_token)
+        bits = losses / counted / (math.log(2) * self.bytes_per_token)
         index = {"index": batch["index"]} if "index" in batch else {}
         return {**index, "tokens": counted, "bits_per_byte": bits}
 

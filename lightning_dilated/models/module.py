@@ -7,7 +7,7 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,6 +16,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.models.metrics import TokenMean
+from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 
 STAGES = ("train", "val", "test")
@@ -29,8 +30,9 @@ class DilatedModule(pl.LightningModule):
             It is called in `configure_optimizers`, when the parameters are final.
         lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
 
-    Logged: `train_loss`, `val_loss`, `test_loss` (nats a token, the exact mean over all tokens of the epoch) and what
-    `derived_metrics` makes of them.
+    Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
+    does); `val_loss` and `test_loss`, the exact mean over all tokens of the epoch; and what `derived_metrics` makes of
+    them. The layers are made by `configure_model`: by the Trainer, or outside one as soon as weights are asked for.
     """
 
     def __init__(
@@ -60,8 +62,31 @@ class DilatedModule(pl.LightningModule):
     def configure_model(self) -> None:
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
         if not self._built:
-            self.build()
             self._built = True
+            self.build()
+            self.train(self.training)  # .eval() may have been called before there were layers
+
+    def _built_outside(self) -> DilatedModule:
+        """Build now where no Trainer will do it: whoever asks for weights outside one wants them to exist."""
+        if not self._built and self._trainer is None:
+            self.configure_model()
+        return self
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """nn.Module's; outside a Trainer the layers are built first, likewise in the three methods below."""
+        return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """nn.Module's."""
+        return super(DilatedModule, self._built_outside()).state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module's."""
+        return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """nn.Module's, under .to(), .double() and their like."""
+        return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Lightning's, but `lengths` and `cu_seqlens` of a mapping stay on the CPU, where the op reads them."""
@@ -100,7 +125,7 @@ class DilatedModule(pl.LightningModule):
         metric = self.mean_loss[stage]
         loss = metric.compute()  # summed over the ranks by torchmetrics
         metric.reset()
-        self.log(f"{stage}_loss", loss, rank_zero_only=False)
+        self.log(f"{stage}_loss", loss)
         for name, value in self.derived_metrics(loss).items():
             self.log(f"{stage}_{name}", value, prog_bar=stage == "val")
 
@@ -135,6 +160,8 @@ class DilatedModule(pl.LightningModule):
         if self._make_scheduler is None:
             return optimizer
         scheduler = self._make_scheduler(optimizer)
+        if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
+            scheduler.end_at(self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 

@@ -32,6 +32,10 @@ def known_keys(given: Mapping[str, Any], allowed: Iterable[str], what: str) -> N
             raise ValueError(f"{what} has no key {key!r}.{hint} Allowed keys: {', '.join(allowed)}.")
 
 
+#: so that sums of positions, and products of rates with strides, stay within 64 bits
+LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
+
+
 @dataclass(frozen=True)
 class Branch:
     """One branch: global position p lies in segment (p + shift) // segment_length at index (p + shift) % segment_length,
@@ -59,6 +63,9 @@ class Branch:
         if self.segment_length is not None:
             fix("segment_length", integer(self.segment_length, "segment_length", 1))
         fix("dilation_rate", integer(self.dilation_rate, "dilation_rate", 1, " Use 1 for no dilation."))
+        for name, largest in LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"{name} must be at most 2^{largest.bit_length() - 1}, got {getattr(self, name)}.")
         fix("shift", integer(self.shift, "shift", 0))
         if self.segment_length is None and self.shift:
             raise ValueError(f"shift={self.shift} has no meaning without segments: give segment_length, or shift=0.")

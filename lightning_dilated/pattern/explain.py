@@ -86,10 +86,13 @@ class Explanation:
         dense = self.num_heads * self.seq_len * (self.seq_len + 1 if self.causal else 2 * self.seq_len) / 2
         kind = "causal" if self.causal else "both directions"
         work = dense / max(self.pairs, 1)
+        against = (
+            f"dense attention costs {work:.1f} times as much" if work >= 1 else "more than dense: branches overlap"
+        )
         lines = [
             f"{self.pattern}",
             f"  {self.seq_len} tokens, {self.num_heads} heads, {self.depth} layers, {kind}",
-            f"  keys a row       {self.keys_per_row:.1f}; dense attention does {work:.1f} times the work",
+            f"  keys a row       {self.keys_per_row:.1f}; {against}",
             f"  forward FLOPs    {4 * self.pairs:.3e} x head dim, a layer",
         ]
         if self.reach is not None:
@@ -194,9 +197,9 @@ def _classes(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[torch.
     """(class of each position, classes): positions that see each other share one; class 0 is for the unused."""
     segment, index = _index(branch, seq_len)
     residue = index % branch.dilation_rate
-    table = torch.zeros(branch.dilation_rate, dtype=torch.bool)
-    table[list(used)] = True
-    group = torch.where(table[residue], 1 + segment * branch.dilation_rate + residue, 0)
+    table = torch.zeros(int(residue.max()) + 1, dtype=torch.bool)
+    table[[o for o in used if o < len(table)]] = True
+    group = torch.where(table[residue], 1 + segment * len(table) + residue, 0)
     return group, int(group.max()) + 1
 
 

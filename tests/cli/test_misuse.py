@@ -51,11 +51,14 @@ FIT = {
     "ffn_dim": (["--model.ffn_dim", "0"], ["ffn_dim must be at least 1"]),
     "rotary_base": (["--model.rotary_base", "0.5"], ["rotary base must be above 1"]),
     "warm-up longer than the run": (
-        ["--model.lr_scheduler.warmup_steps", "5000"],
+        ["--model.lr_scheduler.warmup_steps", "5000", "--model.lr_scheduler.total_steps", "300"],
         ["warmup_steps=5000", r"must be below total_steps=\d+"],
     ),
     "vocabulary smaller than the data's": (["--model.vocab_size", "100"], ["vocab_size", "256"]),
-    "validation rarer than the epoch": (["--trainer.val_check_interval", "1000"], ["val_check_interval", "1000"]),
+    "validation rarer than the epoch": (
+        ["--trainer.val_check_interval", "1000", "--trainer.check_val_every_n_epoch", "1"],
+        ["val_check_interval", "1000"],
+    ),
     "a GPU that is not there": (["--trainer.accelerator", "cuda"], ["accelerator", "cpu"]),
     # that belong elsewhere
     "optimizer at the top": (["--optimizer", "torch.optim.SGD"], ["--optimizer"]),

@@ -74,3 +74,14 @@ def test_refused(name):
     options, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
         WarmupCosine(optimizer(1.0), **options)
+
+
+def test_a_run_without_total_steps_lends_its_own():
+    schedule = WarmupCosine(optimizer(1.0), warmup_steps=2, final_fraction=0)
+    assert [schedule.factor(s) for s in (0, 2, 50)] == [1 / 3, 1, 1]  # nothing to end at yet
+    schedule.end_at(4)
+    assert [schedule.factor(s) for s in (2, 3, 4, 9)] == pytest.approx([1, 0.5, 0, 0])
+    schedule.end_at(1)  # a trial run shorter than its warm-up
+    assert schedule.factor(0) == 1 / 3
+    with pytest.raises(ValueError, match="needs total_steps, because the Trainer has no max_steps"):
+        schedule.end_at(-1)

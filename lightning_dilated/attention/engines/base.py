@@ -5,6 +5,7 @@ Shape letters: G samples and segments, J heads, n rows, D head dim.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -79,7 +80,8 @@ class Engine:
             return f"takes a head dim that is a multiple of {self.head_dim_multiple}, not {request.head_dim}"
         if request.dropout and not self.dropout:
             return "has no attention dropout that is exact in the backward and independent of tiles"
-        if request.scale <= 0 and not self.any_scale:
+        # the kernels take the scale in float32, where a tiny one is 0
+        if not self.any_scale and struct.unpack("f", struct.pack("f", request.scale))[0] <= 0:
             return f"takes a scale above 0, not {request.scale:g}"
         return self.available(request.device)
 
