@@ -48,6 +48,11 @@ class Dropout:
         return _fold(row, key) >= round(self.p * 2**32)
 
 
+    def factors(self, keep: Tensor, like: Tensor) -> Tensor:
+        """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""
+        return keep.to(like.dtype) / (1 - self.p)
+
+
 @dataclass(frozen=True)
 class BlockDropout:
     """The dropout of one block: an engine asks for the factors of any rectangle of its scores."""
@@ -55,22 +60,47 @@ class BlockDropout:
     dropout: Dropout
     span: Span
     block: Block
+    first_head: int = 0
 
     def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, J, rows, keys) of 0 or 1/(1-p), in the dtype and on the device of `like`: factors of attention weights."""
+        """(g, J, rows, keys) factors on the device of `like`."""
         s, b = self.span, self.block
         arange = lambda n: torch.arange(n, device=like.device)  # noqa: E731
         group = arange(s.batches * b.segments)[groups]
         sample = (s.batch + group // b.segments)[:, None, None, None]
         segment = (group % b.segments)[:, None, None]
         head = arange(b.heads)[:, None]
-        first = s.start + b.first + segment * b.segment_stride + head * b.position_step
+        first = s.origin + s.start + b.first + segment * b.segment_stride + head * b.position_step
         position = first + arange(b.rows) * b.row_stride  # (g, J, n)
         keep = self.dropout.keep(
             b.branch,
             sample,
-            (b.head + head * b.head_step)[:, :, None],
+            (self.first_head + b.head + head * b.head_step)[:, :, None],
             position[:, :, rows, None],
             position[:, :, None, keys],
         )
-        return keep.to(like.dtype) / (1 - self.dropout.p)
+        return self.dropout.factors(keep, like)
+
+
+@dataclass(frozen=True)
+class BatchDropout:
+    """The dropout of a batch of wants (G, 1, n, m): sample and head (G,), global positions of queries (G, n), keys (G, m)."""
+
+    dropout: Dropout
+    branch: int
+    sample: Tensor
+    head: Tensor
+    queries: Tensor
+    keys: Tensor
+
+    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """(g, 1, rows, keys) factors on the device of `like`."""
+        on = lambda x: x[groups].to(like.device)  # noqa: E731
+        keep = self.dropout.keep(
+            self.branch,
+            on(self.sample)[:, None, None, None],
+            on(self.head)[:, None, None, None],
+            on(self.queries)[:, None, rows, None],
+            on(self.keys)[:, None, None, keys],
+        )
+        return self.dropout.factors(keep, like)

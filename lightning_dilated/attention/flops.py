@@ -54,6 +54,7 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    rows: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,

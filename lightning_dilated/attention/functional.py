@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from lightning_dilated.attention import flops as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.engines import engine_names
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: asked once here, because older compilers cannot trace the question
@@ -37,6 +38,7 @@ def dilated_attention(
     cu_seqlens: Tensor | None = None,
     return_lse: bool = False,
     engine: str = "auto",
+    sequence: SequenceGroup | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Dilated attention (LongNet, arXiv 2307.02486): one softmax over the keys of all branches, with multiplicities.
 
@@ -53,6 +55,9 @@ def dilated_attention(
             restart at each document and nothing crosses one.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
         engine: "auto", "sdpa", or one engine's name; `engines.choose` says what "auto" picks and why.
+        sequence: the ranks that share the sequence: q, k and v then hold this rank's tokens (N of them, 0 on an empty
+            shard), while `lengths` and `cu_seqlens` stay global, and every rank makes the same call. None is the group
+            that is `active`, or one rank where none is.
 
     Returns:
         out (B, N, H, D) in q's dtype, 0 where a row has no key; with `return_lse` also lse (B, H, N), fp32 (fp64 for
@@ -61,7 +66,41 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
     """
+    group = _group(sequence)
     q, k, v = autocast(q, k, v)
+    given = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine)
+    lengths, cu_seqlens, scale = _checked(*given) if group is None else group.guard(_checked, *given)
+    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
+    name = "" if group is None else group.name
+    out, lse, _ = torch.ops.lightning_dilated.attention(
+        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name
+    )
+    return (out, lse.detach()) if return_lse else out
+
+
+def _group(sequence: Any) -> SequenceGroup | None:
+    """The group of a call: the one given, else the active one, else None."""
+    if sequence is None:
+        return active_sequence()
+    if not isinstance(sequence, SequenceGroup):
+        raise TypeError(f"sequence must be a SequenceGroup, or None for the active one; got {sequence!r}.")
+    return sequence
+
+
+def _checked(
+    q: Any,
+    k: Any,
+    v: Any,
+    pattern: Any,
+    causal: Any,
+    scale: Any,
+    dropout: Any,
+    lengths: Any,
+    cu_seqlens: Any,
+    return_lse: Any,
+    engine: Any,
+) -> tuple[Tensor | None, Tensor | None, float]:
+    """(lengths, cu_seqlens, scale) as the op takes them, after every check that needs no other rank."""
     _check_tensors(q, k, v)
     _refuse_forward_mode(q, k, v)
     if not isinstance(pattern, DilatedPattern):
@@ -72,12 +111,7 @@ def dilated_attention(
     pattern.check_heads(q.shape[2], k.shape[2])
     _check_options(causal, dropout, engine, return_lse)
     lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
-    scale = _check_scale(scale, q)
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
-    out, lse, _ = torch.ops.lightning_dilated.attention(
-        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, ""
-    )
-    return (out, lse.detach()) if return_lse else out
+    return lengths, cu_seqlens, _check_scale(scale, q)
 
 
 def autocast(*tensors: Any) -> tuple[Any, ...]:

@@ -16,12 +16,29 @@ from lightning_dilated.pattern.rows import Block
 
 @dataclass(frozen=True)
 class Span:
-    """Equal documents: `batches` samples from `batch` on, each the tokens [start, start + length) of its row."""
+    """Equal documents: `batches` samples from `batch` on, each the tokens [start, start + length) of its row.
+
+    On a shard they may be a part of their document: `whole` tokens in all (None: this is all of it), of which these begin at
+    `offset`; local index 0 of the row is then the global position `origin`.
+    """
 
     batch: int
     batches: int
     start: int
     length: int
+    whole: int | None = None
+    offset: int = 0
+    origin: int = 0
+
+    @property
+    def document(self) -> int:
+        """Tokens of the whole document."""
+        return self.length if self.whole is None else self.whole
+
+    @property
+    def part(self) -> tuple[int, int] | None:
+        """(start, stop) of these tokens in their document; None for all of it."""
+        return None if self.length == self.document else (self.offset, self.offset + self.length)
 
 
 def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None) -> list[Span]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from lightning_dilated.pattern.branch import Branch
     from lightning_dilated.pattern.pattern import DilatedPattern
 
 
@@ -79,32 +80,67 @@ def segments_of(width: int, shift: int, seq_len: int) -> Iterator[tuple[int, int
         yield tail, 1, seq_len - tail, 0
 
 
+def place(branch: Branch, seq_len: int) -> tuple[int, int]:
+    """(segment length, shift) of a branch over a document, with a segment that reaches beyond it cut to its length."""
+    # a segment longer than shift + N holds the same positions as one of exactly that length
+    reach = seq_len + branch.shift
+    return (reach if branch.segment_length is None else min(branch.segment_length, reach)), branch.shift
+
+
+def segment_bounds(width: int, shift: int, seq_len: int, position: int) -> tuple[int, int, int]:
+    """(start, stop, first) of the segment of `position`: its positions, and the position of its index 0 (may be below 0)."""
+    first = (position + shift) // width * width - shift
+    return max(first, 0), min(first + width, seq_len), first
+
+
+def count_rows(start: int, stop: int, rate: int, residue: int) -> int:
+    """How many p in [start, stop) have p mod rate == residue mod rate."""
+    return max(0, (stop - 1 - residue) // rate - (start - 1 - residue) // rate)
+
+
 @functools.lru_cache(maxsize=4096)
-def blocks(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Block, ...]:
-    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is uncovered."""
+def blocks(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+    part: tuple[int, int] | None = None,
+    heads: tuple[int, int] | None = None,
+    whole: bool = False,
+) -> tuple[Block, ...]:
+    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is uncovered.
+
+    `part` = (start, stop) takes only those positions, with segments cut at its ends and rows counted from its start; with
+    `whole`, segments that it cuts are left out. `heads` = (first, stop) takes only those query heads, numbered from `first`
+    (and kv heads from that of `first`). n_pad of a cut segment is that of the whole one.
+    """
     check_padding(pattern, seq_len)
-    if seq_len == 0:
+    start, stop = part or (0, seq_len)
+    window = range(*(heads or (0, num_heads)))
+    if start == stop or not window:
         return ()
     out: list[Block] = []
     group = num_heads // num_kv_heads
+    kv_first = window.start // group
     for i, branch in enumerate(pattern.branches):
-        # a segment longer than shift + N holds the same positions as one of exactly that length
-        reach = seq_len + branch.shift
-        width = reach if branch.segment_length is None else min(branch.segment_length, reach)
-        slots = -(-min(width, seq_len) // branch.dilation_rate)
-        served = range(num_heads) if branch.heads is None else branch.heads
+        width, shift = place(branch, seq_len)
+        rate = branch.dilation_rate
+        served = [h for h in window if branch.heads is None or h in branch.heads]
         offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in served]
-        r = branch.dilation_rate
-        for start, count, length, index in segments_of(width, branch.shift, seq_len):
+        for begin, count, length, index in segments_of(width, (start + shift) % width, stop - start):
+            low, high, first = segment_bounds(width, shift, seq_len, start + begin)
+            if whole and (low < start or high > stop):
+                continue
             rows = []
             for h, offset in offsets:
-                skip = (offset - index) % r
-                n = -(-(length - skip) // r) if skip < length else 0
+                skip = (offset - index) % rate
+                n = -(-(length - skip) // rate) if skip < length else 0
                 if n:
-                    pad = slots - n if pattern.padding == "attended" else 0
-                    rows.append(_HeadRows(h, h // group, start + skip, n, pad))
-            for run in _runs(tuple(rows), _strides(num_heads, num_kv_heads, r)):
-                out.append(_block(i, run, count, width, r))
+                    keys = count_rows(low, high, rate, first + offset)
+                    pad = -(-min(width, seq_len) // rate) - keys if pattern.padding == "attended" else 0
+                    rows.append(_HeadRows(h - window.start, h // group - kv_first, begin + skip, n, pad))
+            for run in _runs(tuple(rows), _strides(num_heads, num_kv_heads, rate)):
+                out.append(_block(i, run, count, width, rate))
     return tuple(out)
 
 

@@ -147,7 +147,7 @@ def test_empty(name, shape):
 
 def test_math_leaves_out_what_causality_hides(monkeypatch):
     monkeypatch.setattr(math_engine, "SCORE_BUDGET", 2 * 64 * 4)
-    tiles = list(math_engine._tiles(torch.empty(3, 2, 64, 8), causal=True))
+    tiles = list(math_engine._tiles(torch.empty(3, 2, 64, 8), 64, causal=True))
     scores = sum((g.stop - g.start) * (i.stop - i.start) * (j.stop - j.start) for g, i, j in tiles)
     assert 3 * 64 * 65 // 2 <= scores < 3 * 64 * 64 * 0.6
 

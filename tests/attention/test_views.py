@@ -8,7 +8,7 @@ from hypothesis import given, settings
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.engines import ENGINES
-from lightning_dilated.attention.op import _suited
+from lightning_dilated.attention.blockwise import suited
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view, spans
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks
@@ -122,8 +122,8 @@ def test_the_engine_reads_the_input_itself(engine, layout, monkeypatch):
 )
 def test_only_what_an_engine_cannot_read_is_copied(make, kept, engine):
     x = make()
-    (suited,) = _suited(ENGINES[engine], x)
-    assert (suited is x) == kept and torch.equal(suited, x) and ENGINES[engine].takes_strides(suited)
+    (got,) = suited(ENGINES[engine], x)
+    assert (got is x) == kept and torch.equal(got, x) and ENGINES[engine].takes_strides(got)
 
 
 @pytest.mark.parametrize(

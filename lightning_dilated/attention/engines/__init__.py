@@ -42,7 +42,7 @@ def engine_names() -> list[str]:
 
 
 def for_rows(engine: Engine, rows: int) -> Engine:
-    """The engine itself, or the math engine for segments with fewer rows than it takes."""
+    """The engine itself, or the math engine for fewer rows (of queries or of keys) than it takes."""
     return engine if rows >= engine.min_rows else MATH
 
 

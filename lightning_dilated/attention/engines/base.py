@@ -1,6 +1,6 @@
 """What an engine is: dense attention with log-sum-exp over one block, and a statement of what it accepts.
 
-Shape letters: G samples and segments, J heads, n rows, D head dim.
+Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Request:
 class Engine:
     """One way to compute a block.
 
-    forward(q, k, v, causal, scale, dropout) takes strided (G, J, n, D) views and returns out (G, J, n, D) and its natural
-    log-sum-exp (G, J, n); backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the
+    forward(q, k, v, causal, scale, dropout) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where
+    causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n); backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the
     block's rows and returns dq, dk, dv. Every statement below is tested.
 
     Attributes:
@@ -49,7 +49,7 @@ class Engine:
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
         any_scale: whether it is right for a scale of 0 or below, too.
-        min_rows: rows a segment must have; the op hands smaller blocks to the math engine.
+        min_rows: query rows and key rows it must be given; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
     """
 

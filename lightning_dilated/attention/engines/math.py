@@ -1,6 +1,6 @@
 """The math engine: plain torch, any device and floating dtype, exact dropout, memory bounded by a budget of scores.
 
-Shape letters: G samples and segments, J heads, n rows, D head dim.
+Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n where causal), D head dim.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _tiles(q: Tensor, causal: bool, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
+def _tiles(q: Tensor, keys: int, causal: bool, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
     """(groups, rows, keys) rectangles of scores within the budget; causal rows take no key beyond the last of them."""
     groups, heads, rows, _ = q.shape
     budget = SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET
-    row_step = max(1, min(rows, budget // max(1, heads * rows)))
-    group_step = max(1, budget // max(1, heads * rows * row_step))
+    row_step = max(1, min(rows, budget // max(1, heads * keys)))
+    group_step = max(1, budget // max(1, heads * keys * row_step))
     for g in range(0, groups, group_step):
         for i in range(0, rows, row_step):
             stop = min(i + row_step, rows)
-            yield slice(g, min(g + group_step, groups)), slice(i, stop), slice(0, stop if causal else rows)
+            yield slice(g, min(g + group_step, groups)), slice(i, stop), slice(0, stop if causal else keys)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, first_row: int) -> Tensor:
@@ -50,7 +50,7 @@ def forward(
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape, dtype=wide)
     lse = q.new_empty(q.shape[:-1], dtype=wide)
-    for g, i, j in _tiles(q, causal, dropout is not None):
+    for g, i, j in _tiles(q, k.shape[2], causal, dropout is not None):
         s = _scores(_wide(q[g, :, i]), _wide(k[g, :, j]), scale, causal, i.start)
         lse[g, :, i] = torch.logsumexp(s, -1)
         p = torch.exp_(s.sub_(lse[g, :, i, None]))
@@ -75,7 +75,7 @@ def backward(
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    for g, i, j in _tiles(q, causal, dropout is not None):
+    for g, i, j in _tiles(q, k.shape[2], causal, dropout is not None):
         qi, kj, do = _wide(q[g, :, i]), _wide(k[g, :, j]), _wide(grad[g, :, i])
         delta = (do * out[g, :, i]).sum(-1, keepdim=True)
         p = torch.exp_(_scores(qi, kj, scale, causal, i.start).sub_(lse[g, :, i, None]))

@@ -1,7 +1,7 @@
 """The sdpa engines: torch's fused attention kernels that return the log-sum-exp (cuDNN, flash, and flash on the CPU).
 
 Each is called through its aten op, because the public function hides the log-sum-exp that the merge of branches needs.
-Shape letters: G samples and segments, J heads, n rows, D head dim.
+Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def _cudnn_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _no_dropout(dropout)
     none = torch.empty(0, dtype=torch.int64, device=q.device)
-    n = q.shape[2]
+    n, m = q.shape[2], k.shape[2]
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse[..., None], none, none, None, None, None, n, n, 0.0, causal, scale=scale
+        grad, q, k, v, out, lse[..., None], none, none, None, None, None, n, m, 0.0, causal, scale=scale
     )
 
 
@@ -90,9 +90,9 @@ def _flash_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     _no_dropout(dropout)
     none = torch.empty(0, dtype=torch.int64, device=q.device)
-    n = q.shape[2]
+    n, m = q.shape[2], k.shape[2]
     return _aten._scaled_dot_product_flash_attention_backward(
-        grad, q, k, v, out, lse, None, None, n, n, 0.0, causal, none, none, scale=scale
+        grad, q, k, v, out, lse, None, None, n, m, 0.0, causal, none, none, scale=scale
     )
 
 

@@ -1,0 +1,68 @@
+"""Attention over rows picked by number: batches of equal wants, whose keys lie in a store of rows from many ranks.
+
+Shape letters: B batch, L local tokens, H heads of q, D head dim; G wants of a batch, n queries and m keys of each;
+a row of the store is (2, D): K and V.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.blockwise import Call
+from lightning_dilated.attention.dropout import BatchDropout
+from lightning_dilated.attention.engines import for_rows
+from lightning_dilated.attention.engines.base import Engine
+from lightning_dilated.attention.merge import attend_pads
+from lightning_dilated.sequence.exchange.indices import Batch
+from lightning_dilated.sequence.exchange.run import take
+
+
+def _parts(call: Call, batch: Batch) -> tuple[Engine, BatchDropout | None]:
+    keep = call.mask and BatchDropout(call.mask, batch.branch, *batch.positions())
+    return for_rows(call.engine, min(batch.queries.shape[1], batch.keys.shape[1])), keep
+
+
+def _keys(rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+    """K and V of a batch, (G, 1, m, D) each."""
+    return rows[:, 0][batch.keys][:, None], rows[:, 1][batch.keys][:, None]
+
+
+def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the flat rows of a (B, L, H) numbering lie in lse (B, H, L)."""
+    heads, length = lse.shape[1:]
+    return rows // (heads * length), rows % heads, rows // heads % length
+
+
+def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge a batch into the running out (B, L, H, D), contiguous, and lse (B, H, L)."""
+    engine, keep = _parts(call, batch)
+    k, v = _keys(rows, batch)
+    part, part_lse = engine.forward(take(q, batch.queries)[:, None], k, v, batch.causal, call.scale, keep)
+    if batch.pads:
+        part, part_lse = attend_pads(part, part_lse, batch.pads)
+    merge_rows(batch.queries, part[:, 0], part_lse[:, 0], out, lse)
+
+
+def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge parts (..., D) and their log-sum-exp (...) into flat rows (...) of out and lse; no row may occur twice."""
+    at, flat = _lse_index(lse, rows), out.view(-1, out.shape[-1])
+    before, part_lse = lse[at], part_lse.to(lse.dtype)
+    total = torch.logaddexp(before, part_lse)
+    weight = lambda x: torch.exp(x - total)[..., None]  # noqa: E731
+    flat[rows] = (flat[rows] * weight(before)).addcmul_(part.to(out.dtype), weight(part_lse))
+    lse[at] = total
+
+
+def add_batch(
+    call: Call, batch: Batch, tensors: tuple[Tensor, ...], rows: Tensor, lse: Tensor, dq: Tensor, grads: Tensor
+) -> None:
+    """Add a batch's share to dq (B, L, H, D), contiguous, and to the store's gradients; `tensors` are grad, q and out."""
+    engine, keep = _parts(call, batch)
+    k, v = _keys(rows, batch)
+    grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
+    rows_lse = lse[_lse_index(lse, batch.queries)][:, None]
+    part, *key_parts = engine.backward(grad, q, k, v, out, rows_lse, batch.causal, call.scale, keep)
+    dq.view(-1, dq.shape[-1])[batch.queries] += part[:, 0].to(dq.dtype)  # no query row occurs twice in a batch
+    share = torch.stack([x[:, 0].flatten(0, 1) for x in key_parts], 1).to(grads.dtype)
+    grads.index_add_(0, batch.keys.flatten(), share)

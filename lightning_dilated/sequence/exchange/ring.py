@@ -1,0 +1,44 @@
+"""ring: rows travel from rank to rank, and a row stops where nobody further on needs it; only one round is held at a time.
+
+In the backward the rows travel again, and each rank sends its share of their gradient straight to their owner.
+"""
+
+from __future__ import annotations
+
+from lightning_dilated.sequence.exchange.program import Message, Program, Round, merged, pieces_of
+from lightning_dilated.sequence.problem import Problem, needed
+
+
+def why_not(problem: Problem, per_node: int) -> str | None:
+    """None: the ring serves everything."""
+    return None
+
+
+def program(problem: Problem, rank: int, per_node: int) -> Program:
+    """Round 0 is a local copy (of rows that interleave with the queries); round t brings rows from t ranks back."""
+    ranks = problem.shard.ranks
+    own = pieces_of(problem, needed(problem, rank), rank)
+    rounds = [Round({rank: own}, {rank: own})] if own else [Round()]
+    for t in range(1, ranks):
+        step = Round()
+        step.send((rank + 1) % ranks, travelling(problem, (rank - t + 1) % ranks, t))
+        step.receive((rank - 1) % ranks, travelling(problem, (rank - t) % ranks, t))
+        rounds.append(step)
+    return Program(rounds, [returning(problem, rank, t) for t in range(ranks)])
+
+
+def travelling(problem: Problem, source: int, hops: int) -> Message:
+    """The rows of `source` that arrive at the rank `hops` further on: what it or anyone after it needs."""
+    ranks = problem.shard.ranks
+    after = ((source + x) % ranks for x in range(hops, ranks))
+    return merged(pieces_of(problem, needed(problem, x), source) for x in after)
+
+
+def returning(problem: Problem, rank: int, hops: int) -> Round:
+    """The way back of the gradients of round `hops`: each rank to the owner of the rows it used."""
+    ranks = problem.shard.ranks
+    owner, user = (rank - hops) % ranks, (rank + hops) % ranks
+    step = Round()
+    step.send(owner, pieces_of(problem, needed(problem, rank), owner))
+    step.receive(user, pieces_of(problem, needed(problem, user), rank))
+    return step

@@ -1,0 +1,199 @@
+"""SequenceGroup: the ranks that hold one sequence, and what they agreed on before any row moves.
+
+Shape letters: N tokens of the sequence, R ranks, L tokens of a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.exchange.wire import Traffic
+from lightning_dilated.sequence.plan import check_exchange
+from lightning_dilated.sequence.shard import Shard, check_layout
+
+_groups: dict[str, SequenceGroup] = {}
+_active: list[SequenceGroup] = []  # of the process, not of a thread: the backward runs in threads of its own
+_numbers = itertools.count()
+_REFUSED = -1
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What all ranks of a call found out together: N and each rank's tokens, and rank 0's seed of the dropout masks."""
+
+    lengths: tuple[int, ...]
+    seed: int
+
+    @property
+    def seq_len(self) -> int:
+        """N."""
+        return sum(self.lengths)
+
+
+class SequenceGroup:
+    """One sequence on the ranks of a process group; give it to `dilated_attention(sequence=...)`, or make it `active`.
+
+    Args:
+        group: a torch.distributed process group; None is the world.
+        layout: "contiguous", "zigzag" or "strided": which positions a rank holds (see `Shard`).
+        exchange: "auto", or one of `plan.EXCHANGES`.
+        head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
+        ranks_per_node: ranks that share fast links; None takes LOCAL_WORLD_SIZE's meaning: all ranks on one node.
+
+    Attributes:
+        forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
+
+    Raises:
+        RuntimeError: without torch.distributed, or where this process is not in the group.
+        TypeError, ValueError: naming the argument.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        layout: str = "contiguous",
+        exchange: str = "auto",
+        head_size: int = 1,
+        ranks_per_node: int | None = None,
+    ) -> None:
+        if not dist.is_available() or not dist.is_initialized():
+            raise RuntimeError("SequenceGroup needs torch.distributed: call torch.distributed.init_process_group first.")
+        self.group = dist.group.WORLD if group is None else group
+        if self.group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(self.group) < 0:
+            raise RuntimeError(f"rank {dist.get_rank()} of the world is not in the given process group.")
+        self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        self.layout, self.exchange = check_layout(layout), check_exchange(exchange)
+        self.head_size = integer(head_size, "head_size", 1)
+        if self.ranks % self.head_size:
+            raise ValueError(
+                f"head_size={head_size} must divide the {self.ranks} ranks of the group; "
+                f"allowed: {[n for n in range(1, self.ranks + 1) if self.ranks % n == 0]}."
+            )
+        self.ranks_per_node = self.ranks if ranks_per_node is None else integer(ranks_per_node, "ranks_per_node", 1)
+        self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
+        self._quiet = self._side_group()
+        self.name = f"sequence-{next(_numbers)}"
+        _groups[self.name] = self
+
+    def _side_group(self) -> dist.ProcessGroup:
+        """A group that talks through the CPU, so that agreeing never waits for a GPU."""
+        if dist.get_backend(self.group) == "gloo":
+            return self.group
+        ranks = dist.get_process_group_ranks(self.group)
+        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+
+    def shard(self, seq_len: int) -> Shard:
+        """Where the positions of a sequence of N tokens lie."""
+        return Shard(seq_len, self.ranks, self.layout)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[SequenceGroup]:
+        """Within, `dilated_attention` without `sequence=` computes over this group."""
+        _active.append(self)
+        try:
+            yield self
+        finally:
+            _active.remove(self)
+
+    def close(self) -> None:
+        """Forget the group: its name is no longer known to the op."""
+        _groups.pop(self.name, None)
+
+    # -- agreeing ---------------------------------------------------------------------------------------------------
+    def agree(self, what: Mapping[str, Any], length: int, seed: int = 0) -> Agreement:
+        """Compare a call on all ranks; every rank raises if one differs.
+
+        Args:
+            what: the call, by names; equal on all ranks.
+            length: this rank's tokens.
+            seed: of dropout; rank 0's is taken.
+
+        Raises:
+            ValueError: on every rank, naming the rank and what differs; or the rank whose shard has the wrong length.
+        """
+        facts = {**what, "layout": self.layout, "exchange": self.exchange, "head_size": self.head_size}
+        facts["ranks_per_node"] = self.ranks_per_node
+        digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
+        rows = self._exchange_words(digest, length, seed)
+        if len({row[0] for row in rows}) > 1:
+            raise ValueError(self._difference({k: str(v) for k, v in facts.items()}))
+        agreed = Agreement(tuple(row[1] for row in rows), rows[0][2])
+        self._check_lengths(agreed)
+        return agreed
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks, who wait to agree, that this one cannot go on; the caller then raises `error`."""
+        self._exchange_words(_REFUSED, 0, 0)
+        self._difference({"error": f"{type(error).__name__}: {error}"})
+
+    def guard(self, check: Callable[..., Any], *args: Any) -> Any:
+        """check(*args); if it raises on this rank, the other ranks raise too instead of waiting."""
+        try:
+            return check(*args)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.refuse(error)
+            raise
+
+    def _exchange_words(self, *words: int) -> list[list[int]]:
+        mine = torch.tensor(words, dtype=torch.int64)
+        all_words = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(all_words, mine, group=self._quiet)
+        return [x.tolist() for x in all_words]
+
+    def _difference(self, facts: dict[str, str]) -> str:
+        """Which rank differs in what, told to all."""
+        everyone: list[Any] = [None] * self.ranks
+        dist.all_gather_object(everyone, facts, group=self._quiet)
+        refused = {rank: x["error"] for rank, x in enumerate(everyone) if "error" in x}
+        if refused:
+            return "; ".join(f"rank {rank} of the sequence refused the call with {e}" for rank, e in refused.items())
+        lines = []
+        for name in everyone[0]:
+            values = [x.get(name) for x in everyone]
+            usual = max(values, key=values.count)
+            odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual]
+            if odd:
+                lines.append(f"{name}: {', '.join(odd)}; the others have {usual}")
+        return "the ranks of the sequence disagree, so nothing was computed. " + ". ".join(lines)
+
+    def _check_lengths(self, agreed: Agreement) -> None:
+        shard = self.shard(agreed.seq_len)
+        for rank, length in enumerate(agreed.lengths):
+            if length != shard.length(rank):
+                raise ValueError(
+                    f"rank {rank} of the sequence holds {length} tokens; of {agreed.seq_len} tokens in the {self.layout} "
+                    f"layout it has to hold {shard.length(rank)} (all ranks: {[shard.length(r) for r in range(self.ranks)]}, "
+                    f"got {list(agreed.lengths)})."
+                )
+
+    def __repr__(self) -> str:
+        return (
+            f"SequenceGroup(rank {self.rank} of {self.ranks}, layout={self.layout!r}, exchange={self.exchange!r}, "
+            f"head_size={self.head_size}, ranks_per_node={self.ranks_per_node})"
+        )
+
+
+def active_sequence() -> SequenceGroup | None:
+    """The innermost `SequenceGroup.active()`, None outside of one."""
+    return _active[-1] if _active else None
+
+
+def find_sequence(name: str) -> SequenceGroup:
+    """The group of a name.
+
+    Raises:
+        ValueError: if it was closed, or never was.
+    """
+    if name not in _groups:
+        raise ValueError(f"sequence={name!r} names no group of this process; known: {', '.join(_groups) or 'none'}.")
+    return _groups[name]
