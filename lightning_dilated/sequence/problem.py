@@ -17,7 +17,7 @@ from lightning_dilated.sequence.progressions import clip, intersect, union
 from lightning_dilated.sequence.shard import Shard
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, order=True)
 class Document:
     """The tokens [start, stop) of the global sequence in each of `samples` samples from `sample` on."""
 

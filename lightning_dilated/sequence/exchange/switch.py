@@ -58,9 +58,12 @@ def program(problem: Problem, rank: int, per_node: int) -> Switched:
 
 
 def _rows(problem: Problem, tasks: list[Want], source: int, group: int) -> Message:
-    """The rows of tasks that a rank holds, none twice; `group` query heads share one."""
+    """The rows of tasks that a rank holds, none twice; `group` query heads share one.
+
+    Sender and receiver list the tasks in orders of their own, so the message is put in the order of documents and heads.
+    """
     found: dict[tuple[Document, int], set[range]] = {}
     for task in tasks:
         for piece in problem.shard.ranges(source):
             found.setdefault((task.document, task.head // group), set()).add(intersect(task.queries, piece))
-    return [Piece(*key, rows) for key, pieces in found.items() for rows in union(pieces)]
+    return [Piece(*key, rows) for key in sorted(found) for rows in union(found[key])]
