@@ -23,13 +23,14 @@ from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.definition import check_bounds
 from lightning_dilated.pattern.rows import check_padding
+from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.heads import HeadGroup, windows
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run, compile_program
 from lightning_dilated.sequence.exchange.run_switch import CompiledSwitch, compile_switch
 from lightning_dilated.sequence.exchange.wire import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
-from lightning_dilated.sequence.plan import ROUTES, route
-from lightning_dilated.sequence.problem import Document, Problem, crosses, straddling
+from lightning_dilated.sequence.plan import plan
+from lightning_dilated.sequence.problem import Document, Problem, straddling
 from lightning_dilated.sequence.shard import Shard
 
 
@@ -133,9 +134,11 @@ def _shared_place(
         call.pattern, call.num_heads, call.num_kv_heads, call.causal, shard, straddling(documents, shard), call.heads
     )
     place = Place(call, local_spans(documents, shard.ranges(ring)))
-    if crosses(problem):
+    sizes = {"head_dim": x.q.shape[3], "element_size": x.q.element_size()}
+    planned = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, **sizes)
+    if planned.exchange:
         per_node = max(1, group.ranks_per_node // size)
-        place.route = _compiled(problem, ring, route(problem, group.exchange, per_node), per_node, x.q.device)
+        place.route = _compiled(problem, ring, planned.exchange, per_node, x.q.device)
         place.wire = Wire(group.group, tuple(range(number, group.ranks, size)), ring, traffic)
         place.call = replace(call, whole=isinstance(place.route, CompiledSwitch))
     if size > 1:
@@ -150,7 +153,7 @@ def _shared_place(
 def _compiled(
     problem: Problem, rank: int, exchange: str, per_node: int, device: torch.device
 ) -> Compiled | CompiledSwitch:
-    program = ROUTES[exchange][1](problem, rank, per_node)
+    program = EXCHANGES[exchange].program(problem, rank, per_node)
     make = compile_switch if exchange == "switch" else compile_program
     return make(problem, rank, program, device)
 

@@ -1,15 +1,243 @@
-"""draft"""
-from lightning_dilated.sequence.exchange import butterfly, gather, ring, switch
-ROUTES={"gather":(gather.why_not,gather.program),"ring":(ring.why_not,ring.program),"butterfly":(butterfly.why_not,butterfly.program),
-"switch":(switch.why_not,switch.program),"hierarchical_gather":(gather.hierarchical_why_not,gather.hierarchical_program),
-"hierarchical_butterfly":(butterfly.hierarchical_why_not,butterfly.hierarchical_program)}
-EXCHANGES=tuple(ROUTES)
-def check_exchange(name):
-    if name!="auto" and name not in ROUTES:
-        raise ValueError(f"exchange must be one of auto, {', '.join(ROUTES)}; got {name!r}.")
+"""The plan of a sharded call before it is made: bytes, rounds, time and kept memory of every exchange, and the cheapest.
+
+Integers and stated link speeds only; nothing here touches a device or another process.
+Shape letters: N tokens, H query heads, D head dim, R ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.heads import windows
+from lightning_dilated.sequence.exchange.program import Round, count
+from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.problem import Document, Problem, crosses, straddling
+from lightning_dilated.sequence.shard import Shard
+
+#: of more ranks than this, so many evenly spread ones are priced
+PRICED = 8
+#: "auto" leaves out exchanges that would keep more than this many times the rank's own rows of K and V
+KEPT = 4
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds that prices are made with: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
+
+    The defaults are those of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
+    adapter a GPU; a round is an all-to-all of a few bytes.
+    """
+
+    near: float = 259e9
+    far: float = 50e9
+    round: float = 40e-6
+    message: float = 2e-6
+
+
+@dataclass(frozen=True)
+class Price:
+    """The most that a priced rank receives with one exchange, forward and backward, and what that costs.
+
+    Attributes:
+        forward, backward: bytes received; `far` are those of both passes that came from other nodes.
+        rounds, messages: collectives of both passes, and messages received in them.
+        kept: bytes of received rows that stay for the backward.
+        seconds: both passes, nothing hidden behind computation.
+    """
+
+    exchange: str
+    forward: int
+    backward: int
+    far: int
+    rounds: int
+    messages: int
+    kept: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not."""
+
+    problem: Problem
+    exchange: str | None
+    prices: tuple[Price, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if self.exchange is None:
+            return "no segment crosses a shard: nothing is exchanged"
+        lines = [f"exchange: {self.exchange}"]
+        lines.append(f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}")
+        for p in self.prices:
+            sizes = "".join(f"{x / 1e6:>9.2f} MB" for x in (p.forward, p.backward, p.far, p.kept))
+            lines.append(f"  {p.exchange:<22}{sizes}{p.rounds:>8}{p.messages:>10}{p.seconds * 1e3:>9.3f}")
+        lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
+        return "\n".join(lines)
+
+
+def check_exchange(name: str) -> str:
+    """`name`, or an error that lists the exchanges."""
+    if name != "auto" and name not in EXCHANGES:
+        raise ValueError(f"exchange must be one of auto, {', '.join(EXCHANGES)}; got {name!r}.")
     return name
-def route(problem,name,per_node):
-    if name=="auto": name="gather"
-    r=ROUTES[name][0](problem,per_node)
-    if r: raise ValueError(f"exchange={name!r} {r}")
-    return name
+
+
+def make_problem(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    ranks: int,
+    layout: str = "contiguous",
+    causal: bool = False,
+    cu_seqlens: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    batch: int = 1,
+    head_size: int = 1,
+    head_rank: int = 0,
+) -> Problem:
+    """The problem that `ranks` ranks solve together; with head-parallel groups, that of the ranks with one `head_rank`."""
+    num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
+    if integer(ranks, "ranks", 1) % integer(head_size, "head_size", 1):
+        raise ValueError(f"head_size={head_size} must divide ranks={ranks}.")
+    shard = Shard(seq_len, ranks // head_size, layout, head_size)
+    if cu_seqlens is not None:
+        documents = [Document(0, 1, a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a]
+    elif lengths is not None:
+        documents = [Document(i, 1, 0, n) for i, n in enumerate(lengths) if n]
+    else:
+        documents = [Document(0, batch, 0, seq_len)] if batch and seq_len else []
+    window = windows(num_heads, num_kv_heads, head_size)[head_rank]
+    return Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), window)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one rank sends to and receives from others in a pass, and messages it sends."""
+
+    sent: int
+    received: int
+    messages: int
+
+
+def moved(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
+) -> tuple[Moved, Moved]:
+    """Exactly what the exchange of a call moves on one rank, (forward, backward), without head-parallel groups.
+
+    Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
+    """
+    wide = max(4, element_size)
+    found = EXCHANGES[exchange].program(problem, rank, per_node)
+    flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
+    row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
+    if isinstance(found, Switched):
+        keys, queries = found.keys, found.queries
+        unit = head_dim * element_size
+        forward = [(keys, row), (queries, unit), (flip(queries), (head_dim + 1) * wide)]
+        backward = [(queries, 2 * unit), (queries, wide), (flip(queries), head_dim * wide), (flip(keys), wide_row)]
+    elif found.keep:
+        forward = [(step, row) for step in found.rounds]
+        backward = [(flip(step), wide_row) for step in found.rounds]
+    else:
+        forward = [(step, row) for step in found.rounds]
+        backward = forward + [(step, wide_row) for step in found.returns]
+    return _moved(forward, rank), _moved(backward, rank)
+
+
+def _moved(steps: list[tuple[Round, int]], rank: int) -> Moved:
+    total = lambda side: sum(  # noqa: E731
+        size * count(message) for step, size in steps for peer, message in getattr(step, side).items() if peer != rank
+    )
+    messages = sum(peer != rank for step, _ in steps for peer in step.sends)
+    return Moved(total("sends"), total("receives"), messages)
+
+
+def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
+    """The price of an exchange: the dearest of the priced ranks."""
+    ranks = problem.shard.ranks
+    chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
+    return max((_price(problem, exchange, r, per_node, head_dim, element_size, links) for r in chosen), key=_seconds)
+
+
+def _seconds(x: Price) -> float:
+    return x.seconds
+
+
+def _price(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int, links: Links
+) -> Price:
+    found = EXCHANGES[exchange].count(problem, rank, per_node)
+    size = {key: units.bytes(head_dim, element_size) for key, units in found.units.items()}
+    of = lambda *names: round(sum(n for key, n in size.items() if any(name in key for name in names)))  # noqa: E731
+    seconds = of("near") / links.near + of("far") / links.far
+    seconds += found.rounds * links.round + found.messages * links.message
+    kept = round(found.kept * head_dim * element_size)
+    return Price(exchange, of("forward"), of("backward"), of("far"), found.rounds, found.messages, kept, seconds)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    problem: Problem,
+    exchange: str = "auto",
+    *,
+    ranks_per_node: int | None = None,
+    head_dim: int = 64,
+    element_size: int = 2,
+    links: Links = Links(),  # noqa: B008 - a frozen value
+) -> Plan:
+    """The exchange of a problem: the one named, or the cheapest.
+
+    Args:
+        problem: see `make_problem`.
+        exchange: "auto" or a name of `EXCHANGES`.
+        ranks_per_node: ranks that share fast links; None: all of them.
+        head_dim, element_size: D, and bytes of an element of q, k and v.
+        links: the speeds to reckon with.
+
+    Raises:
+        ValueError: if the exchange that is named cannot serve the problem, with the condition that fails.
+    """
+    check_exchange(exchange)
+    if not crosses(problem):
+        return Plan(problem, None)
+    per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
+    if exchange != "auto":
+        reason = EXCHANGES[exchange].why_not(problem, per_node)
+        if reason:
+            able = [x.name for x in EXCHANGES.values() if x.why_not(problem, per_node) is None]
+            raise ValueError(f"exchange={exchange!r} cannot serve this call: {reason}. Use auto, {', '.join(able)}.")
+        return Plan(problem, exchange)
+    whole = (0, problem.shard.seq_len)
+    if any((d.start, d.stop) != whole for d in problem.documents):
+        others = tuple((x, "documents differ from batch to batch; name it to use it") for x in EXCHANGES if x != "gather")
+        return Plan(problem, "gather", (), others)
+    return _cheapest(problem, per_node, head_dim, element_size, links)
+
+
+def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links) -> Plan:
+    prices, rejected = [], {}
+    for exchange in EXCHANGES.values():
+        reason = exchange.why_not(problem, per_node)
+        if reason is None:
+            prices.append(price(problem, exchange.name, per_node, head_dim, element_size, links))
+        else:
+            rejected[exchange.name] = reason
+    samples = max(d.samples for d in problem.documents)
+    first, stop = problem.kv_heads
+    own = 2 * samples * problem.shard.longest * (stop - first) * head_dim * element_size
+    fits = [p for p in prices if p.kept <= KEPT * own]
+    best = min(fits, key=_seconds)
+    for p in prices:
+        if p not in fits:
+            rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
+        elif p is not best:
+            rejected[p.exchange] = f"takes {p.seconds * 1e3:.3f} ms, {best.exchange} {best.seconds * 1e3:.3f} ms"
+    return Plan(problem, best.exchange, tuple(prices), tuple(rejected.items()))

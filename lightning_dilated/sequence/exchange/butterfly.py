@@ -8,7 +8,8 @@ rows lie among those of the one before.
 from __future__ import annotations
 
 from lightning_dilated.pattern.rows import place
-from lightning_dilated.sequence.exchange.program import Message, Piece, Program, Round
+from lightning_dilated.sequence.exchange.count import Count, node_of
+from lightning_dilated.sequence.exchange.program import Message, Piece, Program, Round, count
 from lightning_dilated.sequence.problem import Document, Problem
 from lightning_dilated.sequence.progressions import union
 
@@ -109,36 +110,11 @@ def _rows(problem: Problem, head: int, level: int, start: int, stop: int) -> ran
     return range(0)
 
 
-def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
-    """None, or the condition that fails."""
-    if per_node == 1 or problem.shard.ranks <= per_node:
-        return f"needs several nodes of several ranks, and has {problem.shard.ranks} ranks, {per_node} a node"
-    if per_node & (per_node - 1):
-        return f"needs a power of two of ranks a node, not {per_node}"
-    return why_not(problem, per_node)
-
-
-def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
-    """Inside a node as `program`; above it, each rank carries one in `per_node` rows and the node spreads them."""
-    rounds, inside = [], per_node.bit_length() - 1
-    node, number = divmod(rank, per_node)
-    for level in range(1, problem.shard.ranks.bit_length()):
+def rows(problem: Problem, rank: int, per_node: int) -> Count:
+    """What a rank receives."""
+    levels = problem.shard.ranks.bit_length() - 1
+    found = Count(rounds=2 * levels, messages=2 * levels)
+    for level in range(1, levels + 1):
         partner = rank ^ (1 << (level - 1))
-        share = (number, per_node) if level > inside else (0, 1)
-        step = Round()
-        step.send(partner, half(problem, rank, level, share))
-        step.receive(partner, half(problem, partner, level, share))
-        rounds.append(step)
-        if level > inside:
-            rounds.append(_spread(problem, rank, partner, level, range(node * per_node, (node + 1) * per_node)))
-    return Program(rounds)
-
-
-def _spread(problem: Problem, rank: int, partner: int, level: int, mates: range) -> Round:
-    """Every rank of a node hands the rows that it just received to the others."""
-    step = Round()
-    for mate in mates:
-        if mate != rank:
-            step.send(mate, half(problem, partner, level, (rank % len(mates), len(mates))))
-            step.receive(mate, half(problem, partner, level, (mate % len(mates), len(mates))))
-    return step
+        found.add_rows(partner not in node_of(rank, per_node, problem.shard.ranks), count(half(problem, partner, level)))
+    return found

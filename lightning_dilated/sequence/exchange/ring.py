@@ -5,7 +5,8 @@ In the backward the rows travel again, and each rank sends its share of their gr
 
 from __future__ import annotations
 
-from lightning_dilated.sequence.exchange.program import Message, Program, Round, merged, pieces_of
+from lightning_dilated.sequence.exchange.count import Count, held, node_of, total
+from lightning_dilated.sequence.exchange.program import Message, Program, Round, count, merged, pieces_of
 from lightning_dilated.sequence.problem import Problem, needed
 
 
@@ -42,3 +43,23 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     step.send(owner, pieces_of(problem, needed(problem, rank), owner))
     step.receive(user, pieces_of(problem, needed(problem, user), rank))
     return step
+
+
+#: up to so many ranks the rows that travel are counted; beyond, only those that a rank needs itself
+COUNTED = 16
+
+
+def rows(problem: Problem, rank: int, per_node: int) -> Count:
+    """What a rank receives; with more than `COUNTED` ranks this is a lower bound."""
+    ranks = problem.shard.ranks
+    needs, mates = needed(problem, rank), node_of(rank, per_node, ranks)
+    used = total(needs) - held(problem, needs, [rank])
+    hops = range(1, ranks) if ranks <= COUNTED else ()
+    passing = sum(count(travelling(problem, (rank - t) % ranks, t)) for t in hops) if hops else used
+    found = Count(rounds=3 * (ranks - 1), messages=3 * (ranks - 1))
+    for run in ("forward", "backward"):
+        found.add(run, (rank - 1) % ranks not in mates, own=2 * passing)
+    near = held(problem, needs, mates) - held(problem, needs, [rank])
+    found.add("backward", False, wide=2 * near)
+    found.add("backward", True, wide=2 * (used - near))
+    return found

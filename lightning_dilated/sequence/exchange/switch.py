@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dilated.sequence.exchange.program import Message, Piece, Round
+from lightning_dilated.sequence.exchange.count import Count, held, node_of, sources, total
+from lightning_dilated.sequence.exchange.program import Message, Piece, Round, count
 from lightning_dilated.sequence.problem import Document, Problem, Want, attended_pads, residues, served, wide_segments
 from lightning_dilated.sequence.progressions import intersect, union
 
@@ -67,3 +68,28 @@ def _rows(problem: Problem, tasks: list[Want], source: int, group: int) -> Messa
         for piece in problem.shard.ranges(source):
             found.setdefault((task.document, task.head // group), set()).add(intersect(task.queries, piece))
     return [Piece(*key, rows) for key in sorted(found) for rows in union(found[key])]
+
+
+def rows(problem: Problem, rank: int, per_node: int) -> Count:
+    """What a rank receives: rows of the problems it owns, and what comes home for the rows it gave away."""
+    tasks, mates = owned(problem, rank), node_of(rank, per_node, problem.shard.ranks)
+    found = Count(rounds=7, messages=3 * len({owner for owner, _ in tasks} - {rank}))
+    for group, units in ((problem.group, 2), (1, 1)):
+        mine: dict[tuple[Document, int], set[range]] = {}
+        for owner, task in tasks:
+            if owner == rank:
+                mine.setdefault((task.document, task.head // group), set()).add(task.queries)
+        needs = {key: union(x) for key, x in mine.items()}
+        found.messages += 2 * len(sources(problem, needs) - {rank})
+        own, inside = held(problem, needs, [rank]), held(problem, needs, mates)
+        found.kept += units * total(needs)
+        for far, n in ((False, inside - own), (True, total(needs) - inside)):
+            found.add("forward", far, own=units * n)
+            if group == 1 and units == 1:
+                found.add("backward", far, own=2 * n, numbers=n)
+        for owner in {x for x, _ in tasks} - {rank}:
+            given = count(_rows(problem, [task for x, task in tasks if x == owner], rank, group))
+            if units == 1:
+                found.add("forward", owner not in mates, wide=given, numbers=given)
+            found.add("backward", owner not in mates, wide=units * given)
+    return found

@@ -1,0 +1,147 @@
+"""A pool of worker processes, one a rank, that run named functions together; spawned once and used by many tests.
+
+The test process sends (function, arguments) to the first R workers through pipes; each calls function(rank, group, *args)
+with the process group of those R, and sends back what it returned or raised. R ranks.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import pickle
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+SIZES = (1, 2, 3, 4)
+#: a rank that raised leaves the others waiting for it: they get this long to answer before they count as hanging
+GRACE = 15.0
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a function did on one rank: its value, or the exception's type name, message and traceback."""
+
+    rank: int
+    value: Any = None
+    error: str | None = None
+    message: str = ""
+    trace: str = ""
+
+
+class Hang(BaseException):
+    """Some ranks did not answer. No Exception: hypothesis would otherwise wait for every smaller case to hang, too."""
+
+
+class Failed(AssertionError):
+    """Some ranks raised."""
+
+
+class Pool:
+    """`size` gloo ranks in processes of their own. A worker that raises lives on; workers that hang are replaced.
+
+    Args:
+        size: the most ranks a call may have.
+        timeout: seconds after which a call that was not answered by every rank fails.
+    """
+
+    def __init__(self, size: int = max(SIZES), timeout: float = 60.0) -> None:
+        self.size, self.timeout = size, timeout
+        self._workers: list[tuple[mp.Process, Connection]] = []
+
+    def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        """The values of function(rank, group, *args) on ranks 0..R-1.
+
+        Raises:
+            Failed: with the traceback of every rank that raised.
+            Hang: naming the ranks that did not answer.
+        """
+        answers = self.answers(ranks, function, *args)
+        wrong = [a for a in answers if a.error]
+        if wrong:
+            if len(wrong) < ranks:
+                self.close()  # the ranks are no longer in step
+            told = "\n".join(f"--- rank {a.rank} of {ranks}:\n{a.trace}" for a in wrong)
+            raise Failed(f"{function.__name__}{args} failed on ranks {[a.rank for a in wrong]}\n{told}")
+        return [a.value for a in answers]
+
+    def answers(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Answer]:
+        """What each rank returned or raised."""
+        self._start()
+        name = (function.__module__, function.__qualname__)
+        for _, pipe in self._workers[:ranks]:
+            pipe.send_bytes(pickle.dumps((ranks, name, args)))
+        found: dict[int, Answer] = {}
+        pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:ranks])}
+        end = time.monotonic() + (timeout or self.timeout)
+        while pipes and (ready := wait(pipes, end - time.monotonic())):
+            for pipe in ready:
+                rank = pipes.pop(pipe)
+                found[rank] = _read(pipe, rank)
+                if found[rank].error:
+                    end = min(end, time.monotonic() + GRACE)
+        if pipes or any(a.error == "EOFError" for a in found.values()):
+            self._give_up(f"{function.__name__}{args}", sorted(pipes.values()), found)
+        return [found[rank] for rank in range(ranks)]
+
+    def _give_up(self, call: str, silent: list[int], found: dict[int, Answer]) -> None:
+        self.close()
+        told = [f"--- rank {a.rank} raised:\n{a.trace}" for a in found.values() if a.error]
+        raise Hang("\n".join([f"{call}: ranks {silent} did not answer; the workers were ended.", *told]))
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        context = mp.get_context("spawn")
+        store = Path(tempfile.mkdtemp()) / "store"  # a file of this pool's own: no port that other sessions may take
+        for rank in range(self.size):
+            here, there = context.Pipe()
+            process = context.Process(target=_work, args=(rank, self.size, str(store), there), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+
+    def close(self) -> None:
+        """End the workers; the next call starts new ones."""
+        for process, pipe in self._workers:
+            process.kill()
+            process.join()
+            pipe.close()
+        self._workers.clear()
+
+
+def _read(pipe: Connection, rank: int) -> Answer:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:  # the process is gone
+        return Answer(rank, error="EOFError", message="the worker died", trace="the worker died")
+
+
+def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+    """A worker: make the process groups, then answer calls until the pipe closes."""
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    minute = timedelta(seconds=60)
+    dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=minute)
+    groups = {n: dist.new_group(list(range(n)), timeout=minute) for n in SIZES if n <= size}
+    while True:
+        try:
+            ranks, (module, name), args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            function = getattr(importlib.import_module(module), name)
+            answer = Answer(rank, function(rank, groups[ranks], *args))
+        except Exception as error:
+            answer = Answer(rank, None, type(error).__name__, str(error), traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))

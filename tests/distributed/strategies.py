@@ -1,0 +1,194 @@
+"""Random calls on several ranks: any pattern and documents, on any layout, exchange and head-parallel groups.
+
+Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, H query heads, K kv heads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+from ..attention.strategies import LAYOUTS as STRIDES
+from ..attention.strategies import Case
+from ..pattern.strategies import branches, documents, head_counts
+
+LAYOUTS = ("contiguous", "zigzag", "strided")
+EXCHANGES = ("gather", "ring", "switch", "butterfly", "hierarchical_gather", "hierarchical_butterfly", "auto")
+#: GigaPath's segments divided by 128 and by 256, with its rates
+LADDERS = ((8, 45, 256, 1448, 8192), (4, 22, 128, 724, 4096))
+RATES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True)
+class Sharded:
+    """A call and the ranks that share it: its repr is what a failing test prints, and all that repeats it.
+
+    `nested` says that the case was made for a butterfly, which then must not refuse it.
+    """
+
+    call: Case
+    ranks: int
+    layout: str = "contiguous"
+    exchange: str = "auto"
+    head_size: int = 1
+    ranks_per_node: int | None = None
+    nested: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """What `SequenceGroup` takes."""
+        names = ("layout", "exchange", "head_size", "ranks_per_node")
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def may_refuse(self) -> bool:
+        """Whether the exchange may say that it does not serve the call."""
+        return not self.nested and ("butterfly" in self.exchange or "hierarchical" in self.exchange)
+
+    def features(self) -> set[str]:
+        """What the case has, by names: a sample has to meet every one of them."""
+        call, pattern = self.call, self.call.pattern
+        longest = max((b - a for _, a, b in call.spans()), default=0)
+        per_rank = -(-call.seq_len // self.ranks)
+        reach = lambda b: longest if b.segment_length is None else min(b.segment_length, longest)  # noqa: E731
+        gqa = call.kv_heads < call.heads
+        having = {
+            self.layout: True,
+            "causal": call.causal,
+            "not causal": not call.causal,
+            "wide": any(reach(b) > per_rank for b in pattern.branches),
+            "wide and dilated": any(reach(b) > per_rank and b.dilation_rate > 1 for b in pattern.branches),
+            "rate does not divide": any(reach(b) > per_rank and reach(b) % b.dilation_rate for b in pattern.branches),
+            "empty rank": per_rank * (self.ranks - 1) >= call.seq_len > 0,
+            "no tokens": call.seq_len == 0,
+            "uneven": call.seq_len % self.ranks > 0,
+            "gqa, query offsets": gqa and pattern.offset_heads == "query",
+            "gqa, kv offsets": gqa and pattern.offset_heads == "kv",
+            "odd heads": call.heads % 2 == 1 and call.heads > 1,
+            "blocked": pattern.offsets == "blocked",
+            "attended": pattern.padding == "attended" and not call.causal,
+            "documents": call.documents is not None and len(call.documents) > 2,
+            "lengths": call.lengths is not None,
+            "batch": call.batch > 1,
+            "shift": any(b.shift for b in pattern.branches),
+            "subsets": any(b.heads for b in pattern.branches),
+            "offsets": any(b.offset is not None for b in pattern.branches),
+            "head groups": self.head_size > 1,
+            "strides": call.layout != "contiguous",
+        }
+        return {name for name, has in having.items() if has}
+
+
+@st.composite
+def powers(draw, heads: int) -> Branch:
+    """A branch whose width and rate are powers of two."""
+    w = 1 << draw(st.integers(0, 6))
+    shift = draw(st.sampled_from([0, 0, w // 2]))
+    return Branch(w, 1 << draw(st.integers(0, 3)), shift=shift if shift < w else 0)
+
+
+@st.composite
+def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
+    """The patterns that the package has names for."""
+    kind = draw(st.sampled_from(["geometric", "head_groups", "dense", "powers"]))
+    if kind == "geometric":
+        first = 1 << draw(st.integers(0, 4))
+        return DilatedPattern.geometric(first, first << draw(st.integers(0, 4)), **rules)
+    if kind == "head_groups" and heads > 1:
+        n = draw(st.integers(1, min(heads, 3)))
+        widths = [draw(st.integers(1, 90)) for _ in range(n)]
+        rules = {**rules, "offset_heads": "query"}  # head groups may cut a kv head's group, which "kv" refuses
+        return DilatedPattern.head_groups(widths, [draw(st.integers(1, 6)) for _ in widths], heads, **rules)
+    if kind == "dense":
+        return DilatedPattern.dense(draw(st.one_of(st.none(), st.integers(1, 90))), **rules)
+    return DilatedPattern(draw(st.lists(powers(heads), min_size=1, max_size=4)), **rules)
+
+
+@st.composite
+def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
+    """Any pattern: random branches, named families, and with attended pads."""
+    rules = {
+        "offsets": draw(st.sampled_from(["interleaved", "blocked"])),
+        "offset_heads": draw(st.sampled_from(["query", "kv"])),
+    }
+    kind = draw(st.sampled_from(["random", "random", "family", "attended"]))
+    if kind == "family":
+        return draw(families(heads, rules))
+    shifts = kind == "random"
+    if kind == "attended":
+        rules["padding"] = "attended"
+    one = branches(heads, heads // kv_heads, rules["offset_heads"] == "kv", shifts=shifts, widest=90)
+    return DilatedPattern(draw(st.lists(one, min_size=1, max_size=4)), **rules)
+
+
+@st.composite
+def settings_for(draw, ranks: int, heads: int) -> dict[str, Any]:
+    """Layout, exchange, head size and ranks a node."""
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
+    exchange = draw(st.sampled_from(EXCHANGES[:3] + EXCHANGES))  # those that serve everything, twice
+    found = {
+        "layout": draw(st.sampled_from(LAYOUTS)),
+        "exchange": exchange,
+        "head_size": draw(st.sampled_from([1, *sizes])),
+        "ranks_per_node": draw(st.sampled_from([1, 2, ranks, None])),
+    }
+    if exchange.startswith("hierarchical") and ranks == 4:
+        found |= {"head_size": 1, "ranks_per_node": 2}  # the only nodes that four ranks can have
+    return found
+
+
+@st.composite
+def sharded(draw, ranks: int) -> Sharded:
+    """Any call on R ranks. With padding="attended" the op may refuse it: see `Case.refused`."""
+    if draw(st.integers(0, 3)) == 0:
+        return draw(nested(ranks))
+    heads, kv = draw(head_counts(6))
+    n = draw(st.one_of(st.integers(0, 100), st.sampled_from([9, ranks - 1, ranks, 16 * ranks, 2 * ranks + 1])))
+    pattern = draw(sharded_patterns(heads, kv))
+    if draw(st.integers(0, 7)) == 0:
+        n = draw(st.integers(100, 200))
+        padding = draw(st.sampled_from(["attended", "masked"]))
+        pattern = DilatedPattern.longnet(draw(st.sampled_from(LADDERS)), RATES, offsets="blocked", padding=padding)
+    kind = draw(st.sampled_from(["whole", "lengths", "documents"]))
+    batch = 1 if kind == "documents" else draw(st.integers(1, 3))
+    call = Case(
+        pattern=pattern,
+        batch=batch,
+        seq_len=n,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=draw(st.sampled_from([4, 1, 5])),
+        causal=draw(st.booleans()),
+        lengths=tuple(draw(st.integers(0, n)) for _ in range(batch)) if kind == "lengths" else None,
+        documents=draw(documents(n)) if kind == "documents" else None,
+        layout=draw(st.sampled_from(["contiguous", *STRIDES])),
+    )
+    return Sharded(call, ranks, **draw(settings_for(ranks, heads)))
+
+
+@st.composite
+def nested(draw, ranks: int) -> Sharded:
+    """A call that every exchange serves: equal contiguous shards of 2^i tokens, and branches that double from there."""
+    heads, kv = draw(head_counts(5))
+    local = 1 << draw(st.integers(1, 4))
+    n = local * ranks
+    rules = {"offset_heads": draw(st.sampled_from(["query", "kv"]))}
+    first = 1 << draw(st.integers(0, 4))
+    pattern = DilatedPattern.geometric(first, first << draw(st.integers(0, 6)), **rules)
+    if draw(st.booleans()):  # wide branches that some widths or rates lack, and any branch inside a shard
+        inside = Branch(draw(st.sampled_from([w for w in range(1, local + 1) if local % w == 0])), draw(st.integers(1, 5)))
+        wide = [b for b in pattern.branches if draw(st.booleans())]
+        pattern = DilatedPattern([*wide, inside], **rules)
+    sizes = [m for m in range(1, ranks + 1) if ranks % m == 0 and m <= heads]
+    power = ranks & (ranks - 1) == 0
+    exchange = draw(st.sampled_from(["butterfly", "butterfly", "auto", "switch"] if power else ["ring", "gather", "auto"]))
+    head_size, per_node = draw(st.sampled_from([1, *sizes])), ranks
+    if ranks == 4 and draw(st.booleans()):
+        exchange, head_size, per_node = draw(st.sampled_from(["hierarchical_butterfly", "hierarchical_gather"])), 1, 2
+    call = Case(
+        pattern, draw(st.integers(1, 3)), n, heads, kv, head_dim=draw(st.sampled_from([4, 3])), causal=draw(st.booleans())
+    )
+    return Sharded(call, ranks, "contiguous", exchange, head_size, per_node, nested=True)
