@@ -1,6 +1,6 @@
 """Transformers with dilated attention (LongNet) for PyTorch Lightning: exact, fast and plain, in that order."""
 
-from lightning_dilated import callbacks, data
+from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
@@ -18,4 +18,5 @@ __all__ = [
     "callbacks",
     "data",
     "dilated_attention",
+    "sequence",
 ]

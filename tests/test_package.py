@@ -30,7 +30,7 @@ MAY = {
     "sequence": {"pattern"},
     "attention": {"pattern", "kernels", "sequence"},
     "data": {"pattern", "sequence"},
-    "models": {"pattern", "attention"},
+    "models": {"pattern", "sequence", "attention"},
     "strategy": {"pattern", "kernels", "sequence", "attention", "data"},
     "planning": {"pattern", "kernels", "sequence", "attention", "data", "models", "strategy"},
     "callbacks": {"pattern", "kernels", "sequence", "attention", "data", "models", "strategy", "planning"},
@@ -38,7 +38,7 @@ MAY = {
     "generate": {"models", "checkpoint"},
     "cli": {"pattern", "data", "models", "strategy", "planning", "callbacks", "checkpoint", "generate", ""},
     "__main__": {"cli"},
-    "": {"pattern", "attention", "data", "models", "strategy", "planning", "callbacks"},
+    "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},
 }
 
 

@@ -47,7 +47,6 @@ class Dropout:
         row = _fold(start, self.seed, branch, sample, head, query)
         return _fold(row, key) >= round(self.p * 2**32)
 
-
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
         """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""
         return keep.to(like.dtype) / (1 - self.p)
@@ -84,7 +83,7 @@ class BlockDropout:
 
 @dataclass(frozen=True)
 class BatchDropout:
-    """The dropout of a batch of wants (G, 1, n, m): sample and head (G,), global positions of queries (G, n), keys (G, m)."""
+    """The dropout of a batch of wants (G, 1, n, m): sample, head (G,), global positions of queries (G, n), keys (G, m)."""
 
     dropout: Dropout
     branch: int

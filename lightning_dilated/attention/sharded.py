@@ -27,7 +27,7 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.heads import HeadGroup, windows
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run, compile_program
 from lightning_dilated.sequence.exchange.run_switch import CompiledSwitch, compile_switch
-from lightning_dilated.sequence.exchange.wire import Traffic, Wire
+from lightning_dilated.sequence.exchange.wire import Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.plan import plan
 from lightning_dilated.sequence.problem import Document, Problem, straddling

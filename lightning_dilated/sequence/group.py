@@ -67,7 +67,9 @@ class SequenceGroup:
         ranks_per_node: int | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
-            raise RuntimeError("SequenceGroup needs torch.distributed: call torch.distributed.init_process_group first.")
+            raise RuntimeError(
+                "SequenceGroup needs torch.distributed: call torch.distributed.init_process_group first."
+            )
         self.group = dist.group.WORLD if group is None else group
         if self.group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(self.group) < 0:
             raise RuntimeError(f"rank {dist.get_rank()} of the world is not in the given process group.")
@@ -110,12 +112,12 @@ class SequenceGroup:
         _groups.pop(self.name, None)
 
     # -- agreeing ---------------------------------------------------------------------------------------------------
-    def agree(self, what: Mapping[str, Any], length: int, seed: int = 0) -> Agreement:
+    def agree(self, what: Mapping[str, Any], length: int | None = None, seed: int = 0) -> Agreement:
         """Compare a call on all ranks; every rank raises if one differs.
 
         Args:
             what: the call, by names; equal on all ranks.
-            length: this rank's tokens.
+            length: this rank's tokens; None where the call has none.
             seed: of dropout; rank 0's is taken.
 
         Raises:
@@ -124,11 +126,12 @@ class SequenceGroup:
         facts = {**what, "layout": self.layout, "exchange": self.exchange, "head_size": self.head_size}
         facts["ranks_per_node"] = self.ranks_per_node
         digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
-        rows = self._exchange_words(digest, length, seed)
+        rows = self._exchange_words(digest, 0 if length is None else length, seed)
         if len({row[0] for row in rows}) > 1:
             raise ValueError(self._difference({k: str(v) for k, v in facts.items()}))
         agreed = Agreement(tuple(row[1] for row in rows), rows[0][2])
-        self._check_lengths(agreed)
+        if length is not None:
+            self._check_lengths(agreed)
         return agreed
 
     def refuse(self, error: BaseException) -> None:
@@ -172,8 +175,8 @@ class SequenceGroup:
             if length != shard.length(rank):
                 raise ValueError(
                     f"rank {rank} of the sequence holds {length} tokens; of {agreed.seq_len} tokens in the {self.layout} "
-                    f"layout it has to hold {shard.length(rank)} (all ranks: {[shard.length(r) for r in range(self.ranks)]}, "
-                    f"got {list(agreed.lengths)})."
+                    f"layout it has to hold {shard.length(rank)}. Got {list(agreed.lengths)}, "
+                    f"wanted {[shard.length(r) for r in range(self.ranks)]}."
                 )
 
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ Shape letters: N tokens, H query heads, D head dim, R ranks.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -73,7 +74,9 @@ class Plan:
         if self.exchange is None:
             return "no segment crosses a shard: nothing is exchanged"
         lines = [f"exchange: {self.exchange}"]
-        lines.append(f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}")
+        lines.append(
+            f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}"
+        )
         for p in self.prices:
             sizes = "".join(f"{x / 1e6:>9.2f} MB" for x in (p.forward, p.backward, p.far, p.kept))
             lines.append(f"  {p.exchange:<22}{sizes}{p.rounds:>8}{p.messages:>10}{p.seconds * 1e3:>9.3f}")
@@ -109,7 +112,7 @@ def make_problem(
         raise ValueError(f"head_size={head_size} must divide ranks={ranks}.")
     shard = Shard(seq_len, ranks // head_size, layout, head_size)
     if cu_seqlens is not None:
-        documents = [Document(0, 1, a, b) for a, b in zip(cu_seqlens, cu_seqlens[1:], strict=False) if b > a]
+        documents = [Document(0, 1, a, b) for a, b in itertools.pairwise(cu_seqlens) if b > a]
     elif lengths is not None:
         documents = [Document(i, 1, 0, n) for i, n in enumerate(lengths) if n]
     else:
@@ -191,7 +194,7 @@ def plan(
     ranks_per_node: int | None = None,
     head_dim: int = 64,
     element_size: int = 2,
-    links: Links = Links(),  # noqa: B008 - a frozen value
+    links: Links = Links(),
 ) -> Plan:
     """The exchange of a problem: the one named, or the cheapest.
 
@@ -217,7 +220,9 @@ def plan(
         return Plan(problem, exchange)
     whole = (0, problem.shard.seq_len)
     if any((d.start, d.stop) != whole for d in problem.documents):
-        others = tuple((x, "documents differ from batch to batch; name it to use it") for x in EXCHANGES if x != "gather")
+        others = tuple(
+            (x, "documents differ from batch to batch; name it to use it") for x in EXCHANGES if x != "gather"
+        )
         return Plan(problem, "gather", (), others)
     return _cheapest(problem, per_node, head_dim, element_size, links)
 

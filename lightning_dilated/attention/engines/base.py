@@ -38,7 +38,8 @@ class Engine:
     """One way to compute a block.
 
     forward(q, k, v, causal, scale, dropout) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where
-    causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n); backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the
+    causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n).
+    backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the
     block's rows and returns dq, dk, dv. Every statement below is tested.
 
     Attributes:

@@ -7,10 +7,12 @@ rows lie among those of the one before.
 
 from __future__ import annotations
 
+import itertools
+
 from lightning_dilated.pattern.rows import place
 from lightning_dilated.sequence.exchange.count import Count, node_of
 from lightning_dilated.sequence.exchange.program import Message, Piece, Program, Round, count
-from lightning_dilated.sequence.problem import Document, Problem
+from lightning_dilated.sequence.problem import Problem
 from lightning_dilated.sequence.progressions import union
 
 
@@ -45,7 +47,7 @@ def _not_nested(problem: Problem) -> str | None:
     """Whether some head's wide branches do not nest."""
     for head in range(*problem.heads):
         chain = wide_branches(problem, head)
-        for (_, rate, offset, i), (_, wider_rate, wider_offset, j) in zip(chain, chain[1:], strict=False):
+        for (_, rate, offset, i), (_, wider_rate, wider_offset, j) in itertools.pairwise(chain):
             if wider_rate % rate or (wider_offset - offset) % rate:
                 return (
                     f"needs offsets that nest, and head {head} uses index {wider_offset} mod {wider_rate} in branches[{j}] "
@@ -116,5 +118,7 @@ def rows(problem: Problem, rank: int, per_node: int) -> Count:
     found = Count(rounds=2 * levels, messages=2 * levels)
     for level in range(1, levels + 1):
         partner = rank ^ (1 << (level - 1))
-        found.add_rows(partner not in node_of(rank, per_node, problem.shard.ranks), count(half(problem, partner, level)))
+        found.add_rows(
+            partner not in node_of(rank, per_node, problem.shard.ranks), count(half(problem, partner, level))
+        )
     return found

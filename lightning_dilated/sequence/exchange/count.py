@@ -30,7 +30,7 @@ class Units:
 
 @dataclass
 class Count:
-    """What one rank receives: {(pass, "near" | "far"): units}, rounds and messages of both passes, units kept between them."""
+    """What one rank receives: {(pass, "near" | "far"): units}; rounds and messages of both passes; units kept in between."""
 
     rounds: int
     messages: int

@@ -49,7 +49,9 @@ class HeadGroup:
         sizes = [batch * n * w[me] for n in self.lengths for w in widths]
         pieces = rows.split(sizes)
         return [
-            torch.cat([p.view(batch, n, w[me], dim) for p, n in zip(pieces[i :: len(widths)], self.lengths, strict=True)], 1)
+            torch.cat(
+                [p.view(batch, n, w[me], dim) for p, n in zip(pieces[i :: len(widths)], self.lengths, strict=True)], 1
+            )
             for i, w in enumerate(widths)
         ]
 

@@ -140,7 +140,9 @@ class Batch:
         return sample, head, queries.view(len(each), -1), keys.view(len(each), -1)
 
 
-def batches(problem: Problem, wants: Iterable[Want], queries: Own | Store, store: Store, device: torch.device) -> list[Batch]:
+def batches(
+    problem: Problem, wants: Iterable[Want], queries: Own | Store, store: Store, device: torch.device
+) -> list[Batch]:
     """The wants, joined where one engine call serves several."""
     groups: dict[tuple[int, ...], list[Want]] = {}
     for want in wants:

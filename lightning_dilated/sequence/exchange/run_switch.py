@@ -1,6 +1,7 @@
 """Running a switch: q, k, v rows go to the owners of their (segment, head), outputs and gradients come back.
 
-Shape letters: B samples, L local tokens, H query heads, D head dim; an owner holds m query rows (m, D) and n key rows (n, 2, D).
+Shape letters: B samples, L local tokens, H query heads, D head dim; an owner holds m query rows (m, D) and n key rows
+(n, 2, D).
 """
 
 from __future__ import annotations
@@ -78,7 +79,9 @@ class SwitchRun:
             rows, queries = (posted.wait() for posted in self._posted)
             self.kept = torch.cat([rows.flatten(0, 1), queries])
         n = 2 * sum(self.compiled.keys.receives.values())
-        return self.kept[n:], self.kept[:n].unflatten(0, (-1, 2)) if n else self.kept.new_empty(0, 2, self.kept.shape[1])
+        return self.kept[n:], self.kept[:n].unflatten(0, (-1, 2)) if n else self.kept.new_empty(
+            0, 2, self.kept.shape[1]
+        )
 
     def _out(self, way: Way, rows: Tensor) -> Posted:
         return self.wire.post(rows, way.sends, way.receives)

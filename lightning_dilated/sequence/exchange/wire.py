@@ -53,7 +53,9 @@ class Wire:
     rank: int
     traffic: Traffic = field(default_factory=Traffic)
 
-    def post(self, rows: Tensor, sends: Mapping[int, int], receives: Mapping[int, int], into: Tensor | None = None) -> Posted:
+    def post(
+        self, rows: Tensor, sends: Mapping[int, int], receives: Mapping[int, int], into: Tensor | None = None
+    ) -> Posted:
         """Send the leading rows to the first peer of `sends`, the next to the second, ...; {peer: number of rows}."""
         shape = (sum(receives.values()), *rows.shape[1:])
         out = rows.new_empty(shape) if into is None else into

@@ -1,0 +1,134 @@
+"""sequence_sum, sequence_mean and sequence_gather: results that need all ranks of a sequence, with the gradients that fit.
+
+The convention: the ranks' losses sum to the loss. So a result that every rank holds gets, as its gradient, the sum of what
+the ranks found; a loss that every rank computes alike from it has to be divided by the number of ranks.
+Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated.sequence.exchange.wire import Wire
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+
+
+def _all_reduce(x: Tensor, group: SequenceGroup) -> Tensor:
+    """The sum over ranks, taken in fp32 (fp64 for float64)."""
+    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group.group)
+    return total.to(x.dtype)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_reduce(grad, ctx.group), None
+
+
+class _Gather(torch.autograd.Function):
+    """(L, ...) rows of every rank, rank after rank; backward sums over ranks what each found for a row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, wire: Wire, lengths: tuple[int, ...]) -> Tensor:
+        ctx.wire, ctx.lengths = wire, lengths
+        rows = torch.cat([x.reshape(len(x), math.prod(x.shape[1:]))] * len(lengths))
+        sends = dict.fromkeys(range(len(lengths)), len(x))
+        return wire.post(rows, sends, dict(enumerate(lengths))).wait().view(-1, *x.shape[1:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        length, ranks = ctx.lengths[ctx.wire.rank], len(ctx.lengths)
+        wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
+        back = ctx.wire.post(
+            wide.reshape(len(grad), math.prod(grad.shape[1:])),
+            dict(enumerate(ctx.lengths)),
+            dict.fromkeys(range(ranks), length),
+        ).wait()
+        return back.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None
+
+
+def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
+    """The sum of x over the ranks of the sequence, on every rank.
+
+    Args:
+        x: any shape, equal on all ranks.
+        sequence: the ranks; None: the active group, or x itself where none is.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ.
+    """
+    group = active_sequence() if sequence is None else sequence
+    if group is None:
+        return x
+    group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype})
+    return _Sum.apply(x, group)
+
+
+def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence: SequenceGroup | None = None) -> Tensor:
+    """The mean of x over the tokens of the whole sequence, each counted once however unequal the shards are.
+
+    Args:
+        x: (B, L, ...) or any shape with this rank's tokens along `dim`.
+        mask: of x's shape up to and including `dim`, (B, L) for dim=1: True (or a weight) where a token counts; a sample
+            without any gives 0.
+        sequence: the ranks; None: the active group, or one rank where none is.
+
+    Returns:
+        x's shape without `dim`, equal on all ranks.
+
+    Raises:
+        ValueError: if the mask's shape does not fit, or, on every rank, if shapes or dtypes differ.
+    """
+    dim = dim % x.ndim
+    if mask is None:
+        mask = x.new_ones(()).expand(x.shape[: dim + 1])
+    if mask.shape != x.shape[: dim + 1]:
+        raise ValueError(
+            f"mask must have shape {tuple(x.shape[: dim + 1])}, that of x up to dim {dim}; got {tuple(mask.shape)}."
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = mask.to(wide).view(*mask.shape, *[1] * (x.ndim - dim - 1))
+    total, count = sequence_sum((x * weight).sum(dim), sequence), sequence_sum(weight.sum(dim), sequence)
+    return (total / torch.where(count == 0, 1.0, count)).to(x.dtype)
+
+
+def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = None) -> Tensor:
+    """All tokens of the sequence in their order, on every rank.
+
+    Args:
+        x: (B, L, ...) or any shape with this rank's tokens along `dim`.
+        sequence: the ranks; None: the active group, or x itself where none is.
+
+    Returns:
+        x's shape with N along `dim`.
+
+    Raises:
+        ValueError: on every rank, if shapes or dtypes differ or a rank's tokens are not those of its shard.
+    """
+    group = active_sequence() if sequence is None else sequence
+    if group is None:
+        return x
+    dim = dim % x.ndim
+    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
+    agreed = group.agree({"call": "sequence_gather", "shape": rest, "dtype": x.dtype, "dim": dim}, x.shape[dim])
+    wire = Wire(group.group, tuple(range(group.ranks)), group.rank)
+    rows = _Gather.apply(x.movedim(dim, 0).contiguous(), wire, agreed.lengths)
+    shard = group.shard(agreed.seq_len)
+    order = torch.tensor([p for rank in range(group.ranks) for held in shard.ranges(rank) for p in held])
+    if group.layout != "contiguous":
+        rows = rows[torch.argsort(order).to(x.device)]
+    return rows.movedim(0, dim)
