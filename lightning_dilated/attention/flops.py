@@ -13,20 +13,43 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers torch.ops.lightning_dilated
+from lightning_dilated.attention.sharded import share
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.pattern.rows import blocks, pairs
+from lightning_dilated.sequence.group import find_sequence
+from lightning_dilated.sequence.problem import wants
 
 
 def attention_pairs(
-    q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, pattern: str, causal: bool
+    q: Tensor,
+    k: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    pattern: str,
+    causal: bool,
+    sequence: str = "",
 ) -> int:
-    """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts."""
+    """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
+
+    On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
+    """
     batch, seq_len, heads, _ = q.shape
     lengths, cu_seqlens = (None if isinstance(x, FakeTensor) else x for x in (lengths, cu_seqlens))
     who = DilatedPattern.decode(pattern)
+    group = find_sequence(sequence) if sequence else None
+    if group is None or group.agreed is None:
+        found = spans(batch, seq_len, lengths, cu_seqlens)
+        return sum(s.batches * pairs(who, s.length, heads, k.shape[2], causal) for s in found)
+    seq_len = group.agreed.seq_len
     found = spans(batch, seq_len, lengths, cu_seqlens)
-    return sum(s.batches * pairs(who, s.length, heads, k.shape[2], causal) for s in found)
+    problem, local = share(group, who, heads, k.shape[2], causal, found, seq_len)
+    near = (
+        span.batches * block.pairs(causal)
+        for span in local
+        for block in blocks(who, span.document, heads, k.shape[2], span.part, problem.heads)
+    )
+    return sum(near) + sum(want.pairs for want in wants(problem, group.rank // group.head_size))
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
@@ -39,11 +62,15 @@ def _forward(
     seed: Tensor | None,
     pattern: str,
     causal: bool,
+    scale: float,
+    dropout: float,
+    engine: str,
+    sequence: str,
     *rest: Any,
     out_val: Any = None,
     **kwargs: Any,
 ) -> int:
-    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal)
+    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence)
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
@@ -60,8 +87,12 @@ def _backward(
     seed: Tensor | None,
     pattern: str,
     causal: bool,
+    scale: float,
+    dropout: float,
+    engine: str,
+    sequence: str,
     *rest: Any,
     out_val: Any = None,
     **kwargs: Any,
 ) -> int:
-    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal)
+    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
 from lightning_dilated.attention.functional import autocast, dilated_attention
-from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.rows import check_padding
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 class DilatedAttention(nn.Module):
@@ -52,8 +53,12 @@ class DilatedAttention(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         causal: bool | None = None,
+        sequence: SequenceGroup | None = None,
     ) -> Tensor:
-        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D); `causal` overrides the module's own for this call."""
+        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D); `causal` overrides the module's own for this call.
+
+        `sequence`: the ranks that share the sequence, as in `dilated_attention`.
+        """
         return dilated_attention(
             q,
             k,
@@ -65,6 +70,7 @@ class DilatedAttention(nn.Module):
             lengths=lengths,
             cu_seqlens=cu_seqlens,
             engine=self.engine,
+            sequence=sequence,
         )
 
     def engine_choice(self, q: Tensor) -> Choice:
@@ -177,8 +183,9 @@ class MultiheadDilatedAttention(nn.Module):
             need_weights, attn_mask: must stay off; `average_attn_weights` then has no meaning.
             is_causal: True makes this call causal, as a module built with causal=True always is.
             lengths, cu_seqlens: as in `dilated_attention`.
-            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; 0..N-1 if None.
-            cache: keys and values of earlier tokens; the new ones are added. Causal only.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; if None 0..N-1, or within an
+                active `SequenceGroup` those of this rank's tokens.
+            cache: keys and values of earlier tokens; the new ones are added. Causal only, on one rank.
 
         Returns:
             (out of query's shape, None).
@@ -192,6 +199,10 @@ class MultiheadDilatedAttention(nn.Module):
         if key_padding_mask is not None:
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
+            if active_sequence() is not None:
+                raise ValueError(
+                    "a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,)."
+                )
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         q, k, v = self._project(query)
         if self.rotary is not None:
@@ -232,7 +243,7 @@ class MultiheadDilatedAttention(nn.Module):
         if isinstance(positions, RotaryTable):
             return positions
         if positions is None:
-            positions = torch.arange(start, start + q.shape[1], device=q.device)
+            positions = token_positions(start, q.shape[1])
         if positions.shape not in (q.shape[1:2], q.shape[:2]):
             raise ValueError(
                 f"positions must be {tuple(q.shape[1:2])} or {tuple(q.shape[:2])}, got {tuple(positions.shape)}."
@@ -241,6 +252,8 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""
+        if active_sequence() is not None:
+            raise ValueError("a cache serves one rank: decode outside of SequenceGroup.active().")
         if not causal or packed:
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
         if self.training and self.attention.dropout > 0:

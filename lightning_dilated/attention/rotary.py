@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.sequence.group import active_sequence
+
 #: xPos: channel pair i decays by ((2i/D + GAMMA) / (1 + GAMMA)) ^ (distance / scale_base)
 GAMMA = 0.4
 
@@ -88,3 +90,9 @@ class Rotary(nn.Module):
                 f"sequence reaches {furthest}. Set xpos_scale_base to at least {math.ceil(furthest / powers)}, or use "
                 "plain rotary positions."
             )
+
+
+def token_positions(start: int, length: int) -> Tensor:
+    """The global positions of `length` tokens from `start` on; within an active sequence those of this rank's shard."""
+    group = active_sequence()
+    return torch.arange(start, start + length) if group is None else group.positions(length)

@@ -126,27 +126,41 @@ def _shared_place(
     """The place of a rank of a sequence."""
     size, traffic = group.head_size, group.backward_traffic if backward else group.forward_traffic
     ring, number = divmod(group.rank, size)
-    cuts = windows(call.num_heads, call.num_kv_heads, size)
-    call = replace(call, heads=cuts[number])
-    shard = Shard(sum(lengths), group.ranks // size, group.layout, size)
-    documents = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in found]
-    problem = Problem(
-        call.pattern, call.num_heads, call.num_kv_heads, call.causal, shard, straddling(documents, shard), call.heads
-    )
-    place = Place(call, local_spans(documents, shard.ranges(ring)))
+    problem, local = share(group, call.pattern, call.num_heads, call.num_kv_heads, call.causal, found, sum(lengths))
+    call = replace(call, heads=problem.heads)
+    place = Place(call, local)
     sizes = {"head_dim": x.q.shape[3], "element_size": x.q.element_size()}
-    planned = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, **sizes)
-    if planned.exchange:
+    group.plan = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, **sizes)
+    if group.plan.exchange:
         per_node = max(1, group.ranks_per_node // size)
-        place.route = _compiled(problem, ring, planned.exchange, per_node, x.q.device)
+        place.route = _compiled(problem, ring, group.plan.exchange, per_node, x.q.device)
         place.wire = Wire(group.group, tuple(range(number, group.ranks, size)), ring, traffic)
         place.call = replace(call, whole=isinstance(place.route, CompiledSwitch))
     if size > 1:
+        cuts = windows(call.num_heads, call.num_kv_heads, size)
         members = tuple(range(ring * size, (ring + 1) * size))
         place.heads = HeadGroup(Wire(group.group, members, number, traffic), tuple(lengths[m] for m in members))
         kv = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
         place.windows = cuts, kv
     return place
+
+
+def share(
+    group: SequenceGroup,
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    causal: bool,
+    found: list[Span],
+    seq_len: int,
+) -> tuple[Problem, list[Span]]:
+    """The problem that this rank's ring solves, and the parts of documents that the rank computes alone."""
+    ring, number = divmod(group.rank, group.head_size)
+    heads = windows(num_heads, num_kv_heads, group.head_size)[number]
+    shard = Shard(seq_len, group.ranks // group.head_size, group.layout, group.head_size)
+    documents = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in found]
+    problem = Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), heads)
+    return problem, local_spans(documents, shard.ranges(ring))
 
 
 @functools.lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
-from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 
@@ -163,7 +163,7 @@ class DilatedTransformer(nn.Module):
         if self.rotary is not None:
             if positions is None:
                 start = caches[0].length if caches else 0
-                positions = torch.arange(start, start + x.shape[1], device=x.device)
+                positions = token_positions(start, x.shape[1]).to(x.device)
             table = self.rotary(positions, _working_dtype(x))
         for i, block in enumerate(self.blocks):
             x = block(

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.wire import Traffic
-from lightning_dilated.sequence.plan import check_exchange
+from lightning_dilated.sequence.plan import Plan, check_exchange
 from lightning_dilated.sequence.shard import Shard, check_layout
 
 _groups: dict[str, SequenceGroup] = {}
@@ -51,6 +51,7 @@ class SequenceGroup:
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
+        agreed, plan: what the latest call agreed on, and its exchange; `print(group.plan)` lists the others with reasons.
 
     Raises:
         RuntimeError: without torch.distributed, or where this process is not in the group.
@@ -83,6 +84,8 @@ class SequenceGroup:
             )
         self.ranks_per_node = self.ranks if ranks_per_node is None else integer(ranks_per_node, "ranks_per_node", 1)
         self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
+        self.agreed: Agreement | None = None
+        self.plan: Plan | None = None
         self._quiet = self._side_group()
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
@@ -97,6 +100,16 @@ class SequenceGroup:
     def shard(self, seq_len: int) -> Shard:
         """Where the positions of a sequence of N tokens lie."""
         return Shard(seq_len, self.ranks, self.layout)
+
+    def positions(self, length: int) -> torch.Tensor:
+        """(L,) int64: the global positions of this rank's `length` tokens; every rank has to ask.
+
+        Raises:
+            ValueError: on every rank, if some rank's tokens are not those of its shard.
+        """
+        agreed = self.agree({"call": "positions"}, length)
+        held = self.shard(agreed.seq_len).ranges(self.rank)
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(x.start, x.stop, x.step) for x in held)])
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
@@ -132,6 +145,7 @@ class SequenceGroup:
         agreed = Agreement(tuple(row[1] for row in rows), rows[0][2])
         if length is not None:
             self._check_lengths(agreed)
+            self.agreed = agreed
         return agreed
 
     def refuse(self, error: BaseException) -> None:

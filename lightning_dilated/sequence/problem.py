@@ -71,6 +71,12 @@ class Want:
     slot: int = 0
     pads: int = 0
 
+    @property
+    def pairs(self) -> int:
+        """(query, key) pairs over the document's samples."""
+        n = len(self.queries)
+        return self.document.samples * (n * (n + 1) // 2 if self.causal else n * sum(map(len, self.keys)))
+
 
 @dataclass(frozen=True)
 class Segment:

@@ -66,16 +66,21 @@ class Pool:
             Failed: with the traceback of every rank that raised.
             Hang: naming the ranks that did not answer.
         """
-        answers = self.answers(ranks, function, *args)
+        return self.values(self.answers(ranks, function, *args), f"{function.__name__}{args}")
+
+    def values(self, answers: list[Answer], call: object) -> list[Any]:
+        """The values of answers; Failed if any rank raised."""
         wrong = [a for a in answers if a.error]
         if wrong:
-            if len(wrong) < ranks:
-                self.close()  # the ranks are no longer in step
-            told = "\n".join(f"--- rank {a.rank} of {ranks}:\n{a.trace}" for a in wrong)
-            raise Failed(f"{function.__name__}{args} failed on ranks {[a.rank for a in wrong]}\n{told}")
+            if len(wrong) < len(answers):
+                self.close()  # the ranks may no longer be in step
+            told = "\n".join(f"--- rank {a.rank} of {len(answers)}:\n{a.trace}" for a in wrong)
+            raise Failed(f"{call} failed on ranks {[a.rank for a in wrong]}\n{told}")
         return [a.value for a in answers]
 
-    def answers(self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float | None = None) -> list[Answer]:
+    def answers(
+        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float | None = None
+    ) -> list[Answer]:
         """What each rank returned or raised."""
         self._start()
         name = (function.__module__, function.__qualname__)
@@ -103,7 +108,8 @@ class Pool:
         if self._workers:
             return
         context = mp.get_context("spawn")
-        store = Path(tempfile.mkdtemp()) / "store"  # a file of this pool's own: no port that other sessions may take
+        self._folder = tempfile.TemporaryDirectory()
+        store = Path(self._folder.name) / "store"  # a file of this pool's own: no port that other sessions may take
         for rank in range(self.size):
             here, there = context.Pipe()
             process = context.Process(target=_work, args=(rank, self.size, str(store), there), daemon=True)

@@ -5,7 +5,7 @@ Shape letters: N tokens of the sequence, R ranks, L tokens of a rank, H query he
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import strategies as st
@@ -14,10 +14,14 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
-from ..pattern.strategies import branches, documents, head_counts
+from ..pattern.strategies import branches, documents
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
-EXCHANGES = ("gather", "ring", "switch", "butterfly", "hierarchical_gather", "hierarchical_butterfly", "auto")
+#: exchanges that serve every call, and all of them
+ANY = ("gather", "ring", "switch", "auto")
+EXCHANGES = (*ANY, "butterfly", "hierarchical_gather", "hierarchical_butterfly")
+#: (query heads, kv heads)
+HEADS = ((1, 1), (4, 2), (3, 1), (5, 5), (2, 2), (6, 3), (3, 3), (4, 1), (6, 2), (2, 1), (5, 1), (4, 4))
 #: GigaPath's segments divided by 128 and by 256, with its rates
 LADDERS = ((8, 45, 256, 1448, 8192), (4, 22, 128, 724, 4096))
 RATES = (1, 2, 4, 8, 16)
@@ -36,6 +40,7 @@ class Sharded:
     exchange: str = "auto"
     head_size: int = 1
     ranks_per_node: int | None = None
+    engine: str = "auto"
     nested: bool = False
 
     def settings(self) -> dict[str, Any]:
@@ -46,7 +51,7 @@ class Sharded:
     @property
     def may_refuse(self) -> bool:
         """Whether the exchange may say that it does not serve the call."""
-        return not self.nested and ("butterfly" in self.exchange or "hierarchical" in self.exchange)
+        return not self.nested and "butterfly" in self.exchange
 
     def features(self) -> set[str]:
         """What the case has, by names: a sample has to meet every one of them."""
@@ -76,14 +81,19 @@ class Sharded:
             "shift": any(b.shift for b in pattern.branches),
             "subsets": any(b.heads for b in pattern.branches),
             "offsets": any(b.offset is not None for b in pattern.branches),
+            "uneven windows": call.heads % self.head_size > 0,
+            "kv head on several": gqa and call.kv_heads < self.head_size,
             "head groups": self.head_size > 1,
+            "head groups and wider": self.head_size > 1
+            and any(reach(b) > per_rank * self.head_size for b in pattern.branches),
             "strides": call.layout != "contiguous",
+            "math": self.engine == "math",
         }
         return {name for name, has in having.items() if has}
 
 
 @st.composite
-def powers(draw, heads: int) -> Branch:
+def powers(draw) -> Branch:
     """A branch whose width and rate are powers of two."""
     w = 1 << draw(st.integers(0, 6))
     shift = draw(st.sampled_from([0, 0, w // 2]))
@@ -104,7 +114,7 @@ def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
         return DilatedPattern.head_groups(widths, [draw(st.integers(1, 6)) for _ in widths], heads, **rules)
     if kind == "dense":
         return DilatedPattern.dense(draw(st.one_of(st.none(), st.integers(1, 90))), **rules)
-    return DilatedPattern(draw(st.lists(powers(heads), min_size=1, max_size=4)), **rules)
+    return DilatedPattern(draw(st.lists(powers(), min_size=1, max_size=4)), **rules)
 
 
 @st.composite
@@ -125,28 +135,12 @@ def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
 
 
 @st.composite
-def settings_for(draw, ranks: int, heads: int) -> dict[str, Any]:
-    """Layout, exchange, head size and ranks a node."""
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
-    exchange = draw(st.sampled_from(EXCHANGES[:3] + EXCHANGES))  # those that serve everything, twice
-    found = {
-        "layout": draw(st.sampled_from(LAYOUTS)),
-        "exchange": exchange,
-        "head_size": draw(st.sampled_from([1, *sizes])),
-        "ranks_per_node": draw(st.sampled_from([1, 2, ranks, None])),
-    }
-    if exchange.startswith("hierarchical") and ranks == 4:
-        found |= {"head_size": 1, "ranks_per_node": 2}  # the only nodes that four ranks can have
-    return found
-
-
-@st.composite
-def sharded(draw, ranks: int) -> Sharded:
-    """Any call on R ranks. With padding="attended" the op may refuse it: see `Case.refused`."""
-    if draw(st.integers(0, 3)) == 0:
-        return draw(nested(ranks))
-    heads, kv = draw(head_counts(6))
-    n = draw(st.one_of(st.integers(0, 100), st.sampled_from([9, ranks - 1, ranks, 16 * ranks, 2 * ranks + 1])))
+def sharded(draw, ranks: int, exchange: str) -> Sharded:
+    """Any call on R ranks. The op may refuse padding="attended" (see `Case.refused`), and some exchanges the call."""
+    if draw(st.integers(0, 7)) < (7 if "butterfly" in exchange else 1):
+        return draw(nested(ranks, exchange))
+    heads, kv = draw(st.sampled_from(HEADS))
+    n = draw(st.one_of(st.integers(0, 100), st.sampled_from([0, 9, ranks - 1, ranks + 1, 16 * ranks])))
     pattern = draw(sharded_patterns(heads, kv))
     if draw(st.integers(0, 7)) == 0:
         n = draw(st.integers(100, 200))
@@ -166,29 +160,50 @@ def sharded(draw, ranks: int) -> Sharded:
         documents=draw(documents(n)) if kind == "documents" else None,
         layout=draw(st.sampled_from(["contiguous", *STRIDES])),
     )
-    return Sharded(call, ranks, **draw(settings_for(ranks, heads)))
+    return Sharded(call, ranks, draw(st.sampled_from(LAYOUTS)), exchange, **draw(groups(ranks, heads, exchange)))
 
 
 @st.composite
-def nested(draw, ranks: int) -> Sharded:
+def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
+    """Head size, ranks a node, and engine."""
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
+    head_size, per_node = draw(st.sampled_from([1, *sizes])), draw(st.sampled_from([None, 1, 2, ranks]))
+    if exchange.startswith("hierarchical"):
+        head_size, per_node = 1, 2  # the only nodes that four ranks can have
+    engine = draw(st.sampled_from(["auto", "auto", "math"]))
+    return {"head_size": head_size, "ranks_per_node": per_node, "engine": engine}
+
+
+@st.composite
+def subsets(draw, heads: int, kv_heads: int, rules: dict[str, str]) -> tuple[int, ...] | None:
+    """Query heads that a branch serves; whole groups where offsets follow the kv heads."""
+    size = heads // kv_heads if rules["offset_heads"] == "kv" else 1
+    lots = draw(st.one_of(st.none(), st.sets(st.integers(0, heads // size - 1), min_size=1)))
+    return lots and tuple(lot * size + i for lot in lots for i in range(size))
+
+
+@st.composite
+def nested(draw, ranks: int, exchange: str) -> Sharded:
     """A call that every exchange serves: equal contiguous shards of 2^i tokens, and branches that double from there."""
-    heads, kv = draw(head_counts(5))
+    heads, kv = draw(st.sampled_from(HEADS))
     local = 1 << draw(st.integers(1, 4))
-    n = local * ranks
     rules = {"offset_heads": draw(st.sampled_from(["query", "kv"]))}
     first = 1 << draw(st.integers(0, 4))
     pattern = DilatedPattern.geometric(first, first << draw(st.integers(0, 6)), **rules)
-    if draw(st.booleans()):  # wide branches that some widths or rates lack, and any branch inside a shard
-        inside = Branch(draw(st.sampled_from([w for w in range(1, local + 1) if local % w == 0])), draw(st.integers(1, 5)))
-        wide = [b for b in pattern.branches if draw(st.booleans())]
+    if draw(st.booleans()):  # wide branches with some left out or for some heads, and any branch inside a shard
+        inside = Branch(
+            draw(st.sampled_from([w for w in range(1, local + 1) if local % w == 0])), draw(st.integers(1, 5))
+        )
+        wide = [replace(b, heads=draw(subsets(heads, kv, rules))) for b in pattern.branches if draw(st.booleans())]
         pattern = DilatedPattern([*wide, inside], **rules)
-    sizes = [m for m in range(1, ranks + 1) if ranks % m == 0 and m <= heads]
-    power = ranks & (ranks - 1) == 0
-    exchange = draw(st.sampled_from(["butterfly", "butterfly", "auto", "switch"] if power else ["ring", "gather", "auto"]))
-    head_size, per_node = draw(st.sampled_from([1, *sizes])), ranks
-    if ranks == 4 and draw(st.booleans()):
-        exchange, head_size, per_node = draw(st.sampled_from(["hierarchical_butterfly", "hierarchical_gather"])), 1, 2
     call = Case(
-        pattern, draw(st.integers(1, 3)), n, heads, kv, head_dim=draw(st.sampled_from([4, 3])), causal=draw(st.booleans())
+        pattern=pattern,
+        batch=draw(st.integers(1, 3)),
+        seq_len=local * ranks,
+        heads=heads,
+        kv_heads=kv,
+        head_dim=draw(st.sampled_from([4, 3])),
+        causal=draw(st.booleans()),
+        layout=draw(st.sampled_from(["contiguous", *STRIDES])),
     )
-    return Sharded(call, ranks, "contiguous", exchange, head_size, per_node, nested=True)
+    return Sharded(call, ranks, "contiguous", exchange, **draw(groups(ranks, heads, exchange)), nested=True)

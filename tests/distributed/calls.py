@@ -1,0 +1,126 @@
+"""What workers run, and one rank's answer to compare it with: a call's slices, its results, and all ranks put together.
+
+Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dilated.sequence.group import SequenceGroup
+
+from ..attention.reference import GRADIENTS, close, close_lse, gradients
+from .strategies import Sharded
+
+NAMES = ("out", "lse", *GRADIENTS)
+
+
+@dataclass
+class Result:
+    """A call's results by name, the positions they belong to, and the bytes that this rank sent, forward and backward."""
+
+    tensors: dict[str, Tensor]
+    positions: list[int]
+    sent: tuple[int, int] = (0, 0)
+    received: tuple[int, int] = (0, 0)
+
+
+@contextmanager
+def sequence(group: dist.ProcessGroup, **settings: Any) -> Iterator[SequenceGroup]:
+    """A SequenceGroup that is closed at the end."""
+    made = SequenceGroup(group, **settings)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def positions(group: SequenceGroup, seq_len: int) -> list[int]:
+    """The global positions of this rank's tokens, in local order."""
+    return [p for held in group.shard(seq_len).ranges(group.rank) for p in held]
+
+
+def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same values with the strides that `Case.layout` names, as a model would hand over its own shard."""
+    if strides == "fused":
+        q, k, v = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], k.shape[2]], 2)
+    elif strides == "expanded kv":
+        k, v = (x[:, :, :1].clone().expand(x.shape) for x in (k, v))
+    elif strides != "contiguous":
+        a, b = {"transposed": (1, 2), "D strided": (2, 3)}[strides]
+        q, k, v = (x.transpose(a, b).clone(memory_format=torch.contiguous_format).transpose(a, b) for x in (q, k, v))
+    return q, k, v
+
+
+def slices(case: Sharded, at: list[int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, grad) of some positions; q, k and v are leaves."""
+    *inputs, grad = (x.detach()[:, at] for x in case.call.tensors(dtype))
+    if case.call.layout == "fused":
+        grad = grad[:, :, :1, :1].expand(grad.shape)  # as the sum of a loss gives it
+    return *(x.requires_grad_() for x in restride(case.call.layout, *inputs)), grad
+
+
+def attend(
+    rank: int, group: dist.ProcessGroup, case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0
+) -> Result:
+    """Forward and backward of this rank's part of a call. Other ranks than 0 get another random state, on purpose."""
+    torch.manual_seed(SEED + 1000 * rank)
+    with sequence(group, **case.settings()) as ours:
+        at = positions(ours, case.call.seq_len)
+        q, k, v, grad = slices(case, at, dtype)
+        out, lse = case.call.run(q, k, v, sequence=ours, return_lse=True, dropout=dropout, engine=case.engine)
+        found = (out, lse, *gradients(out, (q, k, v), grad))
+        traffic = ours.forward_traffic, ours.backward_traffic
+        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+        return Result(tensors, at, tuple(t.sent for t in traffic), tuple(t.received for t in traffic))
+
+
+SEED = 5
+
+
+def alone(case: Sharded, dtype: torch.dtype = torch.float64, dropout: float = 0.0) -> dict[str, Tensor]:
+    """The same call on one rank that knows nothing of groups."""
+    torch.manual_seed(SEED)
+    q, k, v, grad = case.call.tensors(dtype)
+    out, lse = case.call.run(q, k, v, return_lse=True, dropout=dropout, engine=case.engine)
+    return dict(zip(NAMES, (out, lse, *gradients(out, (q, k, v), grad)), strict=True))
+
+
+def by_definition(case: Sharded, dtype: torch.dtype = torch.float64) -> dict[str, Tensor]:
+    """The same call by the oracle, on inputs rounded to `dtype`."""
+    *inputs, grad = case.call.tensors(dtype)
+    inputs = tuple(x.detach().double().requires_grad_() for x in inputs)
+    out, lse = case.call.oracle(*inputs)
+    return dict(zip(NAMES, (out, lse, *gradients(out, inputs, grad.double())), strict=True))
+
+
+def together(results: list[Result], like: dict[str, Tensor]) -> dict[str, Tensor]:
+    """All ranks' results at their global positions; every position must come from exactly one rank."""
+    found = {}
+    at = [p for result in results for p in result.positions]
+    assert sorted(at) == list(range(len(at))), at
+    for name, want in like.items():
+        axis = 2 if name == "lse" else 1
+        parts = torch.cat([result.tensors[name] for result in results], axis)
+        assert parts.shape[axis] == len(at), (name, parts.shape, len(at))
+        found[name] = torch.empty_like(parts).index_copy_(axis, torch.tensor(at, dtype=torch.int64), parts)
+        assert found[name].shape == want.shape, (name, found[name].shape, want.shape)
+    return found
+
+
+def compare(case: Sharded, results: list[Result], want: dict[str, Tensor], tol: float) -> None:
+    """Assert that all ranks together give `want`; errors say the case."""
+    got = together(results, want)
+    for name in NAMES:
+        (close_lse if name == "lse" else close)(f"{name} of {case}", got[name], want[name].detach(), tol)
+    sent, received = (
+        torch.tensor([getattr(r, name) for r in results]).sum(0).tolist() for name in ("sent", "received")
+    )
+    assert sent == received, f"bytes sent {sent}, received {received}: {case}"

@@ -1,0 +1,80 @@
+"""One sequence on several ranks equals one rank, forward and backward, in random calls of every kind."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import HealthCheck, assume, given, seed, settings
+
+from .calls import alone, attend, by_definition, compare
+from .pool import Pool
+from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded, sharded
+
+#: random calls for each number of ranks and each exchange that can serve so many
+EXAMPLES = {1: 12, 2: 120, 3: 120, 4: 170}
+SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
+RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
+#: what every sample has to hold, in calls that move rows; see `Sharded.features`
+BUTTERFLIES = {
+    "contiguous", "causal", "not causal", "wide", "wide and dilated", "gqa, query offsets", "gqa, kv offsets", "odd heads",
+    "batch", "subsets", "strides", "math",
+}  # fmt: skip
+FEATURES = BUTTERFLIES | {
+    *LAYOUTS, "rate does not divide", "uneven", "blocked", "attended", "documents", "lengths", "shift", "offsets",
+}  # fmt: skip
+
+
+def check(pool: Pool, case: Sharded, seen: Counter) -> None:
+    """Run a case on its ranks; an exchange that does not serve it must say so on all of them."""
+    answers = pool.answers(case.ranks, attend, case)
+    if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
+        told = {(a.error, a.message) for a in answers}
+        assert len(told) == 1 and answers[0].error == "ValueError", told
+        seen["refused"] += 1
+        return
+    results = pool.values(answers, case)
+    compare(case, results, alone(case), 1e-10)
+    if case.call.seq_len < 20:
+        compare(case, results, by_definition(case), 1e-10)
+        seen["definition"] += 1
+    forward, backward = (sum(r.sent[i] for r in results) > 0 for i in range(2))
+    assert forward == backward, case
+    seen["cases"] += 1
+    seen["moved"] += forward and case.head_size == 1  # head groups move rows of their own
+    for feature in case.features():
+        seen[feature] += forward or feature == "no tokens"
+
+
+def required(ranks: int, exchange: str) -> set[str]:
+    """Features that a sample has to hold."""
+    wanted = FEATURES
+    if ranks > 2:
+        wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
+    if "butterfly" in exchange:
+        wanted = BUTTERFLIES
+    else:
+        wanted = wanted | {"no tokens", "definition"}
+    if not exchange.startswith("hierarchical"):
+        wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
+        if ranks == 4:
+            wanted = wanted | {"head groups and wider"}
+    return wanted
+
+
+@pytest.mark.parametrize(("ranks", "exchange"), RUNS)
+def test_random(pool, ranks, exchange):
+    seen = Counter()
+
+    @seed(RUNS.index((ranks, exchange)))  # other examples for every run
+    @settings(max_examples=EXAMPLES[ranks], suppress_health_check=list(HealthCheck))
+    @given(sharded(ranks, exchange))
+    def random(case):
+        assume(not case.call.refused())
+        check(pool, case, seen)
+
+    random()
+    if ranks == 1:
+        assert seen["cases"] and not seen["moved"] and not seen["refused"]
+        return
+    assert seen["moved"] >= EXAMPLES[ranks] // 4 and seen["cases"] >= EXAMPLES[ranks] * 3 // 4, seen
+    missing = {feature for feature in required(ranks, exchange) if not seen[feature]}
+    assert not missing, f"the sample holds no {missing}: {seen}"

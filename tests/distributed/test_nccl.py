@@ -1,0 +1,95 @@
+"""Every exchange over NCCL in bf16: an error of at most twice the one-GPU op's own, against float64."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence.exchange import EXCHANGES
+
+pytestmark = pytest.mark.gpu
+
+N, H, D = 16384, 8, 64
+NESTED = DilatedPattern.geometric(512, N)
+RAGGED = DilatedPattern([(700, 1), Branch(3000, 3, shift=900), (10000, 6), (None, 12)], offsets="blocked")
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def run(tensors, pattern, causal, **options):
+    """(out, dq, dk, dv)."""
+    q, k, v, grad = tensors
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    out = dilated_attention(q, k, v, pattern, causal=causal, **options)
+    return out.detach(), *torch.autograd.grad(out, (q, k, v), grad)
+
+
+def compare(rank, pattern, kv_heads, causal, length, settings):
+    """[(what, error over many ranks, error of one GPU)] for each setting of the group."""
+    g = torch.Generator().manual_seed(1)
+    full = [torch.randn(1, length, h, D, generator=g).cuda() for h in (H, kv_heads, kv_heads, H)]
+    full = [x.bfloat16() for x in full]
+    exact = run([x.double() for x in full], pattern, causal, engine="math")
+    own = [(a.double() - b).abs().max() for a, b in zip(run(full, pattern, causal), exact, strict=True)]
+    found = []
+    for setting in settings:
+        group = SequenceGroup(**setting)
+        mine = torch.tensor([p for held in group.shard(length).ranges(rank) for p in held], device="cuda")
+        got = run([x[:, mine] for x in full], pattern, causal, sequence=group)
+        for name, a, b, limit in zip(NAMES, got, exact, own, strict=True):
+            worst = (a.double() - b[:, mine]).abs().max() if len(mine) else torch.zeros((), device="cuda")
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            found.append((f"{name} of {setting}, causal={causal}, {pattern}", worst.item(), limit.item()))
+        group.close()
+    return found
+
+
+def settings_of(ranks, nested):
+    """Every exchange, two layouts where it takes them, and head groups."""
+    for name in EXCHANGES:
+        if "butterfly" in name and not nested:
+            continue
+        hierarchical = name.startswith("hierarchical")
+        if hierarchical and ranks < 4:
+            continue
+        per_node = 2 if hierarchical else None
+        yield {"exchange": name, "ranks_per_node": per_node}
+        if name in ("gather", "ring", "switch"):
+            yield {"exchange": name, "layout": "zigzag"}
+            yield {"exchange": name, "head_size": 2}
+
+
+def work(rank, ranks, port, queue):
+    """One rank: every case."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    found = []
+    for causal in (False, True):
+        found += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
+        found += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
+    if rank == 0:
+        queue.put(found)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_error_is_at_most_twice_that_of_one_gpu(ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    queue = mp.get_context("spawn").SimpleQueue()
+    mp.spawn(work, args=(ranks, port, queue), nprocs=ranks)
+    found = queue.get()
+    for what, worst, own in found:
+        print(f"{what}: {worst:.2e}, one GPU {own:.2e}, ratio {worst / own:.2f}")
+    assert len(found) >= 4 * 2 * 18
+    for what, worst, own in found:
+        assert worst <= 2 * own, f"{what}: error {worst:.2e}, the one-GPU op's {own:.2e}"

@@ -1,0 +1,138 @@
+"""Dropout, low precision, strided inputs and empty batches on several ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+from ..attention.reference import error
+from ..attention.strategies import LAYOUTS as STRIDES
+from ..attention.strategies import Case
+from .calls import NAMES, alone, attend, by_definition, compare, positions, sequence, together
+from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded
+
+#: (ranks, exchange, layout, head size, ranks a node): every exchange on every layout that it takes
+WAYS = [(r, x, layout, 1, None) for r in (2, 3, 4) for x in ANY for layout in LAYOUTS]
+WAYS += [(r, x, layout, 2, None) for r in (2, 4) for x in ANY for layout in LAYOUTS]
+WAYS += [(4, "hierarchical_gather", layout, 1, 2) for layout in LAYOUTS]
+WAYS += [(2, "butterfly", "contiguous", 1, None), (4, "butterfly", "contiguous", 1, None)]
+WAYS += [(4, "butterfly", "contiguous", 2, None), (4, "hierarchical_butterfly", "contiguous", 1, 2)]
+name_of = lambda way: "-".join(map(str, way))  # noqa: E731
+
+NESTED = Case(DilatedPattern.geometric(4, 32), 3, 32, 6, 3, 4)
+MIXED = DilatedPattern([Branch(6, 1, heads=[0, 1, 4]), Branch(12, 3, shift=5), (None, 2), Branch(20, 4, offset=1)])
+CALLS = {
+    "causal": Case(MIXED, 2, 29, 5, 1, 4, causal=True),
+    "lengths": Case(MIXED, 3, 29, 6, 2, 4, lengths=(29, 0, 20)),
+    "documents": Case(MIXED, 1, 29, 6, 6, 4, causal=True, documents=(0, 3, 3, 20, 29)),
+    "nested": NESTED,
+    "nested, causal": NESTED.but(causal=True),
+}
+
+
+def calls_for(way: tuple) -> list[Sharded]:
+    """The calls that an exchange serves."""
+    served = {k: v for k, v in CALLS.items() if k.startswith("nested") or "butterfly" not in way[1]}
+    return [Sharded(call, way[0], way[2], way[1], way[3], way[4]) for call in served.values()]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_dropout(pool, way):
+    """The mask is rank 0's, keyed by global samples, heads and positions; `attend` seeds the other ranks differently."""
+    for case in calls_for(way):
+        results = pool.run(case.ranks, attend, case, torch.float64, 0.4)
+        want = alone(case, dropout=0.4)
+        compare(case, results, want, 1e-10)
+        assert error(alone(case)["out"], want["out"].detach()) > 0.1  # something was dropped
+        assert sum(r.sent[0] for r in results) > 0
+
+
+def masks(rank: int, group: dist.ProcessGroup, seeds: list[int]) -> list[Tensor]:
+    """Outputs of a call whose ranks were seeded with seeds[rank], twice in a row."""
+    torch.manual_seed(seeds[rank])
+    with sequence(group) as ours:
+        x = torch.ones(1, 8, 1, 2).cumsum(1)[:, positions(ours, 8)]
+        return [dilated_attention(x, x, x, DilatedPattern.dense(), dropout=0.5, sequence=ours) for _ in range(2)]
+
+
+def test_dropout_follows_rank_0(pool):
+    first, again, other = (
+        [torch.cat(x, 1) for x in zip(*pool.run(2, masks, seeds), strict=True)] for seeds in ([3, 4], [3, 5], [7, 4])
+    )
+    assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
+    assert not torch.equal(first[0], first[1])  # every call draws anew
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_low_precision(pool, way, dtype):
+    """Many ranks round no more than one: partial results and gradients travel in fp32."""
+    for case in calls_for(way)[::2]:
+        want = by_definition(case, dtype)
+        one, many = alone(case, dtype), together(pool.run(case.ranks, attend, case, dtype), want)
+        for name in NAMES:
+            assert many[name].dtype == one[name].dtype, name
+            finite = want[name].isfinite()
+            assert torch.equal(many[name].isfinite(), finite), f"{name} of {case}"
+            allowed = 1.5 * error(one[name][finite], want[name][finite], 1.0) + torch.finfo(many[name].dtype).eps
+            found = error(many[name][finite], want[name][finite], 1.0)
+            assert found <= allowed, f"{name} of {case}: error {found:.2e}, allowed {allowed:.2e}"
+
+
+@pytest.mark.parametrize("strides", STRIDES)
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_strides(pool, way, strides):
+    for case in calls_for(way)[-1:]:
+        case = Sharded(case.call.but(layout=strides), *way)
+        compare(case, pool.run(case.ranks, attend, case), alone(case), 1e-10)
+
+
+def through_a_projection(
+    rank: int, group: dist.ProcessGroup | None, x: Tensor, weight: Tensor, pattern: DilatedPattern, exchange: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, dx, dweight): q, k and v are views of one fused product, as in a transformer; without a group on one rank."""
+    weight = weight.clone().requires_grad_()
+    if group is None:
+        return _project(x, weight, pattern, None)
+    with sequence(group, exchange=exchange) as ours:
+        return _project(x[:, positions(ours, x.shape[1])], weight, pattern, ours)
+
+
+def _project(x, weight, pattern, sequence):
+    x = x.clone().requires_grad_()
+    q, k, v = (x @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
+    out = dilated_attention(q, k, v, pattern, causal=True, sequence=sequence).flatten(2).sin()
+    return out.detach(), *torch.autograd.grad(out.square().sum(), (x, weight))
+
+
+@pytest.mark.parametrize("exchange", [x for x in EXCHANGES if "hierarchical" not in x])
+def test_fused_projection(pool, exchange):
+    x, weight = torch.randn(2, 32, 16, dtype=torch.float64), torch.randn(16, 48, dtype=torch.float64) / 4
+    pattern = DilatedPattern.geometric(4, 32)
+    want = through_a_projection(0, None, x, weight, pattern, exchange)
+    parts = pool.run(4, through_a_projection, x, weight, pattern, exchange)
+    for i in range(2):
+        torch.testing.assert_close(torch.cat([p[i] for p in parts], 1), want[i], rtol=0, atol=1e-10)
+    torch.testing.assert_close(sum(p[2] for p in parts), want[2], rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=name_of)
+def test_no_samples(pool, way):
+    """B = 0: nothing to compute or to move, and nobody waits."""
+    for case in calls_for(way)[-1:]:
+        case = Sharded(case.call.but(batch=0), *way)
+        results = pool.run(case.ranks, attend, case)
+        compare(case, results, alone(case), 0.0)
+        assert all(r.sent == (0, 0) for r in results)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.7, 30.0])
+@pytest.mark.parametrize("exchange", ANY)
+def test_scale(pool, exchange, scale):
+    for layout in LAYOUTS:
+        case = Sharded(CALLS["causal"].but(scale=scale), 3, layout, exchange)
+        compare(case, pool.run(3, attend, case), alone(case), 1e-10)

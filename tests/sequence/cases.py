@@ -1,0 +1,159 @@
+"""Random cases of sharded attention, and what they ask for by the definition, pair by pair in plain Python sets.
+
+A pair is (document, branch, head, query position, key position) and a row (document, kv head, position); all positions are
+global.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+
+from hypothesis import assume
+from hypothesis import strategies as st
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import check_padding
+from lightning_dilated.sequence.exchange.heads import windows
+from lightning_dilated.sequence.problem import Document, Problem, straddling
+from lightning_dilated.sequence.shard import LAYOUTS, Shard
+
+from ..pattern import naive
+from ..pattern.strategies import patterns
+
+HEADS = [(1, 1), (2, 2), (3, 3), (4, 2), (6, 2), (6, 3), (5, 1)]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on the ranks of a sequence; its repr is what a failing test prints."""
+
+    pattern: DilatedPattern
+    heads: int
+    kv_heads: int
+    causal: bool
+    shard: Shard
+    documents: tuple[Document, ...]
+
+    def problem(self, window: tuple[int, int] | None = None) -> Problem:
+        """The problem of one window of heads, without one that of all heads."""
+        found = straddling(self.documents, self.shard)
+        heads = window or (0, self.heads)
+        return Problem(self.pattern, self.heads, self.kv_heads, self.causal, self.shard, found, heads)
+
+    def problems(self) -> list[Problem]:
+        """One problem for each member of a head-parallel group."""
+        return [self.problem(window) for window in windows(self.heads, self.kv_heads, self.shard.members)]
+
+    @functools.cached_property
+    def pairs(self) -> set[tuple]:
+        """Every pair of the definition."""
+        return {
+            (document, branch, head, p, j)
+            for document, branch, head, positions in self._together
+            for p in positions
+            for j in positions
+            if j <= p or not self.causal
+        }
+
+    @property
+    def _together(self):
+        """(document, branch, head, positions) of the positions that one head uses in one segment."""
+        for d in self.documents:
+            n = d.stop - d.start
+            for i, branch in enumerate(self.pattern.branches):
+                for head in range(self.heads):
+                    found = defaultdict(list)
+                    for p in range(n):
+                        segment = naive.place(self.pattern, branch, head, p, n, self.heads, self.kv_heads)
+                        if segment is not None:
+                            found[segment].append(d.start + p)
+                    yield from ((d, i, head, positions) for positions in found.values())
+
+    def held(self) -> list[set[int]]:
+        """The positions of each rank."""
+        out = [set() for _ in range(self.shard.ranks)]
+        for position in range(self.shard.seq_len):
+            out[member_of(self.shard, position) // self.shard.members].add(position)
+        return out
+
+    def rows_seen(self, problem: Problem) -> list[set[tuple]]:
+        """For each rank the rows that the queries it holds see, those of its own among them."""
+        held = self.held()
+        home = {p: rank for rank, positions in enumerate(held) for p in positions}
+        out = [set() for _ in held]
+        for document, _, head, p, j in self.pairs:
+            if document in problem.documents and problem.heads[0] <= head < problem.heads[1]:
+                out[home[p]].add((document, head // (self.heads // self.kv_heads), j))
+        return out
+
+
+def member_of(shard: Shard, position: int) -> int:
+    """The member that holds a position, from the words of `Shard`'s docstring."""
+    total = shard.ranks * shard.members
+    if shard.layout == "strided":
+        return position % total
+    if shard.layout == "contiguous":
+        return position // ((shard.seq_len + total - 1) // total)
+    chunk = position // ((shard.seq_len + 2 * total - 1) // (2 * total))
+    return chunk if chunk < total else 2 * total - 1 - chunk
+
+
+def runs_of(shard: Shard) -> list[tuple[int, int]]:
+    """(first, last) of the maximal runs of consecutive positions on one rank that are consecutive in its tensor."""
+    homes = [shard.owner(p) for p in range(shard.seq_len)]
+    out = []
+    for p, (rank, index) in enumerate(homes):
+        if out and homes[p - 1] == (rank, index - 1):
+            out[-1] = out[-1][0], p
+        else:
+            out.append((p, p))
+    return out
+
+
+def dealt_singly(shard: Shard) -> bool:
+    """Whether neighbours lie on different members everywhere: then local blocks take nothing, not even a lone token."""
+    return shard.layout == "strided" and shard.ranks * shard.members > 1
+
+
+@st.composite
+def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LAYOUTS, fewest: int = 1):
+    """Any shard: empty ranks, short last ones, one rank."""
+    # hypothesis likes small numbers, and few tokens cross few cuts
+    n = draw(st.one_of(st.integers(longest // 2, longest), st.integers(0, longest)))
+    r, m = draw(st.integers(fewest, ranks)), draw(st.integers(1, members))
+    return Shard(n, r, draw(st.sampled_from(layouts)), m)
+
+
+@st.composite
+def calls_of(draw, seq_len: int):
+    """The documents of a call as the op finds them: packed, or samples with lengths of their own; no empty ones."""
+    if draw(st.booleans()):
+        bounds = (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=6))), seq_len)
+        return tuple(Document(0, 1, a, b) for a, b in pairwise(bounds) if b > a)
+    lengths = draw(st.lists(st.sampled_from([seq_len, draw(st.integers(0, seq_len))]), min_size=1, max_size=3))
+    out = []
+    for length, same in groupby(enumerate(lengths), key=lambda x: x[1]):
+        samples = [i for i, _ in same]
+        if length:
+            out.append(Document(samples[0], len(samples), 0, length))
+    return tuple(out)
+
+
+@st.composite
+def cases(
+    draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LAYOUTS, fewest: int = 1, padding: str = "masked"
+):
+    """Any case; with padding="attended" one that the definition allows."""
+    heads, kv_heads = draw(st.sampled_from(HEADS))
+    shard = draw(shards(longest, ranks, members, layouts, fewest))
+    pattern = draw(patterns(heads, kv_heads, padding=padding, widest=longest + longest // 2))
+    found = draw(calls_of(shard.seq_len))
+    try:
+        for d in found:
+            check_padding(pattern, d.stop - d.start)
+    except ValueError:
+        assume(False)
+    return Case(pattern, heads, kv_heads, draw(st.booleans()), shard, found)

@@ -1,0 +1,77 @@
+"""What ranks compute, summed over ranks and pair by pair, against the pairs and pads of the definition."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from lightning_dilated.attention.sharded import local_spans
+from lightning_dilated.pattern.rows import blocks
+from lightning_dilated.sequence.problem import Document, Problem, Want, wants
+
+from ..pattern import naive
+from .cases import Case
+
+Wanted = Callable[[Problem, int], Iterable[Want]]
+
+
+def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
+    """(document, branch, head, positions, pads) of every segment, or part of one, that a rank computes alone."""
+    for span in local_spans(list(case.documents), problem.shard.ranges(rank)):
+        start = span.origin + span.start - span.offset
+        document = Document(span.batch, span.batches, start, start + span.document)
+        assert document in case.documents
+        for i in range(span.length):  # the tokens lie where the rank's tensor has them
+            assert problem.shard.owner(start + span.offset + i) == (rank, span.start + i)
+        of = (case.pattern, span.document, case.heads, case.kv_heads, span.part, problem.heads, whole)
+        for block in blocks(*of):
+            for s in range(block.segments):
+                for j in range(block.heads):
+                    first = block.first + s * block.segment_stride + j * block.position_step
+                    rows = [start + span.offset + first + i * block.row_stride for i in range(block.rows)]
+                    head = problem.heads[0] + block.head + j * block.head_step
+                    kv_head = problem.kv_heads[0] + block.kv_head + j * block.kv_head_step
+                    assert kv_head == head // (case.heads // case.kv_heads)
+                    yield document, block.branch, head, rows, 0 if case.causal else block.pads
+
+
+def triangle(queries: list[int], keys: list[int], causal: bool):
+    """(query, key) pairs as the engines take them: causal means that query i sees the keys up to the i-th."""
+    assert not causal or len(queries) == len(keys)
+    return [(p, j) for n, p in enumerate(queries) for j in (keys[: n + 1] if causal else keys)]
+
+
+def computed(case: Case, wanted: Wanted, whole: bool) -> tuple[Counter, Counter]:
+    """How often each pair is computed, and the pads that each (document, branch, head, query) attends, over all ranks."""
+    found, pads = Counter(), Counter()
+    for problem in case.problems():
+        for rank in range(case.shard.ranks):
+            for document, branch, head, rows, pad in local_cells(case, problem, rank, whole):
+                found.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal))
+                pads.update({(document, branch, head, p): pad for p in rows})
+            for want in wanted(problem, rank):
+                keys = [j for piece in want.keys for j in piece]
+                at = want.document, want.branch, want.head
+                found.update((*at, p, j) for p, j in triangle(list(want.queries), keys, want.causal))
+                pads.update({(*at, p): want.pads for p in want.queries})
+    return found, pads
+
+
+def check_pairs(case: Case, wanted: Wanted = wants, whole: bool = False) -> Counter:
+    """Every pair of the definition once, each branch apart, and nothing else; returns the pads."""
+    found, pads = computed(case, wanted, whole)
+    assert set(found) == case.pairs
+    assert all(n == 1 for n in found.values())
+    return pads
+
+
+def check_pads(case: Case, wanted: Wanted = wants, whole: bool = False) -> None:
+    """Besides, the pads of every (branch, head, query) are those of the definition, none twice."""
+    pads = check_pairs(case, wanted, whole)
+    for document in case.documents:
+        n = document.stop - document.start
+        for branch in range(len(case.pattern.branches)):
+            want = naive.pads(case.pattern, n, case.heads, case.kv_heads, branch)
+            for head in range(case.heads):
+                got = [pads[document, branch, head, document.start + p] for p in range(n)]
+                assert got == ([0] * n if case.causal else want[head])

@@ -1,0 +1,145 @@
+"""gather (flat and hierarchical) and ring on all ranks of any case, played with sets: who sends is expected, nobody sends what
+it lacks, everything needed arrives; every layout, packed documents, samples, windows of heads, empty ranks."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.sequence.exchange import gather, hierarchical, ring
+from lightning_dilated.sequence.exchange.program import count, merged, pieces_of
+from lightning_dilated.sequence.problem import needed
+from lightning_dilated.sequence.shard import Shard
+
+from .cases import cases
+from .play import (
+    all_programs,
+    check_agreed,
+    check_enters_once,
+    check_kept,
+    from_others,
+    geometric,
+    held_rows,
+    needed_by_definition,
+    play,
+    rows_in,
+    rows_of,
+    wanted_rows,
+)
+
+ANY = cases(longest=32, ranks=16, members=2)
+
+
+@given(ANY)
+@settings(max_examples=150)
+def test_gather(case):
+    for problem in case.problems():
+        assert gather.why_not(problem, 1) is None
+        programs = all_programs(problem, gather.program)
+        check_kept(problem, play(problem, programs))
+        for rank, want in enumerate(needed_by_definition(case, problem)):
+            (step,) = programs[rank].rounds
+            got = Counter(from_others(step, rank))
+            assert got.keys() == want  # not a row more than the definition asks for
+            assert not got or max(got.values()) == 1
+            assert step.receives.get(rank, []) == step.sends.get(rank, [])
+
+
+def check_ring(problem, programs, needs: list[set]) -> None:
+    """Round t brings rows of the rank t back: those that this rank or one after it needs, and no others."""
+    ranks = problem.shard.ranks
+    home = [held_rows(problem, rank) for rank in range(ranks)]
+    arrived = play(problem, programs)
+    for rank in range(ranks):
+        wanted = wanted_rows(problem, rank)
+        for t, rows in enumerate(arrived[rank]):
+            source = (rank - t) % ranks
+            step = programs[rank].rounds[t]
+            assert set(step.receives) <= {(rank - 1) % ranks if t else rank}
+            assert set(step.sends) <= {(rank + 1) % ranks if t else rank}
+            assert len(set(rows)) == len(rows)
+            if t == 0:
+                assert set(rows) == wanted & home[rank]
+                continue
+            users = [(source + hops) % ranks for hops in range(t, ranks)]
+            assert set(rows) == home[source].intersection(set().union(*(needs[user] for user in users)))
+            assert set(rows) >= wanted & home[source]  # the round's rows serve the wants cut down to their source
+
+
+def check_returns(problem, programs) -> None:
+    """The gradient of every used row goes straight to the owner of the row, once."""
+    ranks = problem.shard.ranks
+    home = [held_rows(problem, rank) for rank in range(ranks)]
+    for t in range(ranks):
+        check_agreed([program.returns[t] for program in programs])
+    for rank, program in enumerate(programs):
+        assert not program.keep and len(program.returns) == len(program.rounds) == ranks
+        sent = Counter()
+        for t, step in enumerate(program.returns):
+            there = set(rows_in(program.rounds[t].receives.values()))
+            for owner, message in step.sends.items():
+                assert home[owner].issuperset(rows_of(message))
+                assert there.issuperset(rows_of(message))  # only rows of this round have a gradient now
+            sent.update(rows_in(step.sends.values()))
+        assert sent == Counter(wanted_rows(problem, rank))
+
+
+@given(ANY)
+@settings(max_examples=150)
+def test_ring(case):
+    for problem in case.problems():
+        assert ring.why_not(problem, 1) is None
+        programs = all_programs(problem, ring.program)
+        check_ring(problem, programs, needed_by_definition(case, problem))
+        check_returns(problem, programs)
+
+
+@given(st.data())
+@settings(max_examples=150)
+def test_hierarchical_gather(data):
+    ranks = data.draw(st.sampled_from([4, 6, 8, 9, 12]))
+    case = data.draw(cases(longest=32, ranks=ranks, fewest=ranks, members=2))
+    per_node = data.draw(st.sampled_from([x for x in range(2, ranks) if ranks % x == 0]))
+    for problem in case.problems():
+        assert hierarchical.gather_why_not(problem, per_node) is None
+        programs = all_programs(problem, hierarchical.gather, per_node)
+        check_kept(problem, play(problem, programs))
+        check_enters_once(problem, programs, per_node, needed_by_definition(case, problem))
+        for rank, program in enumerate(programs):
+            between, within = program.rounds
+            for peer in (*between.sends, *between.receives):
+                assert peer % per_node == rank % per_node and peer // per_node != rank // per_node
+            for peer in (*within.sends, *within.receives):
+                assert peer // per_node == rank // per_node
+
+
+NO_NODES = {
+    (4, 1): "several ranks a node",
+    (4, 4): "share one of 4",
+    (4, 8): "share one of 8",
+    (6, 4): "do not divide 6",
+}
+
+
+@pytest.mark.parametrize("ranks, per_node", NO_NODES)
+def test_hierarchical_gather_refuses(ranks, per_node):
+    problem = geometric(keys=4, local=8, ranks=8, heads=1)
+    problem = replace(problem, shard=Shard(64, ranks))
+    assert NO_NODES[ranks, per_node] in hierarchical.gather_why_not(problem, per_node)
+
+
+@given(ANY)
+@settings(max_examples=60)
+def test_messages(case):
+    problem = case.problem()
+    ranks = range(problem.shard.ranks)
+    for rank in ranks:
+        needs = needed(problem, rank)
+        messages = [pieces_of(problem, needs, source) for source in ranks]
+        for source, message in zip(ranks, messages, strict=True):
+            assert set(rows_of(message)) == wanted_rows(problem, rank) & held_rows(problem, source)
+            assert count(message) == len(rows_of(message)) == len(set(rows_of(message)))
+        twice = merged([*messages, *messages])
+        assert Counter(rows_of(twice)) == Counter(rows_in(messages))

@@ -1,0 +1,166 @@
+"""Ranges of integers as sets: every function against Python sets, and by residues where sets would be too large."""
+
+import math
+from itertools import combinations, pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.sequence.progressions import clip, intersect, join, remove, size, subtract, union
+
+HUGE = 1 << 40
+
+
+@st.composite
+def ranges(draw, reach: int = 40, step: int = 12):
+    """A range, empty ones too; its stop need not continue its step."""
+    start = draw(st.integers(-reach, reach))
+    return range(start, start + draw(st.integers(-3, 3 * reach)), draw(st.integers(1, step)))
+
+
+@st.composite
+def huge_ranges(draw):
+    """A range around 2^40 whose step is near 2^20, coprime steps among them."""
+    start = draw(st.integers(-HUGE, HUGE))
+    step = (1 << draw(st.integers(18, 20))) + draw(st.sampled_from([0, 0, 1, -1, 7]))
+    return range(start, start + draw(st.integers(0, 2 * HUGE)), step)
+
+
+def elements(pieces) -> list[int]:
+    """All elements, in order."""
+    return [x for piece in pieces for x in piece]
+
+
+def disjoint(pieces) -> bool:
+    """Whether no element occurs twice."""
+    return len(set(elements(pieces))) == len(elements(pieces))
+
+
+@given(ranges(), st.integers(-60, 200), st.integers(-60, 200))
+@settings(max_examples=300)
+def test_clip(a, start, stop):
+    got = clip(a, start, stop)
+    assert list(got) == [x for x in a if start <= x < stop]
+    assert got.step == a.step  # slices of it stay progressions of the same step
+
+
+@given(ranges(), ranges())
+@settings(max_examples=500)
+def test_intersect(a, b):
+    got = intersect(a, b)
+    assert list(got) == sorted(set(a) & set(b))
+    assert not got or got.step == math.lcm(a.step, b.step)
+
+
+@given(ranges(), ranges())
+@settings(max_examples=500)
+def test_subtract(a, b):
+    pieces = subtract(a, b)
+    assert sorted(elements(pieces)) == sorted(set(a) - set(b))
+    assert all(pieces)
+    # a billion rows must not become a million pieces
+    both = intersect(a, b)
+    period = both.step // a.step if both else 1
+    assert len(pieces) <= min(period, len(both)) + 2
+
+
+@given(st.lists(ranges(), max_size=4), st.lists(ranges(), max_size=4))
+@settings(max_examples=300)
+def test_remove(pieces, taken):
+    whole = union(pieces)  # disjoint, as `remove` asks for
+    left = remove(whole, taken)
+    assert sorted(elements(left)) == sorted(set(elements(pieces)) - set(elements(taken)))
+
+
+@given(st.lists(ranges(), max_size=6))
+@settings(max_examples=300)
+def test_union(pieces):
+    out = union(pieces)
+    assert disjoint(out) and all(out)
+    assert set(elements(out)) == set(elements(pieces))
+    assert size(out) == len(set(elements(pieces)))
+    # senders and receivers may meet the pieces in other orders, and each piece more than once
+    assert union(reversed(pieces + pieces)) == out
+
+
+@given(st.lists(ranges(reach=6), max_size=8), st.data())
+@settings(max_examples=300)
+def test_join(pieces, data):
+    # cut some ranges into neighbours, so that there is something to join
+    cut = []
+    for piece in pieces:
+        at = data.draw(st.integers(0, len(piece)))
+        cut += [piece[:at], piece[at:]]
+    out = join(cut)
+    assert elements(out) == elements(cut)
+    assert all(out)
+    assert not any(a.step == b.step and a[-1] + a.step == b[0] for a, b in pairwise(out))
+
+
+def test_join_needs_equal_steps():
+    assert join([range(0, 4, 2), range(4, 7, 3)]) == (range(0, 4, 2), range(4, 7, 3))
+    assert join([range(0, 4), range(0), range(4, 9)]) == (range(0, 9),)
+
+
+@given(st.lists(ranges(), max_size=5))
+def test_size(pieces):
+    assert size(pieces) == len(elements(pieces))
+
+
+def crt_count(a: range, b: range) -> int:
+    """How many elements two ranges share: the residues agree modulo the gcd, then one in lcm numbers between the ends."""
+    if not a or not b or (a.start - b.start) % math.gcd(a.step, b.step):
+        return 0
+    common = math.lcm(a.step, b.step)
+    # one number with both residues: step through the residues of the larger step
+    big, small = (a, b) if a.step >= b.step else (b, a)
+    k = (small.start - big.start) // math.gcd(a.step, b.step)
+    n = small.step // math.gcd(a.step, b.step)
+    one = big.start + big.step * (k * pow(big.step // math.gcd(a.step, b.step), -1, n) % n if n > 1 else 0)
+    low, high = max(a[0], b[0]), min(a[-1], b[-1])
+    return max(0, (high - one) // common - (low - 1 - one) // common)
+
+
+@given(huge_ranges(), huge_ranges())
+@settings(max_examples=300)
+def test_intersect_huge(a, b):
+    got = intersect(a, b)
+    assert len(got) == crt_count(a, b)
+    for x in (*got[:3], *got[-3:]):
+        assert x in a and x in b
+
+
+@given(huge_ranges(), huge_ranges())
+@settings(max_examples=200)
+def test_subtract_huge(a, b):
+    both, pieces = intersect(a, b), subtract(a, b)
+    assert size(pieces) == len(a) - len(both)
+    period = both.step // a.step if both else 1
+    assert len(pieces) <= min(period, len(both)) + 2
+    if len(pieces) < 30:  # else this check is quadratic, and its elements were counted already
+        assert not any(intersect(x, y) for x, y in combinations(pieces, 2))
+    for piece in pieces[:20]:
+        assert piece[0] in a and piece[-1] in a and not intersect(piece, b)
+
+
+@given(huge_ranges(), huge_ranges())
+@settings(max_examples=100)
+def test_union_huge(a, b):
+    out = union([a, b])
+    assert size(out) == len(a) + len(b) - len(intersect(a, b))
+
+
+@pytest.mark.parametrize(
+    "a, b, want",
+    [
+        (range(3, 3 + HUGE, 1 << 20), range(3 + (1 << 19), HUGE, 1 << 20), 0),  # residues differ
+        (range(0, HUGE, 1 << 20), range(0, HUGE, (1 << 20) + 1), 1),  # coprime steps meet again at their product
+        (range(0, 1 << 62, 1 << 20), range(0, 1 << 62, (1 << 20) + 1), -(-(1 << 62) // ((1 << 20) * ((1 << 20) + 1)))),
+        (range(-HUGE, HUGE, 1 << 20), range(-HUGE, HUGE, 1 << 10), 1 << 21),
+        (range(0, HUGE, 1 << 20), range(HUGE, 2 * HUGE), 0),
+    ],
+    ids=["residues differ", "meet once", "meet at the product", "one holds the other", "apart"],
+)
+def test_intersect_huge_by_hand(a, b, want):
+    assert len(intersect(a, b)) == len(intersect(b, a)) == want

@@ -1,0 +1,194 @@
+"""Programs of 64, 512 and 4096 ranks, set-exact with small segments: S = 16 rows, 32 tokens a rank, 4 heads.
+
+What a rank needs is written out here as sums, and shares no code with the package. The largest runs are marked slow; samples
+of their ranks, with the ranks that they talk to, are not.
+"""
+
+import random
+
+import pytest
+
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.program import Program, Round
+from lightning_dilated.sequence.problem import Problem
+
+from .play import all_programs, check_agreed, check_kept, from_others, geometric, held_rows, play, rows_in, rows_of
+
+KEYS, LOCAL, HEADS, PER_NODE = 16, 32, 4, 8
+
+
+def problem_of(ranks: int, causal: bool) -> Problem:
+    """Branches (16, 1), (32, 2), ... up to the whole sequence."""
+    return geometric(KEYS, LOCAL, ranks, HEADS, causal)
+
+
+def needs(problem: Problem, rank: int) -> set[tuple]:
+    """The rows on other ranks that the queries of a rank see."""
+    (document,) = problem.documents
+    start, stop = rank * LOCAL, (rank + 1) * LOCAL
+    out, width = set(), KEYS
+    while width <= document.stop:
+        for head in range(HEADS):
+            rate = width // KEYS
+            queries = [p for p in range(start, stop) if p % rate == head % rate]
+            for first in {p // width * width for p in queries}:
+                rows = range(first + head % rate, first + width, rate)
+                last = max(p for p in queries if p // width * width == first)
+                out |= {
+                    (document, 0, head, p) for p in rows if not start <= p < stop and (p <= last or not problem.causal)
+                }
+        width *= 2
+    return out
+
+
+def check_all(exchange: str, ranks: int, causal: bool) -> None:
+    """Every rank's program played; gather brings nothing beyond the needs, the others at least those."""
+    problem = problem_of(ranks, causal)
+    programs = all_programs(problem, EXCHANGES[exchange].program, PER_NODE)
+    arrived = play(problem, programs)
+    check_kept(problem, arrived)
+    for rank, rounds in enumerate(arrived):
+        got, want = {row for rows in rounds for row in rows}, needs(problem, rank)
+        assert got == want if exchange == "gather" else got >= want
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("exchange", ["gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly"])
+def test_64_ranks(exchange, causal):
+    check_all(exchange, 64, causal)
+
+
+@pytest.mark.parametrize("exchange, causal", [("butterfly", True), ("hierarchical_butterfly", False), ("gather", True)])
+def test_512_ranks(exchange, causal):
+    check_all(exchange, 512, causal)
+
+
+@pytest.mark.slow  # a minute each; gather and switch take ten minutes and more there
+@pytest.mark.parametrize("exchange", ["butterfly", "hierarchical_butterfly"])
+def test_4096_ranks(exchange):
+    check_all(exchange, 4096, causal=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange", ["gather", "hierarchical_gather"])
+def test_512_ranks_full(exchange):
+    check_all(exchange, 512, causal=False)
+
+
+def rounds_of(program) -> list[Round]:
+    """All rounds of a program or a switch."""
+    return program.rounds if isinstance(program, Program) else [program.keys, program.queries]
+
+
+class Sample:
+    """Some ranks of an exchange, and the programs of the ranks that these talk to, made when asked for."""
+
+    def __init__(self, exchange: str, ranks: int, causal: bool, seed: int = 0):
+        self.problem, self.exchange, self.programs = problem_of(ranks, causal), exchange, {}
+        self.random = random.Random(seed)
+        # the first, the last, those at the middle wall, and any others
+        self.ranks = [0, ranks // 2 - 1, ranks - 1, self.random.randrange(ranks)]
+
+    def program(self, rank: int):
+        """A rank's program, made once."""
+        if rank not in self.programs:
+            self.programs[rank] = EXCHANGES[self.exchange].program(self.problem, rank, PER_NODE)
+        return self.programs[rank]
+
+    def check_messages(self, rank: int, peers: int) -> None:
+        """Messages with some peers agree on both sides, and hold what their senders have by then."""
+        rounds = rounds_of(self.program(rank))
+        for number, step in enumerate(rounds):
+            for peer in self.random.sample(
+                sorted(set(step.sends) | set(step.receives)), k=min(peers, len(step.receives))
+            ):
+                theirs = rounds_of(self.program(peer))
+                for a, b in ((rank, peer), (peer, rank)):
+                    sends, receives = (rounds_of(self.program(x))[number] for x in (a, b))
+                    assert sends.sends.get(b) == receives.receives.get(a)
+                before = rows_in(m for x in theirs[:number] for m in x.receives.values())
+                have = held_rows(self.problem, peer).union(before)
+                assert have.issuperset(rows_of(step.receives.get(peer, [])))
+
+
+@pytest.mark.parametrize("ranks", [512, 4096])
+@pytest.mark.parametrize("exchange", ["gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly"])
+def test_sample(exchange, ranks):
+    sample = Sample(exchange, ranks, causal=True)
+    for rank in sample.ranks:
+        sample.check_messages(rank, peers=1)
+        got = rows_in(m for step in sample.program(rank).rounds for m in step.receives.values())
+        assert len(got) == len(set(got))
+        want = needs(sample.problem, rank)
+        if exchange == "gather":
+            assert set(got) == want
+        assert set(got) >= want
+        if "butterfly" in exchange:
+            assert len(got) == HEADS * KEYS // 2 * (ranks.bit_length() - 1)
+
+
+@pytest.mark.parametrize("ranks", [512, 4096])
+def test_sample_of_switch(ranks):
+    sample = Sample("switch", ranks, causal=True)
+    problem = sample.problem
+    for rank in sample.ranks:
+        sample.check_messages(rank, peers=1)
+        program = sample.program(rank)
+        got = set(rows_in(program.keys.receives.values()))
+        assert got == {(t.document, 0, t.head, p) for t in program.tasks for p in t.queries}
+        for task in program.tasks:  # whole segments, wider than a rank
+            width = KEYS << task.branch
+            first = task.queries[0] // width * width
+            assert width > LOCAL
+            assert list(task.queries) == [
+                p for p in range(first, first + width) if p % (1 << task.branch) == task.head % (1 << task.branch)
+            ]
+    # the rows of one head in the widest branch all go to one rank, and every holder names the same
+    tops = {head: set() for head in range(HEADS)}
+    branch = len(problem.pattern.branches) - 1
+    for rank in sample.ranks:
+        sends = sample.program(rank).keys.sends
+        for head in tops:
+            mine = {p for p in range(rank * LOCAL, (rank + 1) * LOCAL) if p % (1 << branch) == head % (1 << branch)}
+            if mine:
+                tops[head] |= {peer for peer, m in sends.items() if mine & {x[3] for x in rows_of(m) if x[2] == head}}
+    assert any(tops.values())
+
+
+def test_64_ranks_of_switch():
+    problem = problem_of(64, causal=False)
+    programs = all_programs(problem, EXCHANGES["switch"].program)
+    for side in ("keys", "queries"):
+        check_agreed([getattr(x, side) for x in programs])
+    tasks = [(t.branch, t.head, t.queries) for x in programs for t in x.tasks]
+    want = {
+        (branch, head, range(first + head % (1 << branch), first + width, 1 << branch))
+        for branch, width in enumerate(KEYS << i for i in range(len(problem.pattern.branches)))
+        if width > LOCAL
+        for first in range(0, 64 * LOCAL, width)
+        for head in range(HEADS)
+    }
+    assert len(tasks) == len(set(tasks)) and set(tasks) == want
+    owned = [len(x.tasks) for x in programs]
+    assert max(owned) <= HEADS * 6  # the work is dealt out: nobody owns more than a head of each branch for each head
+
+
+def test_64_ranks_of_the_ring():
+    problem = problem_of(64, causal=True)
+    programs = all_programs(problem, EXCHANGES["ring"].program)
+    arrived = play(problem, programs)
+    for rank in range(64):
+        want = needs(problem, rank)
+        used = [row for step in programs[rank].returns for m in step.sends.values() for row in rows_of(m)]
+        assert len(used) == len(set(used)) and set(used) == want
+        assert want <= {row for rows in arrived[rank] for row in rows}
+
+
+@pytest.mark.slow  # half a minute for two ranks: each asks every rank's needs of every other
+def test_512_ranks_of_the_ring():
+    problem = problem_of(512, causal=True)
+    make = EXCHANGES["ring"].program
+    one, two = make(problem, 200, 1), make(problem, 201, 1)
+    for a, b in zip(one.rounds, two.rounds, strict=True):
+        assert a.sends.get(201) == b.receives.get(200)
+    assert needs(problem, 201) <= {row for step in two.rounds for row in from_others(step, 201)}
