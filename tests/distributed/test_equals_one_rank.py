@@ -49,10 +49,7 @@ def required(ranks: int, exchange: str) -> set[str]:
     wanted = FEATURES
     if ranks > 2:
         wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
-    if "butterfly" in exchange:
-        wanted = BUTTERFLIES
-    else:
-        wanted = wanted | {"no tokens", "definition"}
+    wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}
     if not exchange.startswith("hierarchical"):
         wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
         if ranks == 4:

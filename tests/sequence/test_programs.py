@@ -1,5 +1,8 @@
-"""gather (flat and hierarchical) and ring on all ranks of any case, played with sets: who sends is expected, nobody sends what
-it lacks, everything needed arrives; every layout, packed documents, samples, windows of heads, empty ranks."""
+"""gather (flat and hierarchical) and ring on all ranks of any case, played with sets.
+
+Who sends is expected, nobody sends what it lacks, everything needed arrives; every layout, packed documents, samples,
+windows of heads, empty ranks.
+"""
 
 from collections import Counter
 from dataclasses import replace

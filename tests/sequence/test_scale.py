@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange import EXCHANGES, switch
 from lightning_dilated.sequence.exchange.program import Program, Round
 from lightning_dilated.sequence.problem import Problem
 
@@ -130,7 +130,6 @@ def test_sample(exchange, ranks):
 @pytest.mark.parametrize("ranks", [512, 4096])
 def test_sample_of_switch(ranks):
     sample = Sample("switch", ranks, causal=True)
-    problem = sample.problem
     for rank in sample.ranks:
         sample.check_messages(rank, peers=1)
         program = sample.program(rank)
@@ -138,21 +137,14 @@ def test_sample_of_switch(ranks):
         assert got == {(t.document, 0, t.head, p) for t in program.tasks for p in t.queries}
         for task in program.tasks:  # whole segments, wider than a rank
             width = KEYS << task.branch
-            first = task.queries[0] // width * width
+            rate, first = width // KEYS, task.queries[0] // width * width
             assert width > LOCAL
-            assert list(task.queries) == [
-                p for p in range(first, first + width) if p % (1 << task.branch) == task.head % (1 << task.branch)
-            ]
-    # the rows of one head in the widest branch all go to one rank, and every holder names the same
-    tops = {head: set() for head in range(HEADS)}
-    branch = len(problem.pattern.branches) - 1
+            assert task.queries == range(first + task.head % rate, first + width, rate)
+    # ranks that hold parts of one segment name the same owner
+    owners: dict = {}
     for rank in sample.ranks:
-        sends = sample.program(rank).keys.sends
-        for head in tops:
-            mine = {p for p in range(rank * LOCAL, (rank + 1) * LOCAL) if p % (1 << branch) == head % (1 << branch)}
-            if mine:
-                tops[head] |= {peer for peer, m in sends.items() if mine & {x[3] for x in rows_of(m) if x[2] == head}}
-    assert any(tops.values())
+        for owner, task in switch.owned(sample.problem, rank):
+            assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
 
 
 def test_64_ranks_of_switch():
@@ -169,8 +161,6 @@ def test_64_ranks_of_switch():
         for head in range(HEADS)
     }
     assert len(tasks) == len(set(tasks)) and set(tasks) == want
-    owned = [len(x.tasks) for x in programs]
-    assert max(owned) <= HEADS * 6  # the work is dealt out: nobody owns more than a head of each branch for each head
 
 
 def test_64_ranks_of_the_ring():

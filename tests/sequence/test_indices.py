@@ -1,0 +1,242 @@
+"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with what was asked."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.heads import windows
+from lightning_dilated.sequence.exchange.indices import Own, Packing, Store, batches, expand
+from lightning_dilated.sequence.exchange.program import Piece
+from lightning_dilated.sequence.problem import Document, Problem, wants
+
+from .cases import Case, cases
+from .play import all_programs, nested_cases, rows_in
+
+CPU = torch.device("cpu")
+
+
+def own_rows(case: Case, rank: int, heads: tuple[int, int]) -> list[tuple]:
+    """(sample, position, head) of every row of a rank's contiguous (B, L, heads) tensor."""
+    samples = max((d.sample + d.samples for d in case.documents), default=0)
+    positions = [p for piece in case.shard.ranges(rank) for p in piece]
+    return [(b, p, h) for b in range(samples) for p in positions for h in range(*heads)]
+
+
+def named(rows: list[tuple]) -> list[tuple]:
+    """(sample, position, head) of rows (document, sample in the document, head, position)."""
+    return [(document.sample + sample, p, head) for document, sample, head, p in rows]
+
+
+def asked(document: Document, sample: int, head: int, rows) -> list[tuple]:
+    """(sample, position, head) of rows that are asked for."""
+    return [(document.sample + sample, p, head) for p in rows]
+
+
+@given(st.lists(st.tuples(st.integers(-50, 50), st.integers(-9, 9), st.integers(0, 7)), max_size=8))
+def test_expand(runs):
+    got = expand(iter(runs))
+    assert got.dtype == torch.int64
+    assert got.tolist() == [start + i * step for start, step, count in runs for i in range(count)]
+
+
+def test_expand_large_numbers():
+    # flat numbers of a long sequence times its heads pass 2^31 soon
+    assert expand([(1 << 40, 1 << 35, 3)]).tolist() == [1 << 40, (1 << 40) + (1 << 35), (1 << 40) + (1 << 36)]
+
+
+def check_found(found, rows: range, have: list[tuple], wanted: list[tuple]) -> None:
+    """`found` tells for every one of `rows` that is in `have` where it is in both, once."""
+    places: dict[int, int] = {}
+    for inside, there in found:
+        assert inside[2] == there[2] > 0
+        for i, n in zip(expand([inside]).tolist(), expand([there]).tolist(), strict=True):
+            assert i not in places
+            places[i] = n
+    assert {i: have[n] for i, n in places.items()} == {i: row for i, row in enumerate(wanted) if row in set(have)}
+
+
+@st.composite
+def asks(draw, case: Case, heads: tuple[int, int]):
+    """(document, head, rows, sample): any rows of a document."""
+    document = draw(st.sampled_from(case.documents))
+    start = draw(st.integers(document.start, document.stop - 1))
+    rows = range(start, draw(st.integers(start, document.stop)), draw(st.integers(1, 5)))
+    return document, draw(st.integers(heads[0], heads[1] - 1)), rows, draw(st.integers(0, document.samples - 1))
+
+
+SOME = cases(longest=30, ranks=4, members=2).filter(lambda case: case.documents)
+
+
+@given(SOME, st.data())
+@settings(max_examples=150)
+def test_own(case, data):
+    rank = data.draw(st.integers(0, case.shard.ranks - 1))
+    heads = data.draw(st.sampled_from([(0, case.heads), (case.heads - 1, case.heads)]))
+    own = Own(case.shard.ranges(rank), heads)
+    assert own.length == case.shard.length(rank)
+    document, head, rows, sample = data.draw(asks(case, heads))
+    wanted = asked(document, sample, head, rows)
+    check_found(own.find(document, head, rows, sample), rows, own_rows(case, rank, heads), wanted)
+
+
+@given(SOME, st.data())
+@settings(max_examples=150)
+def test_store(case, data):
+    # pieces of all documents and heads, some positions left out, in two messages
+    store, message = Store(), []
+    for document in case.documents:
+        for head in range(case.kv_heads):
+            cut = data.draw(st.integers(document.start, document.stop))
+            step = data.draw(st.integers(1, 3))
+            pieces = [range(document.start, cut, step), range(cut, document.stop)]
+            message += [Piece(document, head, rows) for rows in pieces if rows and data.draw(st.booleans())]
+    half = len(message) // 2
+    store.add(message[:half])
+    store.add(message[half:])
+    have = rows_in([message])
+    assert store.size == len(have)
+    document, head, rows, sample = data.draw(asks(case, (0, case.kv_heads)))
+    mine = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
+    wanted = [(document, sample, head, p) for p in rows]
+    check_found(store.find(document, head, rows, sample), rows, mine, wanted)
+
+
+def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
+    """The buffer that is filled as `packing` says holds the rows that are sent, in their order."""
+    assert len(packing.own) == len(packing.own_at) and len(packing.store) == len(packing.store_at)
+    buffer: dict[int, tuple] = {}
+    for at, numbers, rows in ((packing.own_at, packing.own, own), (packing.store_at, packing.store, store)):
+        for i, n in zip(at.tolist(), numbers.tolist(), strict=True):
+            assert i not in buffer
+            buffer[i] = rows[n]
+    assert buffer == dict(enumerate(named(sent)))
+
+
+def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 1) -> None:
+    """Every round's send buffer on every rank, as `run` fills it."""
+    for rank, program in enumerate(all_programs(problem, EXCHANGES[exchange].program, per_node)):
+        own, store, arrived = Own(case.shard.ranges(rank), problem.kv_heads), Store(), []
+        mine = own_rows(case, rank, problem.kv_heads)
+        for step in program.rounds:
+            pieces = [piece for message in step.sends.values() for piece in message]
+            check_packing(Packing.of(pieces, own, store), mine, arrived, rows_in(step.sends.values()))
+            if not program.keep:
+                store, arrived = Store(), []
+            for message in step.receives.values():
+                store.add(message)
+            arrived = arrived + named(rows_in(step.receives.values()))
+
+
+@given(cases(longest=30, ranks=6, members=2), st.sampled_from(["gather", "ring"]))
+@settings(max_examples=100)
+def test_packing(case, exchange):
+    for problem in case.problems():
+        check_packings(case, problem, exchange)
+
+
+@given(cases(longest=30, ranks=6, fewest=6, members=1), st.sampled_from([2, 3]))
+@settings(max_examples=60)
+def test_packing_of_rows_passed_on(case, per_node):
+    check_packings(case, case.problem(), "hierarchical_gather", per_node)
+
+
+@given(nested_cases(ranks=(4, 8)), st.booleans())
+@settings(max_examples=60)
+def test_packing_of_halves(case, nodes):
+    for problem in case.problems():
+        check_packings(case, problem, "hierarchical_butterfly" if nodes else "butterfly", 2)
+
+
+def test_packing_of_a_row_that_is_not_there():
+    document = Document(0, 2, 0, 8)
+    own = Own((range(0, 4),), (0, 1))
+    Packing.of([Piece(document, 0, range(0, 4, 2))], own, Store())
+    with pytest.raises(AssertionError, match="not held"):
+        Packing.of([Piece(document, 0, range(3, 5))], own, Store())
+
+
+def check_batches(problem: Problem, made, found: list, query_rows: list[tuple], key_rows: list[tuple]) -> None:
+    """All wants are in one batch each, whose numbers and positions are those of its wants."""
+    assert sorted(map(repr, (want for batch in made for want in batch.wants))) == sorted(map(repr, found))
+    for batch in made:
+        each = [(want, sample) for want in batch.wants for sample in range(want.document.samples)]
+        assert {(w.branch, w.causal, w.pads) for w, _ in each} == {(batch.branch, batch.causal, batch.pads)}
+        assert len({w.slot for w, _ in each}) == 1
+        sample, head, queries, keys = batch.positions()
+        assert batch.queries.shape == queries.shape and batch.keys.shape == keys.shape
+        assert batch.queries.unique().numel() == batch.queries.numel()  # rows are written in place
+        for i, (want, s) in enumerate(each):
+            wanted = [p for rows in want.keys for p in rows]
+            kv_head = want.head // problem.group
+            assert [query_rows[n] for n in batch.queries[i].tolist()] == asked(
+                want.document, s, want.head, want.queries
+            )
+            assert [key_rows[n] for n in batch.keys[i].tolist()] == asked(want.document, s, kv_head, wanted)
+            assert (int(sample[i]), int(head[i])) == (want.document.sample + s, want.head)
+            assert queries[i].tolist() == list(want.queries) and keys[i].tolist() == wanted
+
+
+def store_of(messages) -> tuple[Store, list[tuple]]:
+    """A store with these messages, and its rows."""
+    store = Store()
+    for message in messages:
+        store.add(message)
+    return store, named(rows_in(messages))
+
+
+@given(cases(longest=30, ranks=5, members=2))
+@settings(max_examples=120)
+def test_batches(case):
+    for problem in case.problems():
+        for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
+            store, key_rows = store_of(program.rounds[0].receives.values())
+            own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
+            made = batches(problem, found, own, store, CPU)
+            check_batches(problem, made, found, own_rows(case, rank, problem.heads), key_rows)
+
+
+@given(cases(longest=24, ranks=5, padding="attended"))
+@settings(max_examples=60)
+def test_batches_with_pads(case):
+    problem = replace(case.problem(), causal=False)
+    for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
+        store, key_rows = store_of(program.rounds[0].receives.values())
+        own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
+        check_batches(
+            problem, batches(problem, found, own, store, CPU), found, own_rows(case, rank, problem.heads), key_rows
+        )
+
+
+@given(cases(longest=30, ranks=5, members=2))
+@settings(max_examples=80)
+def test_batches_of_received_queries(case):
+    for problem in case.problems():
+        for program in all_programs(problem, EXCHANGES["switch"].program):
+            store, key_rows = store_of(program.keys.receives.values())
+            queries, query_rows = store_of(program.queries.receives.values())
+            made = batches(problem, program.tasks, queries, store, CPU)
+            check_batches(problem, made, program.tasks, query_rows, key_rows)
+
+
+def test_a_want_whose_rows_are_missing():
+    case = Case.__new__(Case)
+    del case
+
+
+@given(st.integers(1, 40), st.data())
+def test_windows(kv_heads, data):
+    group, members = data.draw(st.integers(1, 8)), data.draw(st.integers(1, 50))
+    heads = kv_heads * group
+    cuts = windows(heads, kv_heads, members)
+    assert len(cuts) == members
+    assert [h for a, b in cuts for h in range(a, b)] == list(range(heads))
+    assert all(a <= b for a, b in cuts)
+    unit = group if kv_heads >= members else 1
+    sizes = [b - a for a, b in cuts]
+    assert max(sizes) - min(sizes) <= unit
+    if kv_heads >= members:  # then no kv head is on two ranks
+        assert all(a % group == b % group == 0 for a, b in cuts)

@@ -1,0 +1,90 @@
+"""The plan: the published table of bytes, exact counts, the choices of "auto" pinned for ten cases, and scale."""
+
+import time
+
+import pytest
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.plan import Links, make_problem, moved, plan, price
+
+GIGAPATH = DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets="blocked")
+
+
+def geometric(seq_len, ranks, **options):
+    return make_problem(DilatedPattern.geometric(2048, seq_len), seq_len, 12, ranks=ranks, **options)
+
+
+# research/sequence_parallel.md 4b, width 768: megabytes received in the forward of a layer, and those from other nodes
+TABLE = [(8, 9.4, 0.0), (64, 18.9, 1.2), (512, 28.3, 2.4), (4096, 37.7, 3.5)]
+
+
+@pytest.mark.parametrize("ranks, union, far", TABLE)
+@pytest.mark.parametrize("local", [32768, 262144])
+def test_table_4b(ranks, union, far, local):
+    problem = geometric(ranks * local, ranks)
+    flat = price(problem, "butterfly", 8, 64, 2, Links())
+    assert round(flat.forward / 1e6, 1) == union and flat.backward == 2 * flat.forward
+    assert round(price(problem, "gather", 8, 64, 2, Links()).forward / 1e6, 1) == union
+    if ranks > 8:
+        nodes = price(problem, "hierarchical_butterfly", 8, 64, 2, Links())
+        assert round(nodes.far / 3 / 1e6, 1) == far  # a third of both passes: gradients are fp32
+
+
+def test_bytes_are_flat_in_n_and_logarithmic_in_r():
+    got = [
+        [price(geometric(r * n, r), "gather", r, 64, 2, Links()).forward for n in (4096, 65536)] for r in (2, 4, 8, 16)
+    ]
+    step = 2048 // 2 * 2 * 768 * 2  # S/2 rows of K and of V
+    assert got == [[step * level] * 2 for level in (1, 2, 3, 4)]
+
+
+@pytest.mark.parametrize("exchange", ["gather", "butterfly", "hierarchical_butterfly", "ring", "switch"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_fast_count_is_that_of_the_program(exchange, causal):
+    problem = make_problem(DilatedPattern.geometric(16, 512), 512, 4, 2, ranks=8, causal=causal)
+    for rank in range(8):
+        units = EXCHANGES[exchange].count(problem, rank, 2).units
+        forward, _ = moved(problem, exchange, rank, 2, 8, 4)
+        assert sum(u.bytes(8, 4) for (run, _), u in units.items() if run == "forward") == forward.received
+
+
+CHOICES = {
+    "4 GPUs, nested": (lambda: geometric(1 << 20, 4), 4, "gather"),
+    "4 GPUs, nested, causal": (lambda: geometric(1 << 20, 4, causal=True), 4, "gather"),
+    "64 ranks on nodes of 8": (lambda: geometric(1 << 21, 64), 8, "hierarchical_gather"),
+    "64 ranks on one node": (lambda: geometric(1 << 21, 64), 64, "gather"),
+    "4096 ranks, 1 billion tokens": (lambda: geometric(1 << 30, 4096), 8, "hierarchical_butterfly"),
+    "GigaPath, 8 GPUs": (lambda: make_problem(GIGAPATH, 1 << 20, 16, ranks=8), 8, "switch"),
+    "dense, 8 GPUs": (lambda: make_problem(DilatedPattern.dense(), 1 << 20, 12, ranks=8), 8, "switch"),
+    "dense, more ranks than heads": (lambda: make_problem(DilatedPattern.dense(), 1 << 20, 12, ranks=64), 8, "ring"),
+    "segments inside shards": (lambda: make_problem(DilatedPattern.dense(1024), 1 << 20, 12, ranks=8), 8, None),
+    "packed documents": (lambda: geometric(1 << 20, 8, cu_seqlens=[0, 300000, 1 << 20]), 8, "gather"),
+}
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_auto(name):
+    problem, per_node, want = CHOICES[name]
+    found = plan(problem(), ranks_per_node=per_node)
+    assert found.exchange == want
+    assert want is None or {x for x, _ in found.rejected} == set(EXCHANGES) - {want}
+    assert all(reason in str(found) for _, reason in found.rejected)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: geometric(1 << 30, 4096), lambda: make_problem(GIGAPATH, 1 << 30, 16, ranks=4096)]
+)
+def test_a_billion_tokens_on_4096_ranks(make):
+    begin = time.process_time()
+    plan.__wrapped__(make(), ranks_per_node=8)
+    assert time.process_time() - begin < 10
+
+
+def test_an_exchange_that_cannot_serve():
+    with pytest.raises(
+        ValueError, match="exchange='butterfly' cannot serve this call: needs a power of two of ranks, not 3"
+    ):
+        plan(geometric(1 << 20, 3), "butterfly")
+    with pytest.raises(ValueError, match="exchange must be one of auto, gather"):
+        plan(geometric(1 << 20, 4), "rings")
