@@ -1,6 +1,8 @@
 """What the README shows is true: its Python runs, its links exist, its commands parse, its tables name real things."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,13 +35,21 @@ def test_first_screen_holds_the_two_commands() -> None:
 
 def test_own_model_block_trains_one_step() -> None:
     scope: dict[str, object] = {"torch": torch, "ld": ld}
-    exec(BLOCKS[1], scope)
+    exec(BLOCKS[2], scope)
     model = scope["MyEncoder"]()
     model.configure_model()
     loss, tokens = model.token_mean((torch.randn(2, 100, 256), torch.randint(0, 10, (2, 100))))
     loss.backward()
     assert int(tokens) == 200
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_many_ranks_block_runs_on_two(tmp_path) -> None:
+    (tmp_path / "ranks.py").write_text(BLOCKS[1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.count("exchange: gather") == 2
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))

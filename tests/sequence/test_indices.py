@@ -14,7 +14,7 @@ from lightning_dilated.sequence.exchange.program import Piece
 from lightning_dilated.sequence.problem import Document, Problem, wants
 
 from .cases import Case, cases
-from .play import all_programs, nested_cases, rows_in
+from .play import all_programs, geometric, nested_cases, rows_in
 
 CPU = torch.device("cpu")
 
@@ -222,9 +222,13 @@ def test_batches_of_received_queries(case):
             check_batches(problem, made, program.tasks, query_rows, key_rows)
 
 
-def test_a_want_whose_rows_are_missing():
-    case = Case.__new__(Case)
-    del case
+def test_a_want_whose_rows_were_not_received():
+    problem = geometric(4, 4, 4, 1)
+    found = list(wants(problem, 1))
+    (step,) = EXCHANGES["gather"].program(problem, 1, 1).rounds
+    store, _ = store_of(list(step.receives.values())[1:])
+    with pytest.raises(AssertionError, match="not received"):
+        batches(problem, found, Own(problem.shard.ranges(1), (0, 1)), store, CPU)
 
 
 @given(st.integers(1, 40), st.data())
