@@ -1,0 +1,56 @@
+"""sequence_sum, sequence_mean and sequence_gather equal one rank, gradients too, when the ranks' losses sum to the loss."""
+
+import pytest
+import torch
+
+from lightning_dilated.sequence import sequence_gather, sequence_mean, sequence_sum
+
+from .calls import positions, sequence
+
+N = 9  # on 4 ranks one is empty
+
+
+def numbers(seed, *shape):
+    """The same on every rank."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def helpers(rank, group, layout):
+    """On this rank: largest errors of the results and gradients of all three."""
+    with sequence(group, layout=layout) as ours:
+        x, mask = numbers(0, 2, N, 3), numbers(1, 2, N) > -0.5
+        mine = positions(ours, N)
+        local, full = x[:, mine].clone().requires_grad_(), x.clone().requires_grad_()
+        weights = [numbers(10 + r, 2, N, 3) for r in range(ours.ranks)]
+        out = {}
+
+        def check(name, got, loss, want, want_loss):
+            (mine_grad,) = torch.autograd.grad(loss, local)
+            (want_grad,) = torch.autograd.grad(want_loss, full)
+            worst = [(got - want).abs().max(), (mine_grad - want_grad[:, mine]).abs().amax() if len(mine) else 0.0]
+            out[name] = max(map(float, worst))
+
+        got = sequence_gather(local, 1, ours)
+        check("gather", got, (got * weights[rank]).sum(), full, (full * sum(weights)).sum())
+        for name, m in (("mean", None), ("masked mean", mask)):
+            got = sequence_mean(local, 1, None if m is None else m[:, mine], ours)
+            want = full.mean(1) if m is None else (full * m[..., None]).sum(1) / m.sum(1)[:, None]
+            check(name, got, (got**2).sum() / ours.ranks, want, (want**2).sum())
+        got = sequence_sum(local.sum(1), ours)
+        check("sum", got, (got**2).sum() / ours.ranks, full.sum(1), (full.sum(1) ** 2).sum())
+        return out
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "strided"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_equal_to_one_rank(pool, ranks, layout):
+    for found in pool.run(ranks, helpers, layout):
+        assert found.keys() == {"gather", "mean", "masked mean", "sum"} and max(found.values()) < 1e-12, found
+
+
+def test_one_rank_without_a_group():
+    x = torch.randn(2, 5, 3)
+    assert sequence_sum(x) is x and sequence_gather(x) is x
+    torch.testing.assert_close(sequence_mean(x), x.mean(1))
+    with pytest.raises(ValueError, match=r"mask must have shape \(2, 5\)"):
+        sequence_mean(x, mask=torch.ones(2, 4))

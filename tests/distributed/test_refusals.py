@@ -1,0 +1,130 @@
+"""Ranks that disagree, or calls that nobody can serve: an error on every rank, before any row moves; then work goes on.
+
+And bytes: what the exchange counted is what the plan says, exactly.
+"""
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence.plan import make_problem, moved
+
+from .calls import sequence
+
+NESTED = DilatedPattern.geometric(4, 32)
+OTHER = DilatedPattern.geometric(4, 16)
+BLOCKED = DilatedPattern.geometric(4, 32, offsets="blocked")
+
+
+def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=4, **options):
+    """(error or None, bytes sent) of one call."""
+    q = torch.ones(batch, length, 4, 2, dtype=dtype)
+    k = torch.ones(batch, length, k_heads, 2, dtype=dtype)
+    before = group.forward_traffic.sent
+    try:
+        dilated_attention(q, k, k, pattern, sequence=group, **options)
+    except (ValueError, TypeError) as error:
+        return f"{type(error).__name__}: {error}", group.forward_traffic.sent - before
+    return None, group.forward_traffic.sent - before
+
+
+def odd_one(rank, group, settings, usual, odd):
+    """The last rank calls otherwise; afterwards all make a right call."""
+    with sequence(group, **settings) as ours:
+        mine = {**usual, **(odd if rank == ours.ranks - 1 else {})}
+        return call(ours, **mine), call(ours, **usual) if not settings else None
+
+
+ODD = {
+    "pattern": ({"pattern": OTHER}, "pattern: rank 2 has"),
+    "dtype": ({"dtype": torch.float32}, "dtype: rank 2 has torch.float32"),
+    "causal": ({"causal": True}, "causal: rank 2 has True"),
+    "batch": ({"batch": 2}, "batch: rank 2 has 2"),
+    "length": ({"length": 9}, "rank 0 of the sequence holds 8 tokens"),
+    "invalid pattern": ({"pattern": "x"}, "pattern must be a DilatedPattern"),
+    "invalid k": ({"k_heads": 3}, "must divide"),
+    "lengths": ({"lengths": [3]}, "lengths: rank 2 has [3]"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_rank_that_differs(pool, name):
+    odd, words = ODD[name]
+    for rank, ((error, sent), after) in enumerate(pool.run(3, odd_one, {}, {}, odd)):
+        assert error and words in error, (rank, error)
+        assert sent == 0
+        assert after[0] is None and after[1] > 0
+
+
+UNSERVED = {
+    "three ranks": (3, {"exchange": "butterfly"}, {}, "needs a power of two of ranks, not 3"),
+    "blocked": (4, {"exchange": "butterfly"}, {"pattern": BLOCKED, "length": 4}, "needs offsets that nest"),
+    "layout": (2, {"exchange": "butterfly", "layout": "strided"}, {}, "needs the contiguous layout"),
+    "padded": (2, {"exchange": "butterfly"}, {"lengths": [9]}, "not packed or padded ones"),
+    "one node": (2, {"exchange": "hierarchical_gather"}, {}, "needs several nodes"),
+}
+
+
+@pytest.mark.parametrize("name", UNSERVED)
+def test_an_exchange_that_cannot_serve(pool, name):
+    ranks, settings, options, words = UNSERVED[name]
+    for (error, sent), _ in pool.run(ranks, odd_one, settings, options, {}):
+        assert error and words in error and sent == 0, error
+
+
+def make(rank, group, settings):
+    """The error of making a group."""
+    try:
+        SequenceGroup(group, **settings).close()
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"head_size": 2}, "head_size=2 must divide the 3 ranks"),
+        ({"exchange": "rings"}, "exchange must be one of auto, gather"),
+        ({"layout": "blocked"}, "layout must be one of contiguous, zigzag, strided"),
+    ],
+)
+def test_settings(pool, settings, words):
+    assert all(words in error for error in pool.run(3, make, settings))
+
+
+def test_without_a_process_group():
+    with pytest.raises(RuntimeError, match="init_process_group first"):
+        SequenceGroup()
+    with pytest.raises(TypeError, match="sequence must be a SequenceGroup"):
+        dilated_attention(*torch.ones(3, 1, 4, 1, 2), NESTED, sequence="x")
+
+
+def traffic(rank, group, settings, causal, pattern, seq_len):
+    """(forward, backward) as (sent, received, messages)."""
+    with sequence(group, **settings) as ours:
+        tokens = ours.shard(seq_len).length(rank)
+        q, k, v = (torch.randn(1, tokens, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+        dilated_attention(q, k, v, pattern, causal=causal, sequence=ours).sum().backward()
+        return [(t.sent, t.received, t.messages) for t in (ours.forward_traffic, ours.backward_traffic)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "exchange", ["gather", "ring", "switch", "butterfly", "hierarchical_gather", "hierarchical_butterfly"]
+)
+def test_bytes_are_those_of_the_plan(pool, exchange, causal):
+    cases = [(NESTED, 32, "contiguous")]
+    if "butterfly" not in exchange:
+        cases += [
+            (BLOCKED, 29, "zigzag"),
+            (NESTED, 9, "contiguous"),
+            (DilatedPattern([(7, 3), (None, 2)]), 30, "strided"),
+        ]
+    for pattern, n, layout in cases:
+        settings = {"exchange": exchange, "ranks_per_node": 2, "layout": layout}
+        problem = make_problem(pattern, n, 4, 2, ranks=4, layout=layout, causal=causal)
+        for rank, found in enumerate(pool.run(4, traffic, settings, causal, pattern, n)):
+            want = moved(problem, exchange, rank, 2, 8, 4)
+            assert found == [(x.sent, x.received, x.messages) for x in want], (pattern, layout, rank)

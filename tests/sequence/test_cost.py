@@ -1,0 +1,69 @@
+"""What a fresh batch of packed documents costs before anything moves: integers only, and little time of one core.
+
+Every step of training brings new documents, so nothing of this is cached from the step before.
+"""
+
+import itertools
+import random
+import time
+
+import pytest
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence import problem as problems
+from lightning_dilated.sequence import progressions
+from lightning_dilated.sequence.exchange import gather
+from lightning_dilated.sequence.problem import Document, Problem, crosses, needed, straddling
+from lightning_dilated.sequence.shard import Shard
+
+N, HEADS = 1 << 20, 12
+PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
+#: seconds of one core
+LIMIT = 0.020
+
+
+def packed(count: int) -> list[Document]:
+    """`count` documents that fill N tokens."""
+    bounds = [0, *sorted(random.Random(0).sample(range(1, N), count - 1)), N]
+    return [Document(0, 1, a, b) for a, b in itertools.pairwise(bounds)]
+
+
+def forget() -> None:
+    """Empty every cache of the integers."""
+    for cached in (needed, crosses, problems._cuts, Shard.ranges, progressions._inverse):
+        cached.cache_clear()
+
+
+def seconds(call) -> float:
+    """CPU time of the best of five fresh calls: other processes may share the core."""
+    best = float("inf")
+    for _ in range(5):
+        forget()
+        start = time.process_time()
+        call()
+        best = min(best, time.process_time() - start)
+    return best
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [8, 64])
+def test_ten_thousand_documents(ranks, layout, causal):
+    documents, rank = packed(10_000), ranks // 2
+
+    def prepare():
+        shard = Shard(N, ranks, layout)
+        problem = Problem(PATTERN, HEADS, HEADS, causal, shard, straddling(documents, shard), (0, HEADS))
+        assert crosses(problem)
+        assert needed(problem, rank)
+        return gather.program(problem, rank, 8)
+
+    took = seconds(prepare)
+    assert took < LIMIT, f"{took * 1e3:.1f} ms"
+
+
+@pytest.mark.parametrize("ranks", [8, 64, 512])
+def test_only_documents_at_cuts_are_left(ranks):
+    # what follows is paid for each document that straddles, so there may be at most one a cut
+    assert len(straddling(packed(10_000), Shard(N, ranks))) < ranks
+    assert len(straddling(packed(10_000), Shard(N, ranks, "zigzag"))) < 2 * ranks

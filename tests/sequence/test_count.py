@@ -1,0 +1,107 @@
+"""What an exchange says it moves, without listing messages, against the messages of its programs."""
+
+from collections import Counter
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.count import Count
+from lightning_dilated.sequence.exchange.program import Round, count
+from lightning_dilated.sequence.problem import Problem
+
+from .cases import cases
+from .play import all_programs, nested_cases
+
+ANY = cases(longest=32, ranks=8, members=2)
+NODES = st.sampled_from([1, 2, 4, 8])
+
+
+def received(rounds: list[Round], rank: int, per_node: int) -> Counter:
+    """Rows that a rank receives from others, near and far."""
+    out = Counter()
+    for step in rounds:
+        for peer, message in step.receives.items():
+            if peer != rank:
+                out["near" if peer // per_node == rank // per_node else "far"] += count(message)
+    return +out
+
+
+def flipped(rounds: list[Round]) -> list[Round]:
+    """The rounds of the way back."""
+    return [Round(step.receives, step.sends) for step in rounds]
+
+
+def units(found: Count, run: str, kind: str) -> Counter:
+    """One kind of units of a pass, near and far."""
+    return +Counter({where: getattr(x, kind) for (name, where), x in found.units.items() if name == run})
+
+
+def times(factor: int, rows: Counter) -> Counter:
+    """Units of rows."""
+    return Counter({key: factor * n for key, n in rows.items()})
+
+
+def check_forward(problem: Problem, exchange: str, per_node: int) -> None:
+    """Each rank's forward, and over all ranks the gradients that come home."""
+    programs = all_programs(problem, EXCHANGES[exchange].program, per_node)
+    counts = [EXCHANGES[exchange].count(problem, rank, per_node) for rank in range(problem.shard.ranks)]
+    home = Counter()
+    for rank, (program, found) in enumerate(zip(programs, counts, strict=True)):
+        rows = received(program.rounds, rank, per_node)
+        assert units(found, "forward", "own") == times(2, rows)
+        assert not units(found, "forward", "wide")
+        back = flipped(program.rounds) if program.keep else program.returns
+        home += times(2, received(back, rank, per_node))
+        assert units(found, "backward", "own") == (Counter() if program.keep else times(2, rows))
+        assert not program.keep or found.kept == 2 * sum(rows.values())
+    # a rank sends back what it received, so this is equal over all of them and not for each
+    assert sum((units(x, "backward", "wide") for x in counts), Counter()) == home
+
+
+@given(ANY, st.sampled_from(["gather", "ring"]), NODES)
+@settings(max_examples=120)
+def test_gather_and_ring(case, exchange, per_node):
+    for problem in case.problems():
+        check_forward(problem, exchange, per_node)
+
+
+@given(nested_cases(ranks=(4, 8)), st.sampled_from([1, 2]))
+@settings(max_examples=60)
+def test_butterfly(case, per_node):
+    for problem in case.problems():
+        check_forward(problem, "butterfly", per_node)
+        if per_node > 1:
+            check_forward(problem, "hierarchical_butterfly", per_node)
+
+
+@given(cases(longest=32, ranks=6, fewest=6, members=2), st.sampled_from([2, 3]))
+@settings(max_examples=80)
+def test_hierarchical_gather(case, per_node):
+    # a rank's count is its share of what its node carries, so the sum over the node is exact
+    for problem in case.problems():
+        programs = all_programs(problem, EXCHANGES["hierarchical_gather"].program, per_node)
+        for node in range(6 // per_node):
+            mates = range(node * per_node, (node + 1) * per_node)
+            rows, said = Counter(), Counter()
+            for rank in mates:
+                rows += received(programs[rank].rounds, rank, per_node)
+                found = EXCHANGES["hierarchical_gather"].count(problem, rank, per_node)
+                said += units(found, "forward", "own")
+            # far rows are exact; how many of them a rank carried for itself is not known, and taken as its share
+            assert abs(said["far"] - 2 * rows["far"]) < 1e-6
+
+
+@given(ANY, NODES)
+@settings(max_examples=120)
+def test_switch(case, per_node):
+    for problem in case.problems():
+        for rank, program in enumerate(all_programs(problem, EXCHANGES["switch"].program)):
+            found = EXCHANGES["switch"].count(problem, rank, per_node)
+            keys, queries = (received([x], rank, per_node) for x in (program.keys, program.queries))
+            keys_back, home = (received(flipped([x]), rank, per_node) for x in (program.keys, program.queries))
+            assert units(found, "forward", "own") == times(2, keys) + queries
+            assert units(found, "forward", "wide") == units(found, "forward", "numbers") == home
+            assert units(found, "backward", "own") == times(2, queries)
+            assert units(found, "backward", "numbers") == queries
+            assert units(found, "backward", "wide") == home + times(2, keys_back)
