@@ -65,11 +65,20 @@ def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
 
 
 def union(pieces: Iterable[range]) -> list[range]:
-    """Disjoint ranges that hold the same elements; dense pieces come first, so that sparse ones vanish in them."""
+    """Disjoint ranges that hold the same elements; dense pieces come first, so that sparse ones vanish in them.
+
+    The result depends on the sets of elements only, not on the order of the pieces or on how equal ranges are written:
+    sender and receiver of a message find its rows apart.
+    """
     out: list[range] = []
-    for piece in sorted({x for x in pieces if x}, key=lambda x: (x.step, x.start, x.stop)):
+    for piece in sorted({_plain(x) for x in pieces if x}, key=lambda x: (x.step, x.start, x.stop)):
         out += remove([piece], out)
     return out
+
+
+def _plain(a: range) -> range:
+    """The one way to write a range that is not empty; range(5, 6, 3) and range(5, 9, 4) are equal in Python, too."""
+    return range(a.start, a[-1] + 1, a.step if len(a) > 1 else 1)
 
 
 def join(pieces: Iterable[range]) -> tuple[range, ...]:

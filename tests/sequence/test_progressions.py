@@ -84,6 +84,22 @@ def test_union(pieces):
     assert union(reversed(pieces + pieces)) == out
 
 
+def rewritten(a: range, step: int, beyond: int) -> range:
+    """The same elements with another stop and, where there is one element, another step."""
+    if len(a) == 1:
+        return range(a.start, a.start + 1 + beyond % step, step)
+    return range(a.start, a[-1] + 1 + beyond % a.step, a.step) if a else a
+
+
+@given(st.lists(ranges(reach=6, step=20), max_size=5), st.data())
+@settings(max_examples=500)
+def test_union_depends_on_elements_only(pieces, data):
+    # a sender finds range(5, 6, 3) where the receiver finds range(5, 9, 4): the rows must travel in one order
+    other = [rewritten(x, data.draw(st.integers(1, 20)), data.draw(st.integers(0, 20))) for x in pieces]
+    assert other == pieces
+    assert elements(union(data.draw(st.permutations(other)))) == elements(union(pieces))
+
+
 @given(st.lists(ranges(reach=6), max_size=8), st.data())
 @settings(max_examples=300)
 def test_join(pieces, data):
