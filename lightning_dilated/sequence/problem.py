@@ -202,6 +202,17 @@ def needed(problem: Problem, rank: int) -> dict[tuple[Document, int], list[range
     return {key: union(keys) for key, keys in found.items()}
 
 
+def partners(problem: Problem, rank: int) -> list[int]:
+    """The ranks that hold tokens of the documents of a rank, itself among them: nobody else has or needs rows of it."""
+    found: set[int] = set()
+    for document in problem.documents:
+        if any(piece.start < document.stop and document.start < piece.stop for piece in problem.shard.ranges(rank)):
+            found.update(problem.shard.holders(document.start, document.stop))
+            if len(found) == problem.shard.ranks:
+                break
+    return sorted(found)
+
+
 @functools.lru_cache(maxsize=1024)
 def crosses(problem: Problem) -> bool:
     """Whether any segment reaches over a cut between shards; if not, no rank needs another."""

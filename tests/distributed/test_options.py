@@ -78,8 +78,10 @@ def test_low_precision(pool, way, dtype):
             assert many[name].dtype == one[name].dtype, name
             finite = want[name].isfinite()
             assert torch.equal(many[name].isfinite(), finite), f"{name} of {case}"
-            # twice the one-rank op's own error, and two roundings, because the sums run in another order
-            allowed = 2 * error(one[name][finite], want[name][finite], 1.0) + 2 * torch.finfo(many[name].dtype).eps
+            # twice the one-rank op's own error, one rounding of the result (a small call may err less by luck), and what
+            # dozens of merges in fp32 round instead of a few
+            rounding = torch.finfo(many[name].dtype).eps + 8 * torch.finfo(torch.float32).eps
+            allowed = 2 * error(one[name][finite], want[name][finite], 1.0) + rounding
             found = error(many[name][finite], want[name][finite], 1.0)
             assert found <= allowed, f"{name} of {case}: error {found:.2e}, allowed {allowed:.2e}"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_dilated.sequence.exchange.count import Count, held, node_of, sources, total
 from lightning_dilated.sequence.exchange.program import Program, Round, pieces_of
-from lightning_dilated.sequence.problem import Problem, needed
+from lightning_dilated.sequence.problem import Problem, needed, partners
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:
@@ -16,7 +16,7 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
     """One round."""
     step = Round()
     mine = needed(problem, rank)
-    for peer in range(problem.shard.ranks):
+    for peer in partners(problem, rank):
         step.receive(peer, pieces_of(problem, mine, peer))
         step.send(peer, pieces_of(problem, needed(problem, peer), rank))
     return Program([step])
