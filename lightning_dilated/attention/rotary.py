@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, H heads, D head dim.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
@@ -73,7 +74,10 @@ class Rotary(nn.Module):
         cos, sin = torch.cos(angle).to(wide), torch.sin(angle).to(wide)
         if self.xpos_scale_base is None:
             return RotaryTable(cos, sin)
-        self._check_range(positions, dtype)
+        group = active_sequence()
+        # the ranks with low positions are in range: they have to raise with the others
+        check = self._check_range if group is None else functools.partial(group.guard, self._check_range)
+        check(positions, dtype)
         zeta = (channel + GAMMA) / (1 + GAMMA)
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
 

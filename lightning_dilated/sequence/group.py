@@ -86,6 +86,7 @@ class SequenceGroup:
         self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
+        self.was_active = False
         self._quiet = self._side_group()
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
@@ -113,7 +114,11 @@ class SequenceGroup:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:
-        """Within, `dilated_attention` without `sequence=` computes over this group."""
+        """Within, `dilated_attention` without `sequence=` computes over this group.
+
+        Keep the backward within where activations are recomputed, since that calls `dilated_attention` again.
+        """
+        self.was_active = True
         _active.append(self)
         try:
             yield self
@@ -201,7 +206,20 @@ class SequenceGroup:
 
 
 def active_sequence() -> SequenceGroup | None:
-    """The innermost `SequenceGroup.active()`, None outside of one."""
+    """The innermost `SequenceGroup.active()`, None outside of one.
+
+    Raises:
+        RuntimeError: in a backward (that recomputes activations) outside of `active()`, while a group that was active is
+            still open: the forward may have been that group's.
+    """
+    if not _active and not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
+        for group in _groups.values():
+            if group.was_active:
+                raise RuntimeError(
+                    "activations are recomputed outside of SequenceGroup.active(), so the sequence they belong to is not "
+                    "known. Call backward within active(), or pass sequence= to dilated_attention; a group that is no "
+                    "longer used has to be closed with close()."
+                )
     return _active[-1] if _active else None
 
 
