@@ -1,0 +1,184 @@
+"""Layers, torch.compile and FLOP counts within an active sequence: the same as one rank's."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.decode import KVCache
+from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+from ..attention.strategies import Case
+from .calls import positions, sequence, slices
+from .strategies import LAYOUTS, Sharded
+
+PATTERN = DilatedPattern([Branch(6, 1, heads=[0, 1, 3]), Branch(12, 3, shift=5), Branch(None, 2)])
+N, WIDTH = 21, 16
+
+
+def layer(encoding: str) -> MultiheadDilatedAttention:
+    """The same weights on every rank."""
+    torch.manual_seed(2)
+    made = MultiheadDilatedAttention(
+        WIDTH, 4, PATTERN, num_kv_heads=2, causal=True, sub_layernorm=True, position_encoding=encoding
+    )
+    return made.double()
+
+
+def tokens() -> torch.Tensor:
+    return torch.randn(2, N, WIDTH, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+
+
+def run_layer(module, x, **options):
+    """[out, dx, and the gradients of all parameters], of the sum of squares."""
+    x = x.clone().requires_grad_()
+    out, _ = module(x, **options)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (x, *module.parameters()))]
+
+
+def part_of_layer(rank, group, layout, encoding, options):
+    with sequence(group, layout=layout) as ours, ours.active():
+        x = tokens()[:, positions(ours, N)]
+        return positions(ours, N), run_layer(layer(encoding), x, **options)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("encoding", ["none", "rotary", "xpos"])
+def test_layer(pool, layout, encoding):
+    """Rotary angles come from global positions, and every parameter's gradient is the sum over ranks."""
+    options = {"lengths": torch.tensor([N, 13])}
+    want = run_layer(layer(encoding), tokens(), **options)
+    parts = pool.run(3, part_of_layer, layout, encoding, options)
+    at = torch.tensor([p for held, _ in parts for p in held])
+    for i in range(2):
+        got = torch.cat([found[i] for _, found in parts], 1)[:, at.argsort()]
+        torch.testing.assert_close(got, want[i], rtol=0, atol=1e-10)
+    for i in range(2, len(want)):
+        torch.testing.assert_close(sum(found[i] for _, found in parts), want[i], rtol=0, atol=1e-10)
+
+
+def refusals(rank, group):
+    with sequence(group) as ours, ours.active():
+        x = tokens()[:, positions(ours, N)]
+        told = []
+        for encoding, options in (
+            ("none", {"key_padding_mask": torch.zeros(x.shape[:2], dtype=torch.bool)}),
+            ("none", {"cache": KVCache()}),
+        ):
+            try:
+                layer(encoding).eval()(x, **options)
+            except ValueError as error:
+                told.append(str(error))
+        return told
+
+
+def test_what_a_layer_refuses(pool):
+    for told in pool.run(2, refusals):
+        assert "pass lengths" in told[0] and "a cache serves one rank" in told[1], told
+
+
+def far_xpos(rank, group):
+    """xPos in fp16 overflows at the last positions only: the ranks before have to hear of it."""
+    with sequence(group) as ours, ours.active():
+        made = layer("xpos").half()
+        made.rotary.xpos_scale_base = 1.0
+        try:
+            made(tokens()[:, positions(ours, N)].half())
+        except ValueError as error:
+            return str(error)
+
+
+def test_xpos_out_of_range(pool):
+    errors = pool.run(3, far_xpos)
+    assert all(error and "overflows" in error for error in errors), errors
+    assert "rank 2 of the sequence refused the call" in errors[0]
+
+
+CALLS = {
+    "mixed, causal": Case(PATTERN, 2, 29, 4, 2, 8, causal=True),
+    "mixed, lengths": Case(PATTERN, 2, 29, 4, 2, 8, lengths=(29, 11)),
+    "nested": Case(DilatedPattern.geometric(4, 32), 1, 32, 6, 3, 8),
+    "nine tokens": Case(DilatedPattern.geometric(4, 32), 1, 9, 6, 3, 8, causal=True),
+}
+
+
+def flops_of(case, at, group=None):
+    """(forward, backward) FLOPs of the call on some positions."""
+    q, k, v, grad = slices(case, at, torch.float32)
+    found = []
+    with FlopCounterMode(display=False) as counter:
+        out = case.call.run(q, k, v, sequence=group)
+        found.append(counter.get_total_flops())
+        torch.autograd.grad(out, (q, k, v), grad)
+    return found[0], counter.get_total_flops() - found[0]
+
+
+def flops_of_part(rank, group, case):
+    with sequence(group, **case.settings()) as ours:
+        return flops_of(case, positions(ours, case.call.seq_len), ours)
+
+
+@pytest.mark.parametrize("head_size", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CALLS)
+def test_flops(pool, name, layout, head_size):
+    case = Sharded(CALLS[name], 4, layout, "auto", head_size)
+    parts = pool.run(4, flops_of_part, case)
+    want = flops_of(case, range(case.call.seq_len))
+    assert want[0] > 0
+    assert tuple(map(sum, zip(*parts, strict=True))) == want
+    if case.call.seq_len > 9:
+        assert max(p[0] for p in parts) < want[0]
+
+
+def compiled_and_plain(rank, group, exchange, backend, given):
+    """Whether a compiled call is bitwise the plain one, forward and backward; twice, to find what was baked in."""
+    with sequence(group, exchange=exchange) as ours, ours.active():
+        options = {"sequence": ours} if given else {}
+        pattern = DilatedPattern.geometric(4, 32)
+
+        def block(x, weight):
+            q, k, v = (x.sin() @ weight).unflatten(-1, (3, 4, 4)).unbind(2)
+            return dilated_attention(q, k, v, pattern, causal=True, **options).flatten(2).cos()
+
+        run, equal = torch.compile(block, fullgraph=True, backend=backend), []
+        for seed in range(2):
+            made = torch.Generator().manual_seed(seed)
+            x, weight = (torch.randn(*s, generator=made, dtype=torch.float64) for s in ((1, 32, 8), (8, 48)))
+            leaves = x[:, positions(ours, 32)].requires_grad_(), weight.requires_grad_()
+            got, want = ((out, *torch.autograd.grad(out.sum(), leaves)) for out in (run(*leaves), block(*leaves)))
+            equal += [torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, want, strict=True)]
+        return equal, ours.backward_traffic.sent
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["active", "given"])
+@pytest.mark.parametrize("exchange", ["gather", "ring", "switch", "butterfly"])
+def test_compile(pool, exchange, given):
+    found = pool.run(2, compiled_and_plain, exchange, "aot_eager", given)
+    assert all(all(equal) for equal, _ in found), found
+    assert sum(sent for _, sent in found) > 0
+
+
+def compiled_once(rank, group):
+    """Outputs of one compiled function: in a sequence, out of it, and in another one; with those of the plain function."""
+    pattern = DilatedPattern.geometric(4, 32)
+    block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
+    run = torch.compile(block, fullgraph=True, backend="aot_eager")
+    found = []
+    with sequence(group) as first, sequence(group, layout="zigzag", exchange="ring") as second:
+        x = torch.randn(1, 16, 2, 4, generator=torch.Generator().manual_seed(rank), dtype=torch.float64)
+        for group in (first, None, second, first):
+            with nullcontext() if group is None else group.active():
+                found.append((run(x), block(x)))
+    return found
+
+
+def test_a_compiled_function_follows_the_active_sequence(pool):
+    for found in pool.run(2, compiled_once):
+        for got, want in found:
+            torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+        assert not torch.equal(found[0][1], found[1][1]) and not torch.equal(found[0][1], found[2][1])
+        assert torch.equal(found[0][1], found[3][1])
