@@ -7,6 +7,7 @@ exchange nothing inside it.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -17,15 +18,36 @@ from torch import Tensor
 
 @dataclass
 class Traffic:
-    """Bytes and messages of this rank to and from others (a copy to itself is not counted)."""
+    """Bytes and messages of this rank to and from others (a copy to itself is not counted).
 
-    sent: int = 0
-    received: int = 0
+    `sent_to` and `received_from` are bytes by the other's rank in the process group.
+    """
+
     messages: int = 0
+    sent_to: Counter[int] = field(default_factory=Counter)
+    received_from: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent to others."""
+        return self.sent_to.total()
+
+    @property
+    def received(self) -> int:
+        """Bytes received from others."""
+        return self.received_from.total()
+
+    def far(self, rank: int, ranks_per_node: int) -> tuple[int, int]:
+        """(sent, received) bytes that leave or enter the node of `rank`."""
+        inside = lambda peer: peer // ranks_per_node == rank // ranks_per_node  # noqa: E731
+        sides = (self.sent_to, self.received_from)
+        return tuple(sum(n for peer, n in side.items() if not inside(peer)) for side in sides)
 
     def clear(self) -> None:
         """Count from 0."""
-        self.sent = self.received = self.messages = 0
+        self.messages = 0
+        self.sent_to.clear()
+        self.received_from.clear()
 
 
 @dataclass
@@ -60,9 +82,8 @@ class Wire:
         shape = (sum(receives.values()), *rows.shape[1:])
         out = rows.new_empty(shape) if into is None else into
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        for counts, name in ((sends, "sent"), (receives, "received")):
-            others = sum(n for peer, n in counts.items() if peer != self.rank)
-            setattr(self.traffic, name, getattr(self.traffic, name) + others * row_bytes)
+        for counts, side in ((sends, self.traffic.sent_to), (receives, self.traffic.received_from)):
+            side.update({self.ranks[peer]: n * row_bytes for peer, n in counts.items() if peer != self.rank})
         self.traffic.messages += sum(1 for peer in sends if peer != self.rank)
         splits = [[0] * dist.get_world_size(self.group) for _ in range(2)]
         for at, counts in zip(splits, (receives, sends), strict=True):

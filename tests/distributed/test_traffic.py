@@ -1,0 +1,76 @@
+"""Bytes: what an exchange counts is what the plan says, exactly; and what crosses from node to node, on pretended nodes."""
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence.plan import make_problem, moved, plan
+
+from .calls import sequence
+
+NESTED = DilatedPattern.geometric(4, 32)
+BLOCKED = DilatedPattern.geometric(4, 32, offsets="blocked")
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def traffic(rank, group, settings, causal, pattern, seq_len):
+    """(forward, backward) as (sent, received, messages)."""
+    with sequence(group, **settings) as ours:
+        tokens = ours.shard(seq_len).length(rank)
+        q, k, v = (torch.randn(1, tokens, heads, DIM, requires_grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+        dilated_attention(q, k, v, pattern, causal=causal, sequence=ours).sum().backward()
+        return [(t.sent, t.received, t.messages) for t in (ours.forward_traffic, ours.backward_traffic)]
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "exchange", ["gather", "ring", "switch", "butterfly", "hierarchical_gather", "hierarchical_butterfly"]
+)
+def test_bytes_are_those_of_the_plan(pool, exchange, causal):
+    cases = [(NESTED, 32, "contiguous")]
+    if "butterfly" not in exchange:
+        cases += [
+            (BLOCKED, 29, "zigzag"),
+            (NESTED, 9, "contiguous"),
+            (DilatedPattern([(7, 3), (None, 2)]), 30, "strided"),
+        ]
+    for pattern, n, layout in cases:
+        settings = {"exchange": exchange, "ranks_per_node": 2, "layout": layout}
+        problem = make_problem(pattern, n, HEADS, KV_HEADS, ranks=4, layout=layout, causal=causal)
+        for rank, found in enumerate(pool.run(4, traffic, settings, causal, pattern, n)):
+            want = moved(problem, exchange, rank, 2, DIM, 4)
+            assert found == [(x.sent, x.received, x.messages) for x in want], (pattern, layout, rank)
+
+
+def between_nodes(rank, group, exchange, pattern, seq_len):
+    """((sent, received) forward, (sent, received) backward) bytes of this rank that cross between nodes of two ranks."""
+    with sequence(group, exchange=exchange, ranks_per_node=2) as ours:
+        tokens = ours.shard(seq_len).length(rank)
+        q, k, v = (torch.randn(1, tokens, HEADS, DIM, requires_grad=True) for _ in range(3))
+        dilated_attention(q, k, v, pattern, sequence=ours).sum().backward()
+        return [t.far(rank, 2) for t in (ours.forward_traffic, ours.backward_traffic)]
+
+
+#: rows of a head that enter a node of two in the forward, for S = 4 keys a segment on shards of 8: the other node's S / 2
+#: once, where the flat forms bring them to both ranks
+ENTERING = {"gather": 4, "butterfly": 4, "hierarchical_gather": 2, "hierarchical_butterfly": 2}
+
+
+@pytest.mark.parametrize("exchange", ENTERING)
+def test_nodes(pool, exchange):
+    found = torch.tensor(pool.run(4, between_nodes, exchange, NESTED, 32))  # (rank, pass, sent or received)
+    row = HEADS * 2 * DIM * 4
+    by_node = found.view(2, 2, 2, 2).sum(1)
+    assert (by_node == ENTERING[exchange] * row).all(), by_node  # gradients are fp32 as these rows are
+    if exchange == "hierarchical_butterfly":
+        assert (found == ENTERING[exchange] // 2 * row).all()  # each rank carries its share
+    problem = make_problem(NESTED, 32, HEADS, ranks=4)
+    prices = plan(problem, ranks_per_node=2, head_dim=DIM, element_size=4).prices
+    (price,) = (p for p in prices if p.exchange == exchange)
+    assert price.far == ENTERING[exchange] // 2 * 2 * row
+
+
+def test_a_ring_leaves_a_node_at_its_last_rank(pool):
+    found = torch.tensor(pool.run(4, between_nodes, "ring", NESTED, 32))
+    assert (found[1::2, 0, 0] > 0).all() and (found[::2, 0, 0] == 0).all()
