@@ -86,6 +86,7 @@ class Sharded:
             "head groups": self.head_size > 1,
             "head groups and wider": self.head_size > 1
             and any(reach(b) > per_rank * self.head_size for b in pattern.branches),
+            "gigapath": [b.segment_length for b in pattern.branches] in map(list, LADDERS),
             "strides": call.layout != "contiguous",
             "math": self.engine == "math",
         }
@@ -167,7 +168,7 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
     """Head size, ranks a node, and engine."""
     sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
-    head_size, per_node = draw(st.sampled_from([1, *sizes])), draw(st.sampled_from([None, 1, 2, ranks]))
+    head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1])), draw(st.sampled_from([None, 1, 2, ranks]))
     if exchange.startswith("hierarchical"):
         head_size, per_node = 1, 2  # the only nodes that four ranks can have
     engine = draw(st.sampled_from(["auto", "auto", "math"]))

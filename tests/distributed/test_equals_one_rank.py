@@ -20,6 +20,7 @@ BUTTERFLIES = {
 }  # fmt: skip
 FEATURES = BUTTERFLIES | {
     *LAYOUTS, "rate does not divide", "uneven", "blocked", "attended", "documents", "lengths", "shift", "offsets",
+    "gigapath",
 }  # fmt: skip
 
 
@@ -57,12 +58,13 @@ def required(ranks: int, exchange: str) -> set[str]:
     return wanted
 
 
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "exchange"), RUNS)
-def test_random(pool, ranks, exchange):
+def test_random(pool, ranks, exchange, times):
     seen = Counter()
 
-    @seed(RUNS.index((ranks, exchange)))  # other examples for every run
-    @settings(max_examples=EXAMPLES[ranks], suppress_health_check=list(HealthCheck))
+    @seed(times * 100 + RUNS.index((ranks, exchange)))  # other examples for every run
+    @settings(max_examples=times * EXAMPLES[ranks], suppress_health_check=list(HealthCheck))
     @given(sharded(ranks, exchange))
     def random(case):
         assume(not case.call.refused())
