@@ -1,5 +1,6 @@
 """Every exchange over NCCL in bf16: an error of at most twice the one-GPU op's own, against float64."""
 
+import functools
 import os
 import socket
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
@@ -64,30 +66,73 @@ def settings_of(ranks, nested):
             yield {"exchange": name, "head_size": 2}
 
 
-def work(rank, ranks, port, queue):
-    """One rank: every case."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    torch.cuda.set_device(rank)
-    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+def every_comparison(rank, ranks):
+    """All cases."""
     found = []
     for causal in (False, True):
         found += compare(rank, NESTED, H, causal, N, settings_of(ranks, True))
         found += compare(rank, RAGGED, 2, causal, N - 37, settings_of(ranks, False))
+    return found
+
+
+def recomputed(rank, ranks):
+    """[plain gradient equals the recomputed one], the error of a backward outside of the sequence, bytes of all ways.
+
+    On GPUs a backward runs in a thread of its own.
+    """
+    torch.manual_seed(rank)
+    x = torch.randn(1, 1024, 3, 4, 16, device="cuda", requires_grad=True)
+    block = lambda x: dilated_attention(*x.unbind(2), DilatedPattern.geometric(256, 4096)).sin()  # noqa: E731
+    kept = functools.partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    ways = {"plain": None, "all": {}, "keep": {"context_fn": kept}, "reentrant": {"use_reentrant": True}}
+    grads, sent, group = {}, {}, SequenceGroup()
+    for name, options in ways.items():
+        group.forward_traffic.clear()
+        with group.active():
+            out = block(x) if options is None else checkpoint(block, x, **{"use_reentrant": False, **options})
+            x.grad = None
+            out.square().sum().backward()
+        grads[name], sent[name] = x.grad, group.forward_traffic.sent
+    with group.active():
+        out = checkpoint(block, x, use_reentrant=True)
+    with pytest.raises(RuntimeError) as error:
+        out.sum().backward()
+    group.close()
+    return [torch.equal(grads["plain"], g) for g in grads.values()], str(error.value), sent
+
+
+def work(rank, ranks, port, queue, function):
+    """One rank; the first one answers."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    torch.cuda.set_device(rank)
+    dist.init_process_group("nccl", rank=rank, world_size=ranks)
+    found = function(rank, ranks)
     if rank == 0:
         queue.put(found)
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_error_is_at_most_twice_that_of_one_gpu(ranks):
+def on_gpus(ranks, function):
+    """Rank 0's answer; skips without as many GPUs."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs, found {torch.cuda.device_count()}")
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(work, args=(ranks, port, queue), nprocs=ranks)
-    found = queue.get()
+    mp.spawn(work, args=(ranks, port, queue, function), nprocs=ranks)
+    return queue.get()
+
+
+def test_recomputation():
+    equal, error, sent = on_gpus(2, recomputed)
+    assert all(equal) and "recomputed outside of SequenceGroup.active()" in error
+    assert sent["keep"] == sent["plain"] > 0 and sent["all"] == sent["reentrant"] == 2 * sent["plain"]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_error_is_at_most_twice_that_of_one_gpu(ranks):
+    found = on_gpus(ranks, every_comparison)
     for what, worst, own in found:
         print(f"{what}: {worst:.2e}, one GPU {own:.2e}, ratio {worst / own:.2f}")
     assert len(found) >= 4 * 2 * 18
