@@ -4,6 +4,7 @@ from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.strategy import RingDilatedStrategy
 
 __version__ = "0.1.0"
 
@@ -14,6 +15,7 @@ __all__ = [
     "DilatedPattern",
     "LongNetLM",
     "MultiheadDilatedAttention",
+    "RingDilatedStrategy",
     "__version__",
     "callbacks",
     "data",

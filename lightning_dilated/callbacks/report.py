@@ -28,18 +28,18 @@ class RunReport(pl.Callback):
         self.val: list[tuple[int, float]] = []
         self.baseline: float | None = None
         self.unit = "loss"
+        self.folder = Path()
         self._console = Console()
 
-    def folder(self, trainer: pl.Trainer) -> Path:
-        """The logger's folder, or the Trainer's root where there is no logger."""
-        return Path(trainer.log_dir or trainer.default_root_dir)
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Ask for the logger's folder, or the Trainer's root where there is no logger: every rank has to take part."""
+        self.folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     @rank_zero_only
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say what the pattern sees at the data's length, and draw it."""
         self.train, self.val = [], []
-        folder = self.folder(trainer)
-        folder.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         m, causal = pl_module, getattr(pl_module, "causal", True)
         seq_len = getattr(trainer.datamodule, "seq_len", None)
         if seq_len is None or not all(hasattr(m, x) for x in ("pattern", "num_heads", "num_kv_heads", "depth")):
@@ -50,7 +50,7 @@ class RunReport(pl.Callback):
         if self.pattern_picture:
             from lightning_dilated.pattern.picture import LONGEST
 
-            target = str(folder / "pattern.png")
+            target = str(self.folder / "pattern.png")
             pattern.plot(min(seq_len, LONGEST), m.num_heads, causal, target, num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only
@@ -85,10 +85,9 @@ class RunReport(pl.Callback):
     @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Draw the loss curves and say where everything is."""
-        folder = self.folder(trainer)
         if self.loss_picture and self.train:
-            draw_loss(self.train, self.val, self.baseline, self.unit, folder / "loss.png")
-        self._console.print(f"run folder: {folder}", highlight=False)
+            draw_loss(self.train, self.val, self.baseline, self.unit, self.folder / "loss.png")
+        self._console.print(f"run folder: {self.folder}", highlight=False)
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         if best:
             self._console.print(f"checkpoint: {best}", highlight=False)

@@ -55,8 +55,16 @@ class ByteSequences(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """{"tokens": (N,) int64, "labels": (N,) int64 the byte after each token, "index": the sequence's number}."""
-        values = self.read(index, 0, self.seq_len + 1)
-        return {"tokens": values[:-1], "labels": values[1:], "index": index}
+        return self.read_ranges(index, (range(self.seq_len),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only: of each range its bytes are read, and one more for the last label."""
+        values = [self.read(index, x.start, x[-1] + 2) for x in ranges if x]
+        parts = [(v[:-1][:: x.step], v[1:][:: x.step]) for v, x in zip(values, (x for x in ranges if x), strict=True)]
+        tokens, labels = (
+            (torch.cat(x) for x in zip(*parts, strict=True)) if parts else torch.empty(2, 0, dtype=torch.int64)
+        )
+        return {"tokens": tokens, "labels": labels, "index": index}
 
 
 class ByteDataModule(pl.LightningDataModule):

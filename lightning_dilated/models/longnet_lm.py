@@ -19,6 +19,7 @@ from lightning_dilated.models.generation import generate
 from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
 #: labels with this value are left out of the loss
 IGNORE = -100
@@ -43,6 +44,8 @@ class LongNetLM(DilatedModule):
     Raises:
         ValueError, TypeError: when made, naming the argument.
     """
+
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index", "lengths", "cu_seqlens"])
 
     def __init__(
         self,
@@ -154,6 +157,7 @@ class LongNetLM(DilatedModule):
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """Bits per byte of each sequence (B,), NaN without labels, beside its `index` where the batch has one."""
         losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
+        losses, counted = sequence_sum(losses), sequence_sum(counted)
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
         index = {"index": batch["index"]} if "index" in batch else {}
         return {**index, "tokens": counted, "bits_per_byte": bits}

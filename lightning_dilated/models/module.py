@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 
 STAGES = ("train", "val", "test")
 
@@ -30,10 +31,14 @@ class DilatedModule(pl.LightningModule):
             It is called in `configure_optimizers`, when the parameters are final.
         lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
 
+    `sequence_spec` declares which entries of a batch are sequences, for strategies that cut them; a subclass sets its own.
+
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
     does); `val_loss` and `test_loss`, the exact mean over all tokens of the epoch; and what `derived_metrics` makes of
     them. The layers are made by `configure_model`: by the Trainer, or outside one as soon as weights are asked for.
     """
+
+    sequence_spec: SequenceSpec | None = None
 
     def __init__(
         self,
@@ -97,6 +102,17 @@ class DilatedModule(pl.LightningModule):
                     moved[name] = batch[name]
         return moved
 
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """The batch; where `sequence_spec` has entries to shift and no strategy did that, they are shifted here."""
+        trainer = self._trainer
+        if (
+            self.sequence_spec is None
+            or not self.sequence_spec.shift
+            or hasattr(trainer and trainer.strategy, "sequence")
+        ):
+            return batch
+        return self.sequence_spec.cut(batch, Place())
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`."""
         hparams = checkpoint.get("hyper_parameters", {})
@@ -105,18 +121,21 @@ class DilatedModule(pl.LightningModule):
             checkpoint["hyper_parameters"] = plain
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0."""
+        """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
+
+        On several ranks of a sequence: this rank's share of the mean over all ranks' tokens, and its own number of them.
+        """
         total, tokens = self.loss_terms(batch)
-        tokens = torch.as_tensor(tokens, device=total.device)
-        return total / tokens.clamp(min=1), tokens
+        return loss_share(total, tokens), torch.as_tensor(tokens, device=total.device)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        """The mean loss over the tokens of the batch."""
-        loss, _ = self.token_mean(batch)
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=1)
-        for name, value in self.derived_metrics(loss.detach()).items():
+        """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""
+        share, _ = self.token_mean(batch)
+        loss = loss_sum(share)
+        self.log("train_loss", loss, prog_bar=True, batch_size=1)
+        for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
-        return loss
+        return share
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         self.mean_loss[stage].update(*self.loss_terms(batch))

@@ -10,6 +10,7 @@ import hashlib
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -47,7 +48,9 @@ class SequenceGroup:
         layout: "contiguous", "zigzag" or "strided": which positions a rank holds (see `Shard`).
         exchange: "auto", or one of `plan.EXCHANGES`.
         head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
-        ranks_per_node: ranks that share fast links; None takes LOCAL_WORLD_SIZE's meaning: all ranks on one node.
+        ranks_per_node: ranks that share fast links; None: all of them.
+        loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
+        timeout: after which agreeing gives up on a rank; None is torch's own.
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
@@ -66,6 +69,8 @@ class SequenceGroup:
         exchange: str = "auto",
         head_size: int = 1,
         ranks_per_node: int | None = None,
+        loss_group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
@@ -87,16 +92,18 @@ class SequenceGroup:
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
         self.was_active = False
-        self._quiet = self._side_group()
+        self.loss_group = self.group if loss_group is None else loss_group
+        self.shares = 0  # how often `loss_share` was asked for one
+        self._quiet = self._side_group(timeout)
         self.name = f"sequence-{next(_numbers)}"
-        _groups[self.name] = self
+        self.open()
 
-    def _side_group(self) -> dist.ProcessGroup:
+    def _side_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A group that talks through the CPU, so that agreeing never waits for a GPU."""
         if dist.get_backend(self.group) == "gloo":
             return self.group
         ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+        return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
     def shard(self, seq_len: int) -> Shard:
         """Where the positions of a sequence of N tokens lie."""
@@ -125,9 +132,14 @@ class SequenceGroup:
         finally:
             _active.remove(self)
 
+    def open(self) -> None:
+        """Make the group known to the op, as it is when made; of use after `close`."""
+        _groups[self.name] = self
+
     def close(self) -> None:
         """Forget the group: its name is no longer known to the op."""
         _groups.pop(self.name, None)
+        self.was_active = False
 
     # -- agreeing ---------------------------------------------------------------------------------------------------
     def agree(self, what: Mapping[str, Any], length: int | None = None, seed: int = 0) -> Agreement:

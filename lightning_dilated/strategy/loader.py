@@ -1,0 +1,126 @@
+"""Sharding along the data loader: each worker hands over this rank's tokens only.
+
+Datasets that can read ranges (`read_ranges`) read nothing else; samples of others are cut when a batch was collated, still
+in the worker, before it is pinned and copied.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, runtime_checkable
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from torch.utils.data import DataLoader, Dataset, IterableDataset
+
+from lightning_dilated.sequence.spec import Place, SequenceSpec
+
+
+@runtime_checkable
+class RangeDataset(Protocol):
+    """A map-style dataset of sequences of `seq_len` tokens that can read some positions of one."""
+
+    seq_len: int
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
+        """Sample `index` with its sequences at these positions only, in this order; labels already shifted."""
+        ...
+
+
+class RankDataset(Dataset):
+    """A RangeDataset as one rank sees it. Everything but the samples is the dataset's own."""
+
+    def __init__(self, dataset: RangeDataset, place: Place) -> None:
+        self.dataset, self.place = dataset, place
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.dataset.read_ranges(index, self.place.ranges(self.dataset.seq_len))
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+class RankCollate:
+    """A collate function, and then the cut to one rank."""
+
+    def __init__(self, collate: Callable[[Any], Any], spec: SequenceSpec, place: Place) -> None:
+        self.collate, self.spec, self.place = collate, spec, place
+
+    def __call__(self, samples: Any) -> Any:
+        return self.spec.cut(self.collate(samples), self.place)
+
+
+class RankIterable:
+    """Any other iterable of batches, cut as they come."""
+
+    def __init__(self, batches: Any, spec: SequenceSpec, place: Place) -> None:
+        self.batches, self.spec, self.place = batches, spec, place
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.spec.cut(batch, self.place) for batch in self.batches)
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+class Loaders:
+    """Shards the loaders of a run, and gives them back at its end as they were."""
+
+    def __init__(self, place: Place, data_rank: int) -> None:
+        self.place, self.data_rank = place, data_rank
+        self._before: list[tuple[DataLoader, dict[str, Any]]] = []
+
+    def shard(self, loader: Any, spec: SequenceSpec | None) -> Any:
+        """The loader (the same object, for a DataLoader), handing over this rank's part.
+
+        Raises:
+            ValueError: if it is not known which entries are sequences.
+        """
+        if isinstance(loader, DataLoader):
+            return self._shard_loader(loader, spec)
+        if isinstance(loader, RankIterable):
+            loader = loader.batches
+        return RankIterable(loader, _known(spec), self.place)
+
+    def _shard_loader(self, loader: DataLoader, spec: SequenceSpec | None) -> DataLoader:
+        if not any(loader is x for x, _ in self._before):
+            names = ("dataset", "collate_fn", "worker_init_fn")
+            self._before.append((loader, {name: vars(loader)[name] for name in names}))
+        else:
+            self._restore(loader)  # the same loader again, in fit and then in validate
+        if isinstance(loader.dataset, RangeDataset) and not isinstance(loader.dataset, IterableDataset):
+            # torch forbids to set it, for the sake of its sampler; the number of samples stays what it was
+            vars(loader)["dataset"] = RankDataset(loader.dataset, self.place)
+        else:
+            loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
+        if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+            # Lightning would seed by the global rank: one sequence's ranks would then augment it differently
+            loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
+        return loader
+
+    def _restore(self, loader: DataLoader) -> None:
+        for found, before in self._before:
+            if found is loader:
+                vars(loader).update(before)
+
+    def restore(self) -> None:
+        """Undo everything: outside of the strategy a loader gives whole sequences again."""
+        for loader, before in self._before:
+            vars(loader).update(before)
+        self._before.clear()
+
+
+def _known(spec: SequenceSpec | None) -> SequenceSpec:
+    if spec is None:
+        raise ValueError(
+            "it is not known which entries of a batch are sequences. Set `sequence_spec` on the LightningModule or the "
+            'LightningDataModule, such as SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"]), or give the dataset '
+            "`seq_len` and `read_ranges(index, ranges)`."
+        )
+    return spec

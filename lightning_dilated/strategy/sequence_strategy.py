@@ -1,0 +1,209 @@
+"""The mixin that makes a Lightning strategy hold one sequence on many ranks: mesh, loaders, active sequence, loss, RNG.
+
+Every hook does one thing and calls Lightning's own; one rank takes the same way as many.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_debug
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import ReduceOp
+from typing_extensions import override
+
+from lightning_dilated.sequence.group import SequenceGroup
+from lightning_dilated.sequence.plan import check_exchange
+from lightning_dilated.sequence.shard import check_layout
+from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.strategy.loader import Loaders
+from lightning_dilated.strategy.mesh import MeshSizes
+from lightning_dilated.strategy.mixing import refuse_mixing
+from lightning_dilated.strategy.random import run_seed, step_seeds
+
+
+class SequenceStrategy:
+    """To be inherited beside a Lightning strategy for many processes, and before it."""
+
+    def _configure_sequence(
+        self,
+        sequence_size: int | str,
+        head_size: int,
+        exchange: str,
+        layout: str,
+        ranks_per_node: int | None,
+        timeout: int,
+        allow: tuple[str, ...] | list[str],
+    ) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+        self._asked = sequence_size, head_size
+        self._settings = {"exchange": check_exchange(exchange), "layout": check_layout(layout), "head_size": head_size}
+        self._ranks_per_node, self._seconds, self._allow = ranks_per_node, timedelta(seconds=timeout), tuple(allow)
+        self._mesh: DeviceMesh | None = None
+        self._sequence: SequenceGroup | None = None
+        self._loaders: Loaders | None = None
+        self._shares = 0
+
+    # -- sizes and groups --------------------------------------------------------------------------------------------
+    @property
+    def sizes(self) -> MeshSizes:
+        """Ranks along each axis.
+
+        Raises:
+            ValueError: for sizes that do not divide the world.
+        """
+        return MeshSizes(self.num_nodes * self.num_processes, *self._asked)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh (data, ring, head).
+
+        Raises:
+            RuntimeError: before the Trainer runs.
+        """
+        if self._mesh is None:
+            raise RuntimeError(
+                "the device mesh is made when the Trainer runs: ask in `setup`, `configure_model` or later."
+            )
+        return self._mesh
+
+    @property
+    def sequence(self) -> SequenceGroup:
+        """The ranks that share this rank's sequences.
+
+        Raises:
+            RuntimeError: before the Trainer runs.
+        """
+        if self._sequence is None:
+            raise RuntimeError("the sequence's group is made when the Trainer runs: ask in `setup` or later.")
+        return self._sequence
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the sequences that are trained on at a time this rank holds a part of."""
+        return self.global_rank // self.sizes.sequence_size
+
+    @property
+    def is_first_of_sequence(self) -> bool:
+        """Whether this rank is the first of its sequence: the one to write what all of them know."""
+        return self.global_rank % self.sizes.sequence_size == 0
+
+    @override
+    def _configure_launcher(self) -> None:
+        _ = self.sizes  # raises in Trainer(...), before a process is launched
+        super()._configure_launcher()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        run_seed(self)
+        if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
+            self._mesh, sequence = self.sizes.make(self.root_device.type)
+            local = self._ranks_per_node or (self.num_processes if self.num_nodes > 1 else None)
+            self._sequence = SequenceGroup(
+                sequence.get_group(),
+                ranks_per_node=local if local is None else min(local, self.sizes.sequence_size),
+                loss_group=dist.group.WORLD,
+                timeout=self._seconds,
+                **self._settings,
+            )
+        self.sequence.open()
+        place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
+        self._loaders = Loaders(place, self.data_rank)
+        self.lightning_module._device_mesh = self._mesh
+        rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        if self.sequence.ranks > 1:
+            refuse_mixing(self.lightning_module, self._allow)
+        super().setup(trainer)
+
+    @override
+    def teardown(self) -> None:
+        if self._loaders is not None:
+            self._loaders.restore()
+        if self._sequence is not None:
+            self._sequence.close()
+        super().teardown()
+
+    # -- data --------------------------------------------------------------------------------------------------------
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.sizes.data, "rank": self.data_rank}
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        return self._loaders.shard(super().process_dataloader(dataloader), self._spec())
+
+    def _spec(self) -> SequenceSpec | None:
+        """What the DataModule declares, else the LightningModule."""
+        datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
+        found = [x for x in (getattr(y, "sequence_spec", None) for y in (datamodule, self.lightning_module)) if x]
+        return found[0] if found else None
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+    @contextmanager
+    def _within(self, stage: str, batch_idx: int) -> Iterator[None]:
+        """The sequence is active, and random numbers are those of (seed, stage, step, this rank's part)."""
+        trainer = self.lightning_module.trainer
+        step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
+        seeds = step_seeds(stage, step, self.data_rank, self.sequence.rank, self.root_device)
+        with self.sequence.active(), seeds:
+            yield
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        self._shares = self.sequence.shares
+        with self._within("training", _batch_idx(args, kwargs)):
+            return super().training_step(*args, **kwargs)
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._within("validation", _batch_idx(args, kwargs)):
+            return super().validation_step(*args, **kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._within("test", _batch_idx(args, kwargs)):
+            return super().test_step(*args, **kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._within("predict", _batch_idx(args, kwargs)):
+            return super().predict_step(*args, **kwargs)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        if self.sequence.shares == self._shares:
+            raise RuntimeError(
+                f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so it is not "
+                "known what all ranks together count, and its gradient would be wrong. Return "
+                "lightning_dilated.sequence.loss_share(sum of this rank's losses, how many they are)."
+            )
+        # the wrapper averages gradients over all ranks, and the ranks' shares sum to the loss
+        with self.sequence.active():
+            super().backward(closure_loss * self.world_size, optimizer, *args, **kwargs)
+        return closure_loss
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
+        if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
+            tensor = (
+                tensor.double()
+            )  # else the mean of counts, which Lightning weighs logged values by, is rounded down
+        return super().reduce(tensor, group, reduce_op)
+
+
+def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """The number of the batch among the arguments of a step; a step that takes none is numbered 0."""
+    given = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
+    return given if isinstance(given, int) else 0

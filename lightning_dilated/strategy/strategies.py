@@ -1,0 +1,72 @@
+"""The strategies by name: ring_dilated (DDP) and ring_dilated_notebook."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+
+from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+
+Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
+Layout = Literal["contiguous", "zigzag", "strided"]
+
+
+class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
+    """Every sequence on several ranks, the parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
+
+    Args:
+        sequence_size: ranks that share a sequence; "auto": all of them. The others hold other samples (data parallel).
+        head_size: of these, neighbours that trade tokens for heads.
+        exchange: how rows travel between ranks; "auto" is the planner's cheapest.
+        layout: which positions a rank holds.
+        ranks_per_node: ranks with fast links; None: those of a node.
+        timeout: seconds after which a rank that waits in vain for another gives up.
+        allow: names of modules that mix tokens or samples and are right nevertheless.
+        process_group_backend: "nccl" or "gloo"; None fits the device.
+        start_method: how further processes are started: "popen" runs the script again.
+        find_unused_parameters: for models some of whose parameters take no part in a step.
+
+    Raises:
+        TypeError, ValueError: when made, or (sizes that do not divide the number of ranks) in `Trainer(...)`.
+    """
+
+    def __init__(
+        self,
+        sequence_size: int | Literal["auto"] = "auto",
+        head_size: int = 1,
+        exchange: Exchange = "auto",
+        layout: Layout = "contiguous",
+        ranks_per_node: int | None = None,
+        timeout: int = 1800,
+        allow: list[str] | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        find_unused_parameters: bool = False,
+    ) -> None:
+        self._configure_sequence(sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [])
+        if start_method not in ("popen", "spawn", "fork"):
+            # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
+            raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=self._seconds,
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+        )
+
+
+def register() -> None:
+    """Make the names known to `lightning.pytorch.Trainer`."""
+    about = "one sequence on many ranks, dilated attention"
+    StrategyRegistry.register("ring_dilated", RingDilatedStrategy, description=about, override=True)
+    StrategyRegistry.register(
+        "ring_dilated_notebook",
+        RingDilatedStrategy,
+        description=f"{about}, in Jupyter",
+        override=True,
+        start_method="fork",
+    )
+
+
+register()
