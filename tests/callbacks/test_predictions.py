@@ -1,6 +1,7 @@
 """PredictionWriter: one CSV row a sequence, batch by batch, and a clear word to modules that return something else."""
 
 import csv
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -54,9 +55,12 @@ def test_test_split_of_a_datamodule(tmp_path):
 
 
 def test_each_rank_has_its_own_file(tmp_path):
-    run = SimpleNamespace(world_size=4, global_rank=2, log_dir=None, default_root_dir=str(tmp_path))
-    assert PredictionWriter().target(run) == tmp_path / "predictions.2.csv"
-    assert PredictionWriter("x/y.csv").target(run).as_posix() == "x/y.2.csv"
+    where = {"num_replicas": 4, "rank": 2}  # of those that have samples of their own
+    run = SimpleNamespace(distributed_sampler_kwargs=where, log_dir=None, default_root_dir=str(tmp_path))
+    for path, want in ((None, tmp_path / "predictions.2.csv"), ("x/y.csv", Path("x/y.2.csv"))):
+        writer = PredictionWriter(path)
+        writer.on_predict_start(run, None)
+        assert writer._target == want
 
 
 def test_nothing_predicted(tmp_path, capsys):

@@ -1,0 +1,83 @@
+"""SequenceSpec: batches cut to ranks and put together again; what is not declared is an error."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lightning_dilated.sequence import Place, SequenceSpec
+from lightning_dilated.sequence.shard import LAYOUTS
+
+SPEC = SequenceSpec({"tokens": 1, "features": -2}, whole=["index"])
+
+
+@given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(LAYOUTS))
+def test_parts_make_the_whole(n, ranks, layout):
+    batch = {"tokens": torch.arange(2 * n).view(2, n), "features": torch.randn(2, n, 3), "index": [4, 5]}
+    places = [Place(ranks, rank, layout) for rank in range(ranks)]
+    parts = [SPEC.cut(batch, place) for place in places]
+    order = torch.tensor([p for place in places for r in place.ranges(n) for p in r], dtype=torch.int64)
+    for name, dim in (("tokens", 1), ("features", 1)):
+        assert torch.equal(torch.cat([p[name] for p in parts], dim)[:, order.argsort()], batch[name])
+    assert all(p["index"] == [4, 5] for p in parts)
+    for part in parts:  # storage of its own: else a worker would hand over the whole sequence
+        assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
+
+
+def test_tuples():
+    Pair = namedtuple("Pair", "x y")
+    x, y = torch.arange(6).view(1, 6), torch.tensor([1])
+    spec = SequenceSpec({0: 1}, whole=[1])
+    for batch in ((x, y), [x, y], Pair(x, y)):
+        got = spec.cut(batch, Place(2, 1))
+        assert type(got) is type(batch) and got[0].tolist() == [[3, 4, 5]] and got[1] is y
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_shift_is_global(ranks):
+    tokens = torch.arange(1, 9).view(1, 8)
+    spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens"], shift={"labels": -100})
+
+    def labels(**more):
+        batch = {"tokens": tokens, "labels": tokens, **more}
+        return torch.cat([spec.cut(batch, Place(ranks, r))["labels"] for r in range(ranks)], 1)[0].tolist()
+
+    assert labels() == [2, 3, 4, 5, 6, 7, 8, -100]
+    assert labels(lengths=torch.tensor([6])) == [2, 3, 4, 5, 6, -100, -100, -100]
+    cuts = torch.tensor([0, 3, 3, 8], dtype=torch.int32)
+    assert labels(cu_seqlens=cuts) == [2, 3, -100, 5, 6, 7, 8, -100]
+
+
+@pytest.mark.parametrize(
+    "batch, words",
+    [
+        (
+            {"tokens": torch.zeros(1, 4), "mask": torch.zeros(1, 4)},
+            r"the batch holds \['mask'\], which the sequence_spec",
+        ),
+        ({"index": 3}, "the batch holds none of"),
+        ({"tokens": torch.zeros(1, 4), "features": torch.zeros(1, 5, 2)}, "different numbers of tokens"),
+        ({"tokens": torch.zeros(4)}, "should be a tensor with dimension 1"),
+        ({"tokens": [1, 2]}, "should be a tensor with dimension 1, got list"),
+        (torch.zeros(1, 4), "must be a mapping or a tuple"),
+    ],
+)
+def test_ambiguous_batches(batch, words):
+    with pytest.raises(ValueError, match=words):
+        SPEC.cut(batch, Place(2, 0))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (({},), "names no entry"),
+        (({"x": "1"},), r"dims\['x'\] must be a dimension"),
+        (({"x": 1}, ["x"]), "both in dims and in whole"),
+        (({"x": 1}, [], {"y": 0}), "shift names"),
+    ],
+)
+def test_wrong_specs(arguments, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        SequenceSpec(*arguments)

@@ -1,0 +1,177 @@
+"""Training runs that workers make, and what they leave: losses, gradient norms, validation, parameters.
+
+A `Run` says everything, so the same one on one rank and on many has to leave the same.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
+from lightning_dilated.data.sampler import ResumableSampler
+
+PATTERN = DilatedPattern.longnet([8, 16, 40], [1, 2, 4])
+VOCAB = 11
+
+
+@dataclass(frozen=True)
+class Run:
+    """A small LongNet on random tokens. `batch_size` is that of all data ranks together."""
+
+    seq_len: int = 40
+    batch_size: int = 1
+    steps: int = 4
+    accumulate: int = 1
+    clip: float | None = None
+    masked: float = 0.0
+    kind: str = "whole"  # or "documents", "lengths", "unshifted"
+    strategy: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    precision: str = "64-true"
+    workers: int = 0
+
+    def but(self, **changes: Any) -> Run:
+        """The same with changes."""
+        return replace(self, **changes)
+
+
+class Tokens(Dataset):
+    """12 random samples that cannot read ranges: batches are cut when they are collated."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        made, n = torch.Generator().manual_seed(index), self.run.seq_len
+        values = torch.randint(0, VOCAB, (n + 1,), generator=made)
+        if self.run.kind == "unshifted":
+            return {"tokens": values[:-1], "labels": values[:-1].clone(), "index": index}
+        labels = values[1:].clone()
+        labels[torch.rand(n, generator=made) < self.run.masked * (index % 3)] = -100
+        return {"tokens": values[:-1], "labels": labels, "index": index}
+
+
+def collate(run: Run, samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """Samples stacked, with documents or lengths where the run has them."""
+    batch = torch.utils.data.default_collate(samples)
+    n = run.seq_len
+    if run.kind == "documents":
+        batch["cu_seqlens"] = torch.tensor([0, 3, n // 2 + 1, n], dtype=torch.int32)
+        batch["labels"][:, [2, n // 2]] = -100
+    if run.kind == "lengths":
+        batch["lengths"] = torch.tensor([n - 7 * (s["index"] % 3) for s in samples])
+        batch["labels"][torch.arange(n) >= batch["lengths"][:, None]] = -100
+    return batch
+
+
+class Collate:
+    """`collate` of a run, for workers to unpickle."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+
+    def __call__(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
+        return collate(self.run, samples)
+
+
+class Data(pl.LightningDataModule):
+    """Loaders whose samplers ask the strategy for its data ranks."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__()
+        self.run = run
+
+    def _loader(self, shuffle: bool) -> DataLoader:
+        who = self.trainer.distributed_sampler_kwargs
+        data = Tokens(self.run)
+        sampler = ResumableSampler(data, shuffle=shuffle, drop_last=shuffle, **who)
+        size = self.run.batch_size // who["num_replicas"]
+        return DataLoader(
+            data, size, sampler=sampler, collate_fn=Collate(self.run), drop_last=shuffle, num_workers=self.run.workers
+        )
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader(True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader(False)
+
+
+class Record(pl.Callback):
+    """What a run shows step by step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.norms: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        grads = [p.grad.flatten() for p in pl_module.parameters()]
+        self.norms.append(float(torch.cat(grads).norm()))
+
+
+def launched(rank: int) -> int:
+    """Let Trainers find this worker's process group, as under torchrun; the number of ranks."""
+    world = dist.get_world_size()
+    names = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
+    names |= {"TORCHELASTIC_RUN_ID": "tests", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    warnings.filterwarnings("ignore")
+    multiprocessing.current_process()._config["daemon"] = False  # or loaders could not start workers
+    return world
+
+
+def trainer(strategy: Any, world: int, **options: Any) -> pl.Trainer:
+    """A quiet Trainer on the CPU."""
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    return pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, **{**quiet, **options})
+
+
+def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, Data, Record]:
+    """(trainer, model, data, record) of a run, with seeds set."""
+    pl.seed_everything(4, verbose=False)
+    record = Record()
+    built = trainer(
+        RingDilatedStrategy(**run.strategy),
+        world,
+        max_steps=run.steps,
+        accumulate_grad_batches=run.accumulate,
+        gradient_clip_val=run.clip,
+        precision=run.precision,
+        num_sanity_val_steps=0,
+        callbacks=[record, *options.pop("callbacks", [])],
+        **options,
+    )
+    return (
+        built,
+        LongNetLM(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model}),
+        Data(run),
+        record,
+    )
+
+
+def fit(rank: int, group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
+    """What a run leaves on this rank."""
+    built, model, data, record = make(run, launched(rank))
+    built.fit(model, data)
+    built.validate(model, data, verbose=False)
+    return {
+        "losses": record.losses,
+        "norms": record.norms,
+        "val_loss": float(built.callback_metrics["val_loss"]),
+        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+    }

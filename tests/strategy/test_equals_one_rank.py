@@ -1,0 +1,80 @@
+"""A training run on many ranks leaves what it leaves on one: losses, gradient norms, validation, every parameter."""
+
+import functools
+
+import pytest
+import torch
+
+from .runs import Run, fit
+
+RUNS = {
+    "plain": Run(steps=6),
+    "accumulate and clip": Run(steps=3, accumulate=2, clip=0.1),
+    "masked labels": Run(masked=0.4, batch_size=2),
+    "ragged": Run(seq_len=37),
+    "documents": Run(kind="documents"),
+    "lengths": Run(kind="lengths", batch_size=2),
+    "fewer tokens than ranks": Run(seq_len=3),
+    "workers": Run(workers=2, steps=2),
+}
+#: (ranks, settings of the strategy)
+WAYS = {
+    "2": (2, {}),
+    "4": (4, {}),
+    "4, data 2": (4, {"sequence_size": 2}),
+    "4, head 2": (4, {"head_size": 2}),
+    "2, zigzag": (2, {"layout": "zigzag"}),
+    "2, strided": (2, {"layout": "strided"}),
+    "2, ring": (2, {"exchange": "ring"}),
+    "2, switch": (2, {"exchange": "switch"}),
+    "4, nodes of 2": (4, {"exchange": "hierarchical_gather", "ranks_per_node": 2}),
+}
+PLAIN = ("2", "4", "4, data 2")
+
+
+@pytest.fixture(scope="module")
+def alone(pools):
+    """A run on one rank, made once."""
+    return functools.cache(lambda name: pools(1).run(1, fit, RUNS[name])[0])
+
+
+def check(found, want, tol):
+    for rank, got in enumerate(found):
+        for name in ("losses", "norms", "val_loss"):
+            a, b = torch.tensor(got[name], dtype=torch.float64), torch.tensor(want[name], dtype=torch.float64)
+            torch.testing.assert_close(a, b, rtol=tol, atol=0, msg=lambda m, n=name, r=rank: f"{n} of rank {r}: {m}")
+        for name, p in want["parameters"].items():
+            torch.testing.assert_close(
+                got["parameters"][name], p, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+CASES = [("plain", way) for way in WAYS] + [
+    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers")
+]
+CASES.append(("workers", "2"))
+
+
+@pytest.mark.parametrize("run, way", CASES)
+def test_float64(pools, alone, run, way):
+    ranks, settings = WAYS[way]
+    chosen = RUNS[run].but(strategy=settings)
+    if settings.get("sequence_size") == 2:
+        if run == "documents":
+            pytest.skip("packed documents are one sample a rank, and one rank cannot hold two")
+        chosen, name = chosen.but(batch_size=2 * chosen.batch_size), run
+        want = pools(1).run(1, fit, RUNS[name].but(batch_size=chosen.batch_size))[0]
+    else:
+        want = alone(run)
+    assert min(want["norms"]) > 0 and len(set(want["losses"])) > 1
+    check(pools(ranks).run(ranks, fit, chosen), want, 1e-9)
+
+
+@pytest.mark.parametrize("way", PLAIN)
+def test_float32(pools, way):
+    ranks, settings = WAYS[way]
+    run = Run(steps=20, precision="32-true", batch_size=2, clip=1.0, masked=0.2)
+    want = pools(1).run(1, fit, run)[0]
+    for got in pools(ranks).run(ranks, fit, run.but(strategy=settings)):
+        for name in ("losses", "norms", "val_loss"):
+            torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(want[name]), rtol=1e-6, atol=0)

@@ -1,0 +1,61 @@
+"""Sizes of the mesh: all that fit, and errors in Trainer(...) before anything starts."""
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_dilated import RingDilatedStrategy
+from lightning_dilated.strategy.mesh import MeshSizes
+
+from .runs import trainer
+
+
+@pytest.mark.parametrize(
+    "world, sequence, head, want",
+    [
+        (1, "auto", 1, (1, 1, 1)),
+        (4, "auto", 1, (1, 4, 1)),
+        (4, 2, 2, (2, 1, 2)),
+        (12, 6, 3, (2, 2, 3)),
+        (8, 1, 1, (8, 1, 1)),
+    ],
+)
+def test_shape(world, sequence, head, want):
+    assert MeshSizes(world, sequence, head).shape == want
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"sequence_size": 3}, r"sequence_size=3 must divide the 4 ranks .*\[1, 2, 4\]"),
+        ({"head_size": 3}, r"head_size=3 must divide sequence_size=4; allowed: \[1, 2, 4\]"),
+        ({"sequence_size": 2, "head_size": 4}, "head_size=4 must divide sequence_size=2"),
+        ({"sequence_size": "all"}, 'sequence_size must be "auto" or a number of ranks'),
+        ({"sequence_size": 0}, "sequence_size"),
+        ({"exchange": "rings"}, "exchange must be one of auto, gather"),
+        ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds"),
+        ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
+    ],
+)
+def test_wrong_sizes(options, words):
+    with pytest.raises(ValueError, match=words):
+        trainer(RingDilatedStrategy(**options), 4)
+
+
+@pytest.mark.parametrize("name", ["ring_dilated", "ring_dilated_notebook"])
+def test_by_name(name):
+    made = trainer(name, 2).strategy
+    assert isinstance(made, RingDilatedStrategy) and made.sizes.shape == (1, 2, 1)
+    assert made._start_method == ("fork" if "notebook" in name else "popen")
+
+
+def test_asked_too_early():
+    made = trainer("ring_dilated", 1).strategy
+    for name in ("sequence", "device_mesh"):
+        with pytest.raises(RuntimeError, match="when the Trainer runs"):
+            getattr(made, name)
+
+
+def test_the_other_lightning_does_not_know_the_name():
+    # `pytorch_lightning` is another copy with a registry of its own: nothing of ours may pretend to be there
+    assert pl.strategies.StrategyRegistry["ring_dilated"]["strategy"] is RingDilatedStrategy
