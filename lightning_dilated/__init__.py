@@ -4,6 +4,7 @@ from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedStrategy
 
 __version__ = "0.1.0"
@@ -16,9 +17,11 @@ __all__ = [
     "LongNetLM",
     "MultiheadDilatedAttention",
     "RingDilatedStrategy",
+    "SequenceSpec",
     "__version__",
     "callbacks",
     "data",
     "dilated_attention",
+    "loss_share",
     "sequence",
 ]

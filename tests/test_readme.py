@@ -17,6 +17,12 @@ TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)
 
 
+def block(words: str) -> str:
+    """The one Python block that holds these words."""
+    (found,) = (b for b in BLOCKS if words in b)
+    return found
+
+
 def test_first_python_block_runs_and_prints(capsys: pytest.CaptureFixture[str]) -> None:
     scope: dict[str, object] = {}
     exec(BLOCKS[0], scope)
@@ -35,7 +41,7 @@ def test_first_screen_holds_the_two_commands() -> None:
 
 def test_own_model_block_trains_one_step() -> None:
     scope: dict[str, object] = {"torch": torch, "ld": ld}
-    exec(BLOCKS[2], scope)
+    exec(block("class MyEncoder"), scope)
     model = scope["MyEncoder"]()
     model.configure_model()
     loss, tokens = model.token_mean((torch.randn(2, 100, 256), torch.randint(0, 10, (2, 100))))
@@ -45,11 +51,45 @@ def test_own_model_block_trains_one_step() -> None:
 
 
 def test_many_ranks_block_runs_on_two(tmp_path) -> None:
-    (tmp_path / "ranks.py").write_text(BLOCKS[1])
+    (tmp_path / "ranks.py").write_text(block("torchrun"))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "ranks.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count("exchange: gather") == 2
+
+
+TRAIN = """
+import lightning.pytorch as pl
+import torch
+import lightning_dilated as ld
+{block}
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        made = torch.Generator().manual_seed(i)
+        return {{"tokens": torch.randint(0, 256, (500,), generator=made), "tags": torch.randint(0, 10, (500,), generator=made)}}
+
+pl.seed_everything(0)
+model = Tagger()
+trainer.fit(model, torch.utils.data.DataLoader(Data()))
+print("sum", sum(p.detach().double().abs().sum().item() for p in model.parameters()))
+"""
+
+
+def test_own_module_trains_alike_on_two_ranks(tmp_path) -> None:
+    found = []
+    for devices in (1, 2):
+        text = TRAIN.format(block=block("class Tagger").replace("devices=2", f"devices={devices}"))
+        (tmp_path / "train.py").write_text(text)
+        done = subprocess.run([sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr[-2000:]
+        sums = [float(line.split()[1]) for line in done.stdout.splitlines() if line.startswith("sum")]
+        assert len(sums) == devices
+        found += sums
+    assert max(found) - min(found) < 1e-6 * found[0], found
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", TEXT))))

@@ -82,6 +82,7 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     rows: Tensor | None,
+    number: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,

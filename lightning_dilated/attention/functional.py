@@ -72,8 +72,9 @@ def dilated_attention(
     lengths, cu_seqlens, scale = _checked(*given) if group is None else group.guard(_checked, *given)
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
     name = "" if group is None else group.name
-    out, lse, _ = torch.ops.lightning_dilated.attention(
-        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name
+    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    out, lse, *_ = torch.ops.lightning_dilated.attention(
+        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name, grad
     )
     return (out, lse.detach()) if return_lse else out
 
@@ -224,7 +225,7 @@ def _integers(values: Any, name: str) -> Tensor:
         for x in values:
             if isinstance(x, bool) or not hasattr(x, "__index__"):
                 raise TypeError(f"{name} must hold integers only, got {x!r}.")
-        values = torch.tensor([operator.index(x) for x in values], dtype=torch.int32)
+        values = torch.tensor([operator.index(x) for x in values], dtype=torch.int64)
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {values.dtype}.")
     return values

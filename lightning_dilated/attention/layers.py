@@ -190,7 +190,8 @@ class MultiheadDilatedAttention(nn.Module):
         Returns:
             (out of query's shape, None).
         """
-        self._refuse(query, key, value, need_weights, attn_mask)
+        group, given = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask)
+        self._refuse(*given) if group is None else group.guard(self._refuse, *given)
         if query.ndim == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
             out, _ = self(query[None], key_padding_mask=mask, is_causal=is_causal, lengths=lengths,
@@ -199,10 +200,6 @@ class MultiheadDilatedAttention(nn.Module):
         if key_padding_mask is not None:
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
-            if active_sequence() is not None:
-                raise ValueError(
-                    "a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,)."
-                )
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         q, k, v = self._project(query)
         if self.rotary is not None:
@@ -215,7 +212,7 @@ class MultiheadDilatedAttention(nn.Module):
         out = rearrange(out, "b n h d -> b n (h d)")
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
 
-    def _refuse(self, query: Tensor, key: Any, value: Any, need_weights: bool, attn_mask: Any) -> None:
+    def _refuse(self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any) -> None:
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
@@ -225,6 +222,8 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError(
                     f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out."
                 )
+        if padding is not None and active_sequence() is not None:
+            raise ValueError("a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,).")
         if need_weights:
             raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
         if attn_mask is not None:

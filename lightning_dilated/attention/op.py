@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.sharded import Inputs, Options, run_backward, run_forward
+from lightning_dilated.attention.sharded import Inputs, Options, Saved, run_backward, run_forward
 
 NAME = "lightning_dilated::attention"
 
@@ -30,22 +30,26 @@ def attention(
     dropout: float,
     engine: str,
     sequence: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out (B, N, H, D), lse (B, H, N), received rows): `pattern` is `DilatedPattern.code`, `sequence` a group's name.
+    grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out (B, N, H, D), lse (B, H, N), received rows, number of the call).
 
-    On one rank `sequence` is "" and nothing is received; the third result is then empty, (0,). On several it is (n, D): the
-    rows that the backward needs again, so that recomputation that keeps this op's results moves nothing twice.
+    `pattern` is `DilatedPattern.code`, `sequence` a group's name, `grad` whether a backward will follow. On one rank
+    `sequence` is "" and nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that
+    the backward needs again, so that recomputation that keeps this op's results moves nothing twice. The number, () int64
+    on the CPU, is equal on all ranks, and tells their backwards apart.
     """
-    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence)
+    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad)
     return run_forward(Inputs(q, k, v), options)
 
 
 @attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence):
+def _(q, k, v, lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
     rows = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim)) if sequence else q.new_empty(0)
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, rows
+    number = torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, rows, number
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -57,6 +61,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     rows: Tensor | None,
+    number: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
@@ -66,10 +71,11 @@ def attention_backward(
     dropout: float,
     engine: str,
     sequence: str,
+    needs_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence)
-    return run_backward(Inputs(q, k, v), options, grad, out, lse, rows)
+    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, needs_grad)
+    return run_backward(Inputs(q, k, v), options, Saved(grad, out, lse, rows, number))
 
 
 @attention_backward.register_fake
@@ -77,15 +83,16 @@ def _(grad, q, k, v, *rest):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, lengths, cu_seqlens, seed, *ctx.rest = inputs
-    out, lse, rows = output
-    ctx.save_for_backward(q, k, v, out, lse, rows if ctx.rest[-1] else None, lengths, cu_seqlens, seed)
+    out, lse, rows, number = output
+    kept = (rows, number) if ctx.rest[-2] else (None, None)
+    ctx.save_for_backward(q, k, v, out, lse, *kept, lengths, cu_seqlens, seed)
 
 
-def _backward(ctx: Any, grad: Tensor, grad_lse: Tensor | None, grad_rows: Tensor | None) -> tuple[Any, ...]:
+def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *([None] * 9)
+    return dq, dk, dv, *([None] * 10)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:

@@ -56,6 +56,18 @@ class Options:
     dropout: float
     engine: str
     sequence: str
+    grad: bool = True
+
+
+@dataclass
+class Saved:
+    """What the backward has besides the inputs: the gradient of out, and the forward's results."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+    rows: Tensor | None = None
+    number: Tensor | None = None
 
 
 @dataclass
@@ -68,6 +80,7 @@ class Place:
     wire: Wire | None = None
     heads: HeadGroup | None = None
     windows: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ((), ())
+    number: int = 0
 
 
 def find_documents(batch: int, seq_len: int, options: Options) -> list[Span]:
@@ -85,7 +98,7 @@ def find_documents(batch: int, seq_len: int, options: Options) -> list[Span]:
     return found
 
 
-def _place(x: Inputs, o: Options, backward: bool = False) -> Place:
+def _place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
     """Where this call's work lies; on several ranks after all of them agreed on it."""
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
     group = find_sequence(o.sequence) if o.sequence else None
@@ -96,16 +109,18 @@ def _place(x: Inputs, o: Options, backward: bool = False) -> Place:
     mask = lambda seed: Dropout(o.dropout, seed) if o.dropout > 0 and o.seed is not None else None  # noqa: E731
     if group is None:
         return Place(replace(call, mask=mask(seed)), find_documents(x.q.shape[0], x.q.shape[1], o))
-    agreed = group.agree(_facts(x, o, backward), x.q.shape[1], seed)
+    agreed = group.agree(_facts(x, o, saved), x.q.shape[1], seed)
     found = find_documents(x.q.shape[0], agreed.seq_len, o)
-    return _shared_place(replace(call, mask=mask(agreed.seed)), group, found, agreed.lengths, x, backward)
+    place = _shared_place(replace(call, mask=mask(agreed.seed)), group, found, agreed.lengths, x, saved is not None)
+    return replace(place, number=agreed.number)
 
 
-def _facts(x: Inputs, o: Options, backward: bool) -> dict[str, object]:
+def _facts(x: Inputs, o: Options, saved: Saved | None) -> dict[str, object]:
     """What has to be equal on all ranks, besides the group's own settings."""
     short = lambda t: None if t is None else (len(t), hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest())  # noqa: E731
     return {
-        "pass": "backward" if backward else "forward",
+        "pass": "forward" if saved is None else f"backward of call {int(saved.number)}",
+        "requires grad": o.grad,
         "pattern": o.pattern,
         "batch": x.q.shape[0],
         "heads": x.q.shape[2],
@@ -133,7 +148,8 @@ def _shared_place(
     group.plan = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, **sizes)
     if group.plan.exchange:
         per_node = max(1, group.ranks_per_node // size)
-        place.route = _compiled(problem, ring, group.plan.exchange, per_node, x.q.device)
+        key = problem, ring, group.plan.exchange, per_node, x.q.device
+        place.route = group.remember(key, functools.partial(_compile, *key))
         place.wire = Wire(group.group, tuple(range(number, group.ranks, size)), ring, traffic)
         place.call = replace(call, whole=isinstance(place.route, CompiledSwitch))
     if size > 1:
@@ -163,8 +179,7 @@ def share(
     return problem, local_spans(documents, shard.ranges(ring))
 
 
-@functools.lru_cache(maxsize=256)
-def _compiled(
+def _compile(
     problem: Problem, rank: int, exchange: str, per_node: int, device: torch.device
 ) -> Compiled | CompiledSwitch:
     program = EXCHANGES[exchange].program(problem, rank, per_node)
@@ -185,8 +200,8 @@ def local_spans(documents: list[Document], pieces: tuple[range, ...]) -> list[Sp
     return out
 
 
-def run_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, lse, received rows), see `op.attention`."""
+def run_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, received rows, number of the call), see `op.attention`."""
     place = _place(x, o)
     q, k, v = x.q, x.k, x.v
     if place.heads:
@@ -197,7 +212,8 @@ def run_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor]:
         kept = torch.cat([*(t.reshape(-1, t.shape[-1]) for t in (q, k, v)), kept])
         out = place.heads.to_tokens(out.to(q.dtype), q_cut, x.q.shape[2])
         lse = place.heads.to_tokens(lse.transpose(1, 2)[..., None], q_cut, x.q.shape[2])[..., 0].transpose(1, 2)
-    return out.to(q.dtype), lse.contiguous(), kept if o.sequence else q.new_empty(0)
+    number = torch.tensor(place.number, dtype=torch.int64, device="cpu")
+    return out.to(q.dtype), lse.contiguous(), kept if o.sequence else q.new_empty(0), number
 
 
 def _forward(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -219,12 +235,11 @@ def _forward(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return out, lse, kept
 
 
-def run_backward(
-    x: Inputs, o: Options, grad: Tensor, out: Tensor, lse: Tensor, rows: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def run_backward(x: Inputs, o: Options, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv), see `op.attention_backward`."""
-    place = _place(x, o, backward=True)
+    place = _place(x, o, saved)
     q, k, v = x.q, x.k, x.v
+    grad, out, lse, rows = saved.grad, saved.out, saved.lse, saved.rows
     if place.heads:
         q_cut, kv_cut = place.windows
         q, k, v, rows = _kept_heads(place, rows, q, k)

@@ -20,37 +20,41 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def _all_reduce(x: Tensor, group: SequenceGroup) -> Tensor:
-    """The sum over ranks, taken in fp32 (fp64 for float64)."""
-    total = x.to(torch.promote_types(x.dtype, torch.float32), copy=True, memory_format=torch.contiguous_format)
+    """The sum over ranks, taken in fp32 (fp64 for float64, int64 for integers)."""
+    wide = torch.promote_types(x.dtype, torch.float32 if x.is_floating_point() or x.is_complex() else torch.int64)
+    total = x.to(wide, copy=True, memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group.group)
     return total.to(x.dtype)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: SequenceGroup) -> Tensor:
-        ctx.group = group
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, number: int) -> Tensor:
+        ctx.group, ctx.number = group, number
         return _all_reduce(x, group)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _all_reduce(grad, ctx.group), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.group.agree({"call": f"backward of sequence_sum, call {ctx.number}"})
+        return _all_reduce(grad, ctx.group), None, None
 
 
 class _Gather(torch.autograd.Function):
     """(L, ...) rows of every rank, rank after rank; backward sums over ranks what each found for a row."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, wire: Wire, lengths: tuple[int, ...]) -> Tensor:
-        ctx.wire, ctx.lengths = wire, lengths
+    def forward(ctx: Any, x: Tensor, group: SequenceGroup, lengths: tuple[int, ...], number: int) -> Tensor:
+        ctx.group, ctx.lengths, ctx.number = group, lengths, number
+        ctx.wire = wire = Wire(group.group, tuple(range(group.ranks)), group.rank)
         rows = torch.cat([x.reshape(len(x), math.prod(x.shape[1:]))] * len(lengths))
         sends = dict.fromkeys(range(len(lengths)), len(x))
-        return wire.post(rows, sends, dict(enumerate(lengths))).wait().view(-1, *x.shape[1:])
+        return wire.post(rows, sends, dict(enumerate(lengths))).wait().view(sum(lengths), *x.shape[1:])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        ctx.group.agree({"call": f"backward of sequence_gather, call {ctx.number}"})
         length, ranks = ctx.lengths[ctx.wire.rank], len(ctx.lengths)
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
         back = ctx.wire.post(
@@ -58,7 +62,7 @@ class _Gather(torch.autograd.Function):
             dict(enumerate(ctx.lengths)),
             dict.fromkeys(range(ranks), length),
         ).wait()
-        return back.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None
+        return back.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None, None
 
 
 def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
@@ -74,8 +78,12 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
     group = active_sequence() if sequence is None else sequence
     if group is None:
         return x
-    group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype})
-    return _Sum.apply(x, group)
+    agreed = group.agree({"call": "sequence_sum", "shape": tuple(x.shape), "dtype": x.dtype, "requires grad": _grad(x)})
+    return _Sum.apply(x, group, agreed.number)
+
+
+def _grad(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence: SequenceGroup | None = None) -> Tensor:
@@ -93,17 +101,39 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
     Raises:
         ValueError: if the mask's shape does not fit, or, on every rank, if shapes or dtypes differ.
     """
-    dim = dim % x.ndim
+    group = active_sequence() if sequence is None else sequence
+    dim, mask = _guarded(group, _mean_arguments, x, dim, mask)
+    wide = torch.promote_types(x.dtype, torch.float32)
+    weight = mask.to(wide).view(*mask.shape, *[1] * (x.ndim - dim - 1))
+    # not x * weight: what does not count may be NaN
+    counted = torch.where(weight == 0, torch.zeros((), dtype=wide, device=x.device), x * weight)
+    total, count = sequence_sum(counted.sum(dim), sequence), sequence_sum(weight.sum(dim), sequence)
+    return (total / torch.where(count == 0, 1.0, count)).to(x.dtype)
+
+
+def _guarded(group: SequenceGroup | None, check: Any, *arguments: Any) -> Any:
+    """check(*arguments); where it raises on one rank of a group, all raise."""
+    return check(*arguments) if group is None else group.guard(check, *arguments)
+
+
+def _dim(x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
+    return dim % x.ndim
+
+
+def _mean_arguments(x: Tensor, dim: int, mask: Tensor | None) -> tuple[int, Tensor]:
+    """(dim from 0, mask)."""
+    dim = _dim(x, dim)
+    if not x.is_floating_point():
+        raise TypeError(f"sequence_mean takes floating tensors, got {x.dtype}; convert it first: x.float().")
     if mask is None:
         mask = x.new_ones(()).expand(x.shape[: dim + 1])
     if mask.shape != x.shape[: dim + 1]:
         raise ValueError(
             f"mask must have shape {tuple(x.shape[: dim + 1])}, that of x up to dim {dim}; got {tuple(mask.shape)}."
         )
-    wide = torch.promote_types(x.dtype, torch.float32)
-    weight = mask.to(wide).view(*mask.shape, *[1] * (x.ndim - dim - 1))
-    total, count = sequence_sum((x * weight).sum(dim), sequence), sequence_sum(weight.sum(dim), sequence)
-    return (total / torch.where(count == 0, 1.0, count)).to(x.dtype)
+    return dim, mask
 
 
 def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = None) -> Tensor:
@@ -122,13 +152,12 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
     group = active_sequence() if sequence is None else sequence
     if group is None:
         return x
-    dim = dim % x.ndim
-    rest = (*x.shape[:dim], *x.shape[dim + 1 :])
-    agreed = group.agree({"call": "sequence_gather", "shape": rest, "dtype": x.dtype, "dim": dim}, x.shape[dim])
-    wire = Wire(group.group, tuple(range(group.ranks)), group.rank)
-    rows = _Gather.apply(x.movedim(dim, 0).contiguous(), wire, agreed.lengths)
-    shard = group.shard(agreed.seq_len)
-    order = torch.tensor([p for rank in range(group.ranks) for held in shard.ranges(rank) for p in held])
+    dim = group.guard(_dim, x, dim)
+    facts = {"shape": (*x.shape[:dim], *x.shape[dim + 1 :]), "dtype": x.dtype, "dim": dim, "requires grad": _grad(x)}
+    agreed = group.agree({"call": "sequence_gather", **facts}, x.shape[dim])
+    rows = _Gather.apply(x.movedim(dim, 0).contiguous(), group, agreed.lengths, agreed.number)
     if group.layout != "contiguous":
-        rows = rows[torch.argsort(order).to(x.device)]
+        shard = group.shard(agreed.seq_len)
+        held = [torch.arange(p.start, p.stop, p.step) for rank in range(group.ranks) for p in shard.ranges(rank)]
+        rows = rows[torch.argsort(torch.cat(held)).to(x.device)] if held else rows
     return rows.movedim(0, dim)

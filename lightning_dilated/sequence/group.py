@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -25,14 +26,18 @@ _groups: dict[str, SequenceGroup] = {}
 _active: list[SequenceGroup] = []  # of the process, not of a thread: the backward runs in threads of its own
 _numbers = itertools.count()
 _REFUSED = -1
+#: routes of the latest calls that a group keeps: several layers' of a step, forward and backward
+REMEMBERED = 16
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks of a call found out together: N and each rank's tokens, and rank 0's seed of the dropout masks."""
+    """What all ranks of a call found out together: N and each rank's tokens, rank 0's seed of the dropout masks, and the
+    number of the call, which tells two calls of equal shapes apart."""
 
     lengths: tuple[int, ...]
     seed: int
+    number: int = 0
 
     @property
     def seq_len(self) -> int:
@@ -72,6 +77,12 @@ class SequenceGroup:
         loss_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
     ) -> None:
+        if (
+            group is not None
+            and not isinstance(group, dist.ProcessGroup)
+            and group is not dist.GroupMember.NON_GROUP_MEMBER
+        ):
+            raise TypeError(f"group must be a torch.distributed process group or None (the world), got {group!r}.")
         if not dist.is_available() or not dist.is_initialized():
             raise RuntimeError(
                 "SequenceGroup needs torch.distributed: call torch.distributed.init_process_group first."
@@ -94,9 +105,11 @@ class SequenceGroup:
         self.was_active = False
         self.loss_group = self.group if loss_group is None else loss_group
         self.shares = 0  # how often `loss_share` was asked for one
+        self._calls = itertools.count()
+        self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._quiet = self._side_group(timeout)
         self.name = f"sequence-{next(_numbers)}"
-        self.open()
+        _groups[self.name] = self
 
     def _side_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
         """A group that talks through the CPU, so that agreeing never waits for a GPU."""
@@ -130,16 +143,22 @@ class SequenceGroup:
         try:
             yield self
         finally:
-            _active.remove(self)
-
-    def open(self) -> None:
-        """Make the group known to the op, as it is when made; of use after `close`."""
-        _groups[self.name] = self
+            _active.pop()
 
     def close(self) -> None:
-        """Forget the group: its name is no longer known to the op."""
-        _groups.pop(self.name, None)
-        self.was_active = False
+        """Forget the group, and all that it holds: its name is no longer known to the op, nor to backwards still to come."""
+        if _groups.pop(self.name, None) is not None and self._quiet is not self.group:
+            dist.destroy_process_group(self._quiet)
+        self._remembered.clear()
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), kept while it is one of the last few: routes of documents that never come back hold device memory."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+            if len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
+        self._remembered.move_to_end(key)
+        return self._remembered[key]
 
     # -- agreeing ---------------------------------------------------------------------------------------------------
     def agree(self, what: Mapping[str, Any], length: int | None = None, seed: int = 0) -> Agreement:
@@ -156,10 +175,13 @@ class SequenceGroup:
         facts = {**what, "layout": self.layout, "exchange": self.exchange, "head_size": self.head_size}
         facts["ranks_per_node"] = self.ranks_per_node
         digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
-        rows = self._exchange_words(digest, 0 if length is None else length, seed)
+        try:
+            rows = self._exchange_words(digest, 0 if length is None else length, seed)
+        except RuntimeError as error:
+            raise RuntimeError(self._alone(what)) from error
         if len({row[0] for row in rows}) > 1:
             raise ValueError(self._difference({k: str(v) for k, v in facts.items()}))
-        agreed = Agreement(tuple(row[1] for row in rows), rows[0][2])
+        agreed = Agreement(tuple(row[1] for row in rows), rows[0][2], next(self._calls))
         if length is not None:
             self._check_lengths(agreed)
             self.agreed = agreed
@@ -174,7 +196,7 @@ class SequenceGroup:
         """check(*args); if it raises on this rank, the other ranks raise too instead of waiting."""
         try:
             return check(*args)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             self.refuse(error)
             raise
 
@@ -183,6 +205,16 @@ class SequenceGroup:
         all_words = [torch.empty_like(mine) for _ in range(self.ranks)]
         dist.all_gather(all_words, mine, group=self._quiet)
         return [x.tolist() for x in all_words]
+
+    def _alone(self, what: Mapping[str, Any]) -> str:
+        """That other ranks did not come to agree."""
+        job = dist.get_process_group_ranks(self.group)
+        others = [r for r in job if r != job[self.rank]]
+        return (
+            f"rank {self.rank} of the sequence (rank {job[self.rank]} of the job) waited in vain for the others, ranks "
+            f"{others} of the job, to agree on {dict(what)}. One of them died, raised, or made fewer calls: every rank has "
+            "to run every forward and every backward, also where its own tokens have no loss (add 0 * out.sum())."
+        )
 
     def _difference(self, facts: dict[str, str]) -> str:
         """Which rank differs in what, told to all."""
@@ -195,9 +227,10 @@ class SequenceGroup:
         for name in everyone[0]:
             values = [x.get(name) for x in everyone]
             usual = max(values, key=values.count)
-            odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual]
-            if odd:
-                lines.append(f"{name}: {', '.join(odd)}; the others have {usual}")
+            most = 2 * values.count(usual) > len(values)
+            odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual or not most]
+            if len(set(values)) > 1:
+                lines.append(f"{name}: {', '.join(odd)}" + (f"; the others have {usual}" if most else ""))
         return "the ranks of the sequence disagree, so nothing was computed. " + ". ".join(lines)
 
     def _check_lengths(self, agreed: Agreement) -> None:
@@ -242,5 +275,8 @@ def find_sequence(name: str) -> SequenceGroup:
         ValueError: if it was closed, or never was.
     """
     if name not in _groups:
-        raise ValueError(f"sequence={name!r} names no group of this process; known: {', '.join(_groups) or 'none'}.")
+        raise ValueError(
+            f"sequence={name!r} names no group of this process (known: {', '.join(_groups) or 'none'}). Close a "
+            "SequenceGroup only after the last backward of its calls, on every rank."
+        )
     return _groups[name]

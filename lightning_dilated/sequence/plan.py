@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -86,7 +86,7 @@ class Plan:
 
 def check_exchange(name: str) -> str:
     """`name`, or an error that lists the exchanges."""
-    if name != "auto" and name not in EXCHANGES:
+    if not isinstance(name, str) or (name != "auto" and name not in EXCHANGES):
         raise ValueError(f"exchange must be one of auto, {', '.join(EXCHANGES)}; got {name!r}.")
     return name
 
@@ -164,10 +164,23 @@ def _moved(steps: list[tuple[Round, int]], rank: int) -> Moved:
 
 
 def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
-    """The price of an exchange: the dearest of the priced ranks."""
+    """The price of an exchange: the dearest of the priced ranks, and of the windows of a head-parallel group."""
     ranks = problem.shard.ranks
     chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
-    return max((_price(problem, exchange, r, per_node, head_dim, element_size, links) for r in chosen), key=_seconds)
+    sizes = per_node, head_dim, element_size, links
+    return max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in chosen), key=_seconds)
+
+
+def _windows(problem: Problem) -> list[Problem]:
+    """The problem of every member of a head-parallel group: all have to choose one exchange, whatever their own heads."""
+    cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
+    return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
+
+
+def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
+    """The first reason of any window."""
+    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in _windows(problem))
+    return next((reason for reason in reasons if reason), None)
 
 
 def _seconds(x: Price) -> float:
@@ -213,9 +226,9 @@ def plan(
         return Plan(problem, None)
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     if exchange != "auto":
-        reason = EXCHANGES[exchange].why_not(problem, per_node)
+        reason = _why_not(problem, exchange, per_node)
         if reason:
-            able = [x.name for x in EXCHANGES.values() if x.why_not(problem, per_node) is None]
+            able = [x for x in EXCHANGES if _why_not(problem, x, per_node) is None]
             raise ValueError(f"exchange={exchange!r} cannot serve this call: {reason}. Use auto, {', '.join(able)}.")
         return Plan(problem, exchange)
     whole = (0, problem.shard.seq_len)
@@ -230,14 +243,14 @@ def plan(
 def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links) -> Plan:
     prices, rejected = [], {}
     for exchange in EXCHANGES.values():
-        reason = exchange.why_not(problem, per_node)
+        reason = _why_not(problem, exchange.name, per_node)
         if reason is None:
             prices.append(price(problem, exchange.name, per_node, head_dim, element_size, links))
         else:
             rejected[exchange.name] = reason
     samples = max(d.samples for d in problem.documents)
-    first, stop = problem.kv_heads
-    own = 2 * samples * problem.shard.longest * (stop - first) * head_dim * element_size
+    kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in _windows(problem))
+    own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
     fits = [p for p in prices if p.kept <= KEPT * own]
     best = min(fits, key=_seconds)
     for p in prices:

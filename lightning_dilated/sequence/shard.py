@@ -119,6 +119,6 @@ class Shard:
 
 def check_layout(layout: str) -> str:
     """`layout`, or an error that lists the three."""
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}.")
     return layout

@@ -101,6 +101,7 @@ class SequenceStrategy:
 
     @override
     def setup_environment(self) -> None:
+        """Makes the mesh and the sequence's group, once, after the processes found each other."""
         super().setup_environment()
         run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
@@ -113,7 +114,6 @@ class SequenceStrategy:
                 timeout=self._seconds,
                 **self._settings,
             )
-        self.sequence.open()
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
         self._loaders = Loaders(place, self.data_rank)
         self.lightning_module._device_mesh = self._mesh
@@ -121,26 +121,30 @@ class SequenceStrategy:
 
     @override
     def setup(self, trainer: Any) -> None:
+        """Refuses modules that mix tokens before the model is wrapped."""
         if self.sequence.ranks > 1:
             refuse_mixing(self.lightning_module, self._allow)
         super().setup(trainer)
 
     @override
     def teardown(self) -> None:
+        """Gives the loaders back as they were."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._sequence is not None:
-            self._sequence.close()
+            self._sequence.was_active = False  # what is recomputed from now on is somebody else's
         super().teardown()
 
     # -- data --------------------------------------------------------------------------------------------------------
     @property
     @override
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The ranks of one sequence are one replica of the sampler."""
         return {"num_replicas": self.sizes.data, "rank": self.data_rank}
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
+        """The loader, handing over this rank's tokens only."""
         return self._loaders.shard(super().process_dataloader(dataloader), self._spec())
 
     def _spec(self) -> SequenceSpec | None:
@@ -161,27 +165,32 @@ class SequenceStrategy:
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's, within the active sequence and with the seeds of the step."""
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)):
             return super().training_step(*args, **kwargs)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
         with self._within("validation", _batch_idx(args, kwargs)):
             return super().validation_step(*args, **kwargs)
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
         with self._within("test", _batch_idx(args, kwargs)):
             return super().test_step(*args, **kwargs)
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As `training_step`."""
         with self._within("predict", _batch_idx(args, kwargs)):
             return super().predict_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The gradient of the loss that all ranks' shares sum to; refuses a loss that is no share."""
         if self.sequence.shares == self._shares:
             raise RuntimeError(
                 f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so it is not "
@@ -195,6 +204,7 @@ class SequenceStrategy:
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Lightning's; means of integers are taken in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
             tensor = (

@@ -48,6 +48,35 @@ def test_equal_to_one_rank(pool, ranks, layout):
         assert found.keys() == {"gather", "mean", "masked mean", "sum"} and max(found.values()) < 1e-12, found
 
 
+def corners(rank, group, layout):
+    """Whole numbers beyond float32, NaN where nothing counts, no samples, and wrong dimensions."""
+    with sequence(group, layout=layout) as ours:
+        told = []
+        for call in (
+            lambda: sequence_gather(torch.zeros(2, 3, 5), 3, ours),
+            lambda: sequence_gather(torch.zeros(()), 0, ours),
+            lambda: sequence_mean(torch.zeros(2, 3), -3, sequence=ours),
+            lambda: sequence_mean(torch.zeros(2, 3, dtype=torch.int64), sequence=ours),
+            lambda: sequence_mean(torch.zeros(2, 3), mask=torch.ones(2, 4 if rank == 0 else 3), sequence=ours),
+        ):
+            try:
+                told.append(call())
+            except (ValueError, TypeError) as error:
+                told.append(str(error))
+        count = sequence_sum(torch.tensor([2**24 + 1 if rank == 0 else 0]), ours)
+        hole = sequence_mean(torch.tensor([[1.0, torch.nan]]), mask=torch.tensor([[True, False]]), sequence=ours)
+        none = sequence_gather(torch.zeros(0, len(positions(ours, N)), 5), 1, ours)
+        return told, count.item(), hole.item(), none.shape
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+def test_corners(pool, layout):
+    for told, count, hole, none in pool.run(2, corners, layout):
+        assert "dim=3 lies outside" in told[0] and "dim=0 lies outside" in told[1] and "dim=-3" in told[2]
+        assert "takes floating tensors" in told[3] and "mask must have shape" in told[4]
+        assert (count, hole, none) == (2**24 + 1, 1.0, (0, N, 5))
+
+
 def test_one_rank_without_a_group():
     x = torch.randn(2, 5, 3)
     assert sequence_sum(x) is x and sequence_gather(x) is x

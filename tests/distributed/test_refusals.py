@@ -1,13 +1,17 @@
 """Ranks that disagree, or calls that nobody can serve: an error on every rank, before any row moves; then work goes on."""
 
+from datetime import timedelta
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence import SequenceGroup, active_sequence, sequence_gather, sequence_sum
 
 from .calls import sequence
+from .pool import Pool
 
 NESTED = DilatedPattern.geometric(4, 32)
 OTHER = DilatedPattern.geometric(4, 16)
@@ -21,7 +25,7 @@ def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=
     before = group.forward_traffic.sent
     try:
         dilated_attention(q, k, k, pattern, sequence=group, **options)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         return f"{type(error).__name__}: {error}", group.forward_traffic.sent - before
     return None, group.forward_traffic.sent - before
 
@@ -42,6 +46,7 @@ ODD = {
     "invalid pattern": ({"pattern": "x"}, "pattern must be a DilatedPattern"),
     "invalid k": ({"k_heads": 3}, "must divide"),
     "lengths": ({"lengths": [3]}, "lengths: rank 2 has [3]"),
+    "scale": ({"scale": 10**400}, "OverflowError: int too large"),
 }
 
 
@@ -52,6 +57,90 @@ def test_a_rank_that_differs(pool, name):
         assert error and words in error, (rank, error)
         assert sent == 0
         assert after[0] is None and after[1] > 0
+
+
+def gradients(rank, group, odd):
+    """The error of a call whose q needs a gradient on the last rank only."""
+    with sequence(group) as ours:
+        x = torch.ones(1, 8, 4, 2, dtype=torch.float64, requires_grad=(rank == ours.ranks - 1) == odd)
+        try:
+            dilated_attention(x, x, x, NESTED, sequence=ours)
+        except ValueError as error:
+            return str(error)
+
+
+def test_a_rank_without_a_gradient(pool):
+    # it would not come to the backward, and the others would wait for it
+    errors = pool.run(3, gradients, True)
+    assert all("requires grad: rank 2 has True; the others have False" in error for error in errors), errors
+
+
+def crossed(rank, group, kind):
+    """The error of two backwards of equal shapes, which rank 0 runs in the other order; nothing else tells them apart."""
+    with sequence(group) as ours:
+        x = torch.randn(2, 1, 8, 4, 2, dtype=torch.float64, requires_grad=True)
+        if kind == "attention":
+            parts = [dilated_attention(y, y, y, NESTED, sequence=ours).sum() for y in x]
+        else:
+            of = {"sum": sequence_sum, "gather": sequence_gather}[kind]
+            parts = [of(y, sequence=ours).sum() for y in x]
+        try:
+            for part in parts if rank else parts[::-1]:
+                part.backward()
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("kind", ["attention", "sum", "gather"])
+def test_backwards_in_another_order(pool, kind):
+    errors = pool.run(3, crossed, kind)
+    assert all(error and "rank 0 has backward of" in error for error in errors), errors
+
+
+def nested_activation(rank, group):
+    with sequence(group) as a, sequence(group) as b, a.active(), b.active():
+        with a.active():
+            inner = active_sequence() is a
+        return inner, active_sequence() is b
+
+
+def test_active_groups_nest(pool):
+    assert pool.run(1, nested_activation) == [(True, True)]
+
+
+def after_close(rank, group):
+    """The error of a backward whose group was closed before it, on all ranks."""
+    with sequence(group) as ours:
+        x = torch.ones(1, 8, 4, 2, requires_grad=True)
+        out = dilated_attention(x, x, x, NESTED, sequence=ours)
+    try:
+        out.sum().backward()
+    except ValueError as error:
+        return str(error)
+
+
+def test_closed_before_its_backward(pool):
+    assert all("only after the last backward" in error for error in pool.run(2, after_close))
+
+
+def waiting(rank, group):
+    """Rank 0 asks, the other does not come."""
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
+    if rank == 0:
+        with sequence(short) as ours:
+            try:
+                ours.agree({"call": "here"})
+            except RuntimeError as error:
+                return str(error)
+
+
+def test_a_rank_that_does_not_come():
+    pool = Pool(2)
+    try:
+        error = pool.run(2, waiting)[0]
+    finally:
+        pool.close()
+    assert "rank 0 of the sequence (rank 0 of the job) waited in vain for the others, ranks [1] of the job" in error
 
 
 UNSERVED = {

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import Links, make_problem, moved, plan, price
 
@@ -75,7 +75,7 @@ def test_auto(name):
 
 BILLION = """
 import resource, time
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import make_problem, plan
 begin = time.process_time()
@@ -106,6 +106,34 @@ def test_a_billion_tokens_on_4096_ranks(pattern, want, causal):
     assert run.returncode == 0, run.stderr
     exchange, seconds, gibibytes = run.stdout.split()
     assert exchange == want and float(seconds) < 10 and float(gibibytes) < 2
+
+
+UNLIKE = {
+    "dense, 3 heads": (DilatedPattern.dense(), 3, 1 << 20),
+    "dense, 5 heads": (DilatedPattern.dense(), 5, 1 << 16),
+    "geometric, 3 heads": (DilatedPattern.geometric(1024, 65536), 3, 192),
+    "head groups": (DilatedPattern.head_groups([2, 1 << 20], [1, 1], 4), 4, 192),
+    "heads of its own": (DilatedPattern((Branch(None, 2, offset=0), Branch(None, 4, offset=1, heads=(2, 3)))), 4, 64),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("ranks, size", [(4, 2), (8, 2), (12, 2), (16, 4), (64, 2), (12, 3)])
+def test_one_choice_for_all_windows(name, ranks, size):
+    # the ranks of a head-parallel group share the collectives of the whole sequence, so they have to choose alike
+    pattern, heads, n = UNLIKE[name]
+    if size > heads:
+        pytest.skip("more ranks than heads")
+
+    def chosen(exchange, window):
+        problem = make_problem(pattern, n, heads, ranks=ranks, head_size=size, head_rank=window)
+        try:
+            return plan(problem, exchange).exchange
+        except ValueError as error:
+            return str(error)
+
+    for exchange in ("auto", "butterfly"):
+        assert len({chosen(exchange, window) for window in range(size)}) == 1
 
 
 def test_an_exchange_that_cannot_serve():
