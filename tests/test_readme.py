@@ -59,9 +59,6 @@ def test_many_ranks_block_runs_on_two(tmp_path) -> None:
 
 
 TRAIN = """
-import lightning.pytorch as pl
-import torch
-import lightning_dilated as ld
 {block}
 
 class Data(torch.utils.data.Dataset):
@@ -69,8 +66,8 @@ class Data(torch.utils.data.Dataset):
         return 8
 
     def __getitem__(self, i):
-        made = torch.Generator().manual_seed(i)
-        return {{"tokens": torch.randint(0, 256, (500,), generator=made), "tags": torch.randint(0, 10, (500,), generator=made)}}
+        of = lambda n: torch.randint(0, n, (500,), generator=torch.Generator().manual_seed(i))
+        return {{"tokens": of(256), "tags": of(10)}}
 
 pl.seed_everything(0)
 model = Tagger()
