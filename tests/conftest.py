@@ -31,3 +31,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _seed() -> None:
     """Every test starts from the same random state, whatever ran before it."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_left():
+    """Lightning leaves its process group to the end of the process, and later tests that fork would inherit it."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

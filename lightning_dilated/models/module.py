@@ -102,16 +102,14 @@ class DilatedModule(pl.LightningModule):
                     moved[name] = batch[name]
         return moved
 
-    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def _shifted(self, batch: Any) -> Any:
         """The batch; where `sequence_spec` has entries to shift and no strategy did that, they are shifted here."""
-        trainer = self._trainer
-        if (
-            self.sequence_spec is None
-            or not self.sequence_spec.shift
-            or hasattr(trainer and trainer.strategy, "sequence")
-        ):
-            return batch
-        return self.sequence_spec.cut(batch, Place())
+        done = hasattr(self._trainer and self._trainer.strategy, "sequence")
+        return (
+            batch
+            if done or not (self.sequence_spec and self.sequence_spec.shift)
+            else self.sequence_spec.cut(batch, Place())
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`."""
@@ -130,7 +128,7 @@ class DilatedModule(pl.LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""
-        share, _ = self.token_mean(batch)
+        share, _ = self.token_mean(self._shifted(batch))
         loss = loss_sum(share)
         self.log("train_loss", loss, prog_bar=True, batch_size=1)
         for name, value in self.derived_metrics(loss).items():
@@ -138,7 +136,7 @@ class DilatedModule(pl.LightningModule):
         return share
 
     def _evaluate(self, stage: str, batch: Any) -> None:
-        self.mean_loss[stage].update(*self.loss_terms(batch))
+        self.mean_loss[stage].update(*self.loss_terms(self._shifted(batch)))
 
     def _report(self, stage: str) -> None:
         metric = self.mean_loss[stage]

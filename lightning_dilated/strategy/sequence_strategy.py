@@ -24,7 +24,8 @@ from lightning_dilated.sequence.spec import Place, SequenceSpec
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
-from lightning_dilated.strategy.random import run_seed, step_seeds
+from lightning_dilated.strategy.restart import join_after_restart
+from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
 class SequenceStrategy:
@@ -48,7 +49,7 @@ class SequenceStrategy:
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
-        self._shares = 0
+        self._shares = self._seed = 0
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
@@ -102,8 +103,10 @@ class SequenceStrategy:
     @override
     def setup_environment(self) -> None:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
+        self.accelerator.setup_device(self.root_device)
+        join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
         super().setup_environment()
-        run_seed(self)
+        self._seed = run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
             self._mesh, sequence = self.sizes.make(self.root_device.type)
             local = self._ranks_per_node or (self.num_processes if self.num_nodes > 1 else None)
@@ -159,7 +162,7 @@ class SequenceStrategy:
         """The sequence is active, and random numbers are those of (seed, stage, step, this rank's part)."""
         trainer = self.lightning_module.trainer
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
-        seeds = step_seeds(stage, step, self.data_rank, self.sequence.rank, self.root_device)
+        seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
         with self.sequence.active(), seeds:
             yield
 

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import hashlib
 import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import torch
-from lightning.fabric.utilities.seed import seed_everything
 
 
-def run_seed(strategy: Any) -> None:
-    """Without `seed_everything` every rank would start from numbers of its own: take rank 0's."""
-    if "PL_GLOBAL_SEED" not in os.environ:
-        seed = strategy.broadcast(torch.initial_seed() % 2**32)
-        if strategy.world_size > 1:
-            seed_everything(seed, verbose=False)
-        else:
-            os.environ["PL_GLOBAL_SEED"] = str(seed)
+def run_seed(strategy: Any) -> int:
+    """The run's seed, equal on all ranks. Where nobody called `seed_everything`, every rank takes rank 0's state."""
+    if "PL_GLOBAL_SEED" in os.environ:
+        return int(os.environ["PL_GLOBAL_SEED"])
+    seed = strategy.broadcast(torch.initial_seed() % 2**32)
+    if strategy.world_size > 1:
+        torch.manual_seed(seed)
+        random.seed(seed)
+        numpy.random.seed(seed)
+    return seed
 
 
 def key(*words: object) -> int:
@@ -33,12 +36,12 @@ def key(*words: object) -> int:
 
 
 @contextmanager
-def step_seeds(stage: str, step: int, data_rank: int, rank: int, device: torch.device) -> Iterator[None]:
+def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, device: torch.device) -> Iterator[None]:
     """Within, generators start from the seeds of a step of one rank of a sequence; after it the CPU's goes on as before.
 
     On a GPU only its own generator differs between the ranks of a sequence.
     """
-    words = (int(os.environ.get("PL_GLOBAL_SEED", 0)), stage, step, data_rank)
+    words = (seed, stage, step, data_rank)
     before = torch.get_rng_state()
     if device.type == "cuda":
         torch.default_generator.manual_seed(key(*words))

@@ -1,0 +1,51 @@
+"""A training script as users write it, with trouble at its third step: job.py HOW RANK."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+
+import lightning_dilated as ld
+
+HOW, WHO = sys.argv[1], int(sys.argv[2])
+ONCE = Path("once")
+
+
+class Trouble(pl.Callback):
+    """Happens to one rank, once."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2 and trainer.global_rank == WHO and not ONCE.exists():
+            ONCE.touch()
+            if HOW == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if HOW == "raise":
+                raise ValueError("trouble of its own")
+
+
+def main():
+    pl.seed_everything(0)
+    other = HOW == "config" and int(os.environ.get("LOCAL_RANK", 0)) == WHO
+    pattern = ld.DilatedPattern.longnet([16, 64 if other else 128], [1, 2])
+    model = ld.LongNetLM(pattern, dim=16, depth=1)
+    checkpoint = pl.callbacks.ModelCheckpoint(dirpath="ckpt", every_n_train_steps=1, save_last=True)
+    trainer = pl.Trainer(
+        strategy=ld.RingDilatedStrategy(timeout=20),
+        accelerator="cpu",
+        devices=int(sys.argv[3]),
+        max_steps=5,
+        limit_val_batches=0,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[Trouble(), checkpoint],
+    )
+    last = "ckpt/last.ckpt" if Path("ckpt/last.ckpt").exists() else None
+    trainer.fit(model, ld.data.ByteDataModule(seq_len=256), ckpt_path=last)
+    print("loss", float(trainer.callback_metrics["train_loss"]), flush=True)
+
+
+if __name__ == "__main__":
+    main()

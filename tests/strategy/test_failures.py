@@ -1,0 +1,84 @@
+"""Jobs in which a rank dies, raises or differs, started as users start them: they end, say who was awaited, and resume."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+JOB = str(Path(__file__).with_name("job.py"))
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+#: seconds: the strategy's timeout, and starting up on a busy machine
+LIMIT = 90
+
+
+def start(folder: Path, how: str, who: int, ranks: int = 2, launcher: list[str] | None = None) -> tuple[int, str]:
+    """(exit status, everything that the job and its ranks wrote, also those that outlive the first)."""
+    command = [*(launcher or [sys.executable]), JOB, how, str(who), str(ranks)]
+    out = folder / "out.txt"
+    with out.open("w") as file:
+        process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)
+        status = process.wait(LIMIT)
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and alive(folder):
+        time.sleep(0.5)
+    assert not alive(folder), "a rank lives on"
+    return status, out.read_text()
+
+
+def alive(folder: Path) -> bool:
+    """Whether a process still runs in a folder."""
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        try:
+            if link.resolve() == folder and "State:\tZ" not in (link.parent / "status").read_text():
+                return True
+        except OSError:
+            pass
+    return False
+
+
+def losses(text: str) -> list[float]:
+    return [float(line.split()[1]) for line in text.splitlines() if line.startswith("loss ")]
+
+
+@pytest.mark.parametrize(
+    "how, who, words",
+    [
+        ("kill", 1, "waited in vain for the others, ranks [1] of the job"),
+        pytest.param("kill", 0, "waited in vain for the others, ranks [0] of the job", marks=pytest.mark.slow),
+        pytest.param("raise", 1, "trouble of its own", marks=pytest.mark.slow),
+        pytest.param("config", 1, "pattern: rank 0 has", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("launcher", [None, pytest.param([*TORCHRUN, "--nproc-per-node", "2"], marks=pytest.mark.slow)])
+def test_ends_and_says_why(tmp_path, how, who, words, launcher):
+    status, text = start(tmp_path, how, who, launcher=launcher)
+    assert status != 0 and words in text, text[-3000:]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    status, text = start(tmp_path_factory.mktemp("job"), "nothing", 0, 1)
+    assert status == 0, text[-3000:]
+    return losses(text)[0]
+
+
+def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, undisturbed):
+    status, text = start(tmp_path, "kill", 1, 2, [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"])
+    assert status == 0 and (tmp_path / "once").exists(), text[-3000:]
+    assert losses(text) == pytest.approx([undisturbed] * 2, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_goes_on_with_fewer_ranks(tmp_path, undisturbed):
+    status, _ = start(tmp_path, "kill", 2, 4)
+    assert status != 0
+    for ranks in (2, 1):
+        status, text = start(tmp_path, "nothing", 0, ranks)
+        assert status == 0, text[-3000:]
+        assert losses(text) == pytest.approx([undisturbed] * ranks, rel=1e-5)
+        (tmp_path / "ckpt" / "last.ckpt").unlink()
+        for path in sorted((tmp_path / "ckpt").glob("*.ckpt")):
+            path.rename(tmp_path / "ckpt" / "last.ckpt")  # the latest that is left
+            break

@@ -1,0 +1,254 @@
+"""What goes wrong without the strategy's hooks: each trap of running one sequence on several ranks, by name."""
+
+import copy
+import os
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dilated import MultiheadDilatedAttention, RingDilatedStrategy, SequenceSpec, loss_share
+from lightning_dilated.data import ByteDataModule
+from lightning_dilated.data.bytes import ByteSequences
+from lightning_dilated.sequence import active_sequence
+
+from .runs import PATTERN, Run, launched, make, trainer
+
+N = 40
+
+
+class Numbers(Dataset):
+    """Samples of noise drawn when asked for: augmentation."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return {"x": torch.full((N, 1), float(index)), "noise": torch.rand(N, 1)}
+
+
+class Plain(pl.LightningModule):
+    """A LightningModule that knows nothing of DilatedModule; it keeps what it sees."""
+
+    sequence_spec = SequenceSpec({"x": 1, "noise": 1})
+
+    def __init__(self, attention_dropout=0.0, hidden_dropout=0.0, share=True):
+        super().__init__()
+        self.attention = MultiheadDilatedAttention(8, 2, PATTERN, dropout=attention_dropout)
+        self.project, self.dropout, self.share = nn.Linear(1, 8), nn.Dropout(hidden_dropout), share
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        x = self.dropout(self.project(batch["x"] + 1))
+        out = self.attention(x)[0]
+        self.seen.append({"noise": batch["noise"].clone(), "mask": (x == 0).float().detach(), "out": out.detach()})
+        total, count = out.square().sum(), batch["x"].shape[0] * batch["x"].shape[1]
+        self.log("one", 1.0, sync_dist=True, batch_size=3 + self.global_rank)
+        return loss_share(total, count) if self.share else total / max(count, 1)
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def plain(rank, group, options, settings, workers=0, seed=True):
+    """What the module saw on this rank, and the logged constant."""
+    world = launched(rank)
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ["PL_SEED_WORKERS"] = "1"
+    torch.manual_seed(100 + rank)
+    if seed:
+        pl.seed_everything(3, workers=True, verbose=False)
+    model = Plain(**options)
+    built = trainer(RingDilatedStrategy(**settings), world, max_steps=2)
+    built.fit(model, DataLoader(Numbers(), num_workers=workers))
+    return model.seen, float(built.callback_metrics["one"]), model.project.weight.detach()
+
+
+def whole(parts, name, step=0, dim=1):
+    return torch.cat([seen[step][name] for seen, *_ in parts], dim)
+
+
+@pytest.mark.parametrize("seed", [True, False], ids=["seeded", "unseeded"])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_augmentation_is_that_of_the_sample(pools, workers, seed):
+    """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, also where nobody set a seed."""
+    parts = pools(2).run(2, plain, {}, {"layout": "contiguous"}, workers, seed)
+    again = pools(2).run(2, noise_of_whole, workers, seed)
+    assert torch.equal(*again[:2])
+    if seed:
+        assert torch.equal(whole(parts, "noise"), again[0])
+
+
+def noise_of_whole(rank, group, workers, seed):
+    """The first batch's noise, uncut: this rank's own sample drawn as `plain` draws it."""
+    world = launched(rank)
+    os.environ.pop("PL_GLOBAL_SEED", None)
+    os.environ["PL_SEED_WORKERS"] = "1"
+    torch.manual_seed(100 + rank)
+    if seed:
+        pl.seed_everything(3, workers=True, verbose=False)
+
+    class Whole(Plain):
+        sequence_spec = SequenceSpec({"x": 1}, whole=["noise"])
+
+    model = Whole()
+    trainer(RingDilatedStrategy(), world, max_steps=1).fit(model, DataLoader(Numbers(), num_workers=workers))
+    return model.seen[0]["noise"]
+
+
+def test_hidden_dropout_differs_between_ranks(pools):
+    """Trap 3: equal masks on all ranks would drop the same tokens of every shard."""
+    parts = pools(2).run(2, plain, {"hidden_dropout": 0.5}, {})
+    (a, *_), (b, *_) = parts
+    assert not torch.equal(a[0]["mask"], b[0]["mask"]) and not torch.equal(a[0]["mask"], a[1]["mask"])
+    again = pools(2).run(2, plain, {"hidden_dropout": 0.5}, {})
+    for step in range(2):
+        assert torch.equal(whole(parts, "mask", step), whole(again, "mask", step))
+
+
+def test_attention_dropout_does_not_depend_on_the_ranks(pools):
+    found = [whole(pools(r).run(r, plain, {"attention_dropout": 0.5}, {}), "out") for r in (1, 2, 4)]
+    none = whole(pools(1).run(1, plain, {}, {}), "out")
+    assert not torch.allclose(found[0], none)
+    for got in found[1:]:
+        torch.testing.assert_close(got, found[0], rtol=1e-5, atol=1e-6)
+
+
+def test_a_logged_constant_stays_itself(pools):
+    """Trap 7: Lightning floors the mean of the ranks' batch sizes, and would log 1.0 as more."""
+    assert [one for _, one, _ in pools(2).run(2, plain, {}, {})] == [1.0, 1.0]
+
+
+def test_unseeded_ranks_start_equal(pools):
+    (*_, first), (*_, second) = pools(2).run(2, plain, {}, {}, 0, False)
+    assert torch.equal(first, second)
+
+
+def no_share(rank, group):
+    try:
+        plain(rank, group, {"share": False}, {})
+    except RuntimeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_loss_that_is_no_share(pools, ranks):
+    errors = pools(ranks).run(ranks, no_share)
+    assert all("was not made by loss_share" in error for error in errors), errors
+
+
+def groups_after(rank, group):
+    """Process groups before and after fit and three validations; whether loaders and the active sequence are as before."""
+    built, model, data, _ = make(Run(steps=1), launched(rank))
+    built.fit(model, data)
+    before = len(dist.distributed_c10d._world.pg_map)
+    for _ in range(3):
+        built.validate(model, data, verbose=False)
+    loader = DataLoader(Numbers())
+    kept = copy.copy(vars(loader))
+    plain_model = Plain()
+    again = trainer(RingDilatedStrategy(), dist.get_world_size(), max_steps=1)
+    again.fit(plain_model, loader)
+    same = loader.dataset is kept["dataset"] and loader.collate_fn is kept["collate_fn"]
+    return before, len(dist.distributed_c10d._world.pg_map), same, active_sequence()
+
+
+def test_groups_are_made_once(pools):
+    """Trap 6: `setup_environment` runs at every fit, validate, test and predict."""
+    for before, after, same, active in pools(2).run(2, groups_after):
+        assert after - before <= 4  # those of the second Trainer only
+        assert same and active is None
+
+
+MIXERS = {
+    "batch norm": (lambda: nn.BatchNorm1d(8), "takes statistics over tokens", "LayerNorm or RMSNorm"),
+    "group norm": (lambda: nn.GroupNorm(2, 8), "takes statistics over tokens", "LayerNorm"),
+    "attention": (
+        lambda: nn.MultiheadAttention(8, 2),
+        "attends to this rank's tokens only",
+        "MultiheadDilatedAttention",
+    ),
+    "convolution": (lambda: nn.Conv1d(8, 8, 3), "reaches over the edge of a shard", "sequence_gather"),
+    "lstm": (lambda: nn.LSTM(8, 8), "runs along the sequence", "sequence_gather"),
+    "max pool": (lambda: nn.MaxPool1d(2), "pools neighbouring tokens", "sequence_gather"),
+    "mean pool": (lambda: nn.AdaptiveAvgPool1d(1), "pools over this rank's tokens only", "sequence_mean"),
+}
+
+
+def with_module(rank, group, name, allow):
+    model = Plain()
+    model.extra = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1) if name == "pointwise" else MIXERS[name][0]())
+    for p in model.extra.parameters():
+        p.requires_grad_(False)
+    built = trainer(RingDilatedStrategy(allow=allow), launched(rank), max_steps=1)
+    try:
+        built.fit(model, DataLoader(Numbers()))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_modules_that_mix_tokens(pools, name):
+    for error in pools(2).run(2, with_module, name, []):
+        assert error and f"extra.1 ({type(MIXERS[name][0]()).__name__})" in error
+        assert MIXERS[name][1] in error and MIXERS[name][2] in error
+
+
+def test_modules_that_may_mix(pools):
+    assert pools(2).run(2, with_module, "convolution", ["extra"]) == [None, None]
+    assert pools(1).run(1, with_module, "convolution", []) == [None]
+    assert pools(2).run(2, with_module, "pointwise", []) == [None, None]
+
+
+def bytes_read(rank, group, folder, layout):
+    """Bytes of a fit of two steps, by this rank, and the tokens that it was given."""
+    data = ByteDataModule(folder, seq_len=1000, val_fraction=0, test_fraction=0)
+    seen = []
+
+    class Count(pl.Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            seen.append(batch["tokens"].shape[1])
+
+    built, model, _, _ = make(
+        Run(steps=2, strategy={"layout": layout}, model={"vocab_size": 256}), launched(rank), callbacks=[Count()]
+    )
+    built.fit(model, data)
+    return data.stream.bytes_read, sum(seen)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_nobody_reads_the_whole_sequence(pools, tmp_path, layout):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
+    found = pools(4).run(4, bytes_read, str(tmp_path), layout)
+    for rank, (read, tokens) in enumerate(found):
+        # one byte for the label of the last token of each stretch; rank 3's two chunks are neighbours
+        halo = 2 if layout == "zigzag" and rank < 3 else 1
+        fetched = read // (250 + halo)  # Lightning may ask for one batch more than it uses
+        assert tokens == 500 and read == fetched * (250 + halo) and fetched in (2, 3)
+
+
+def test_range_reads_equal_whole_ones(tmp_path):
+    (tmp_path / "text").write_bytes(bytes(range(256)) * 4)
+    data = ByteDataModule(str(tmp_path), seq_len=100, val_fraction=0, test_fraction=0).dataset("train")
+    assert isinstance(data, ByteSequences)
+    full = data[3]
+    for ranges in ((range(0, 30),), (range(20, 40), range(60, 100)), (range(1, 100, 4),), ()):
+        got, at = data.read_ranges(3, ranges), [p for r in ranges for p in r]
+        assert torch.equal(got["tokens"], full["tokens"][at]) and torch.equal(got["labels"], full["labels"][at])
+
+
+def ambiguous(rank, group):
+    model = Plain()
+    model.sequence_spec = None
+    built = trainer(RingDilatedStrategy(), launched(rank), max_steps=1)
+    try:
+        built.fit(model, DataLoader(Numbers()))
+    except ValueError as error:
+        return str(error)
+
+
+def test_nothing_is_guessed(pools):
+    assert all("Set `sequence_spec`" in error for error in pools(2).run(2, ambiguous))

@@ -1,0 +1,48 @@
+"""A checkpoint of R ranks goes on with any other number: same samples, same losses, same parameters."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_dilated import LongNetLM, RingDilatedStrategy
+from lightning_dilated.data import ByteDataModule
+
+from .runs import PATTERN, Record, launched, trainer
+
+STEPS = 6
+
+
+def part_of_run(rank, group, folder, settings, stop, ckpt, dropout):
+    """Losses and parameters of a run up to step `stop`, from a checkpoint if there is one; saves a checkpoint at its end."""
+    pl.seed_everything(1, verbose=False)
+    world, record = launched(rank), Record()
+    size = settings.get("sequence_size", world)
+    data = ByteDataModule(folder, seq_len=64, batch_size=2 * size // world, val_fraction=0, test_fraction=0)
+    model = LongNetLM(pattern=PATTERN, dim=16, depth=1, attention_dropout=dropout)
+    built = trainer(RingDilatedStrategy(**settings), world, max_steps=stop, callbacks=[record], precision="64-true")
+    built.fit(model, data, ckpt_path=ckpt)
+    path = f"{folder}.{stop}.{world}.{size}.ckpt"
+    built.save_checkpoint(path)
+    return record.losses, torch.cat([p.detach().flatten() for p in model.parameters()]), path
+
+
+WAYS = [(1, {}), (2, {}), (4, {}), (4, {"sequence_size": 2})]
+NAMES = ["1", "2", "4", "4, data 2"]
+
+
+@pytest.mark.parametrize("after", WAYS, ids=NAMES)
+@pytest.mark.parametrize("before", WAYS[1:], ids=NAMES[1:])
+def test_another_number_of_ranks(pools, tmp_path, before, after):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    made = torch.Generator().manual_seed(0)
+    (folder / "a").write_bytes(bytes(torch.randint(0, 256, (4000,), generator=made).tolist()))
+    # each row of sequences has attention dropout of its own, so with two rows it stays off
+    dropout = 0.0 if before[1] or after[1] else 0.1
+    whole, parameters, _ = pools(1).run(1, part_of_run, str(folder), {}, STEPS, None, dropout)[0]
+    ranks, settings = before
+    first, _, path = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS // 2, None, dropout)[0]
+    ranks, settings = after
+    rest, got, _ = pools(ranks).run(ranks, part_of_run, str(folder), settings, STEPS, path, dropout)[0]
+    torch.testing.assert_close(torch.tensor(first + rest), torch.tensor(whole), rtol=1e-9, atol=0)
+    torch.testing.assert_close(got, parameters, rtol=1e-9, atol=1e-12)
