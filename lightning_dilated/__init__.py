@@ -5,7 +5,7 @@ from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttent
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
-from lightning_dilated.strategy import RingDilatedStrategy
+from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
 __version__ = "0.1.0"
 
@@ -16,6 +16,7 @@ __all__ = [
     "DilatedPattern",
     "LongNetLM",
     "MultiheadDilatedAttention",
+    "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",
     "SequenceSpec",
     "__version__",

@@ -105,7 +105,7 @@ class SequenceStrategy:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
         self.accelerator.setup_device(self.root_device)
         join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
-        super().setup_environment()
+        self._find_processes()
         self._seed = run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
             self._mesh, sequence = self.sizes.make(self.root_device.type)
@@ -121,6 +121,10 @@ class SequenceStrategy:
         self._loaders = Loaders(place, self.data_rank)
         self.lightning_module._device_mesh = self._mesh
         rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
+
+    def _find_processes(self) -> None:
+        """Lightning's own start of the process group."""
+        super().setup_environment()
 
     @override
     def setup(self, trainer: Any) -> None:

@@ -1,11 +1,15 @@
-"""The strategies by name: ring_dilated (DDP) and ring_dilated_notebook."""
+"""The strategies by name: ring_dilated (DDP), ring_dilated_fsdp and ring_dilated_notebook."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Literal
 
-from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from typing_extensions import override
 
+from lightning_dilated.strategy.parameters import check_lengths, shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
@@ -56,10 +60,83 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         )
 
 
+class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
+    """Every sequence on several ranks, and the parameters, gradients and optimizer states dealt to all of them (FSDP2).
+
+    The layers in each `nn.ModuleList` of the module are sharded one by one, then the rest; a module that shards itself in
+    `configure_model` (with `self.device_mesh`) is left alone. Checkpoints are folders that any number of ranks can load.
+
+    Args:
+        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend: as in
+            `RingDilatedStrategy`.
+        save_distributed_checkpoint: False assembles one file on rank 0.
+
+    Raises:
+        TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose loss scaler knows no shards.
+    """
+
+    def __init__(
+        self,
+        sequence_size: int | Literal["auto"] = "auto",
+        head_size: int = 1,
+        exchange: Exchange = "auto",
+        layout: Layout = "contiguous",
+        ranks_per_node: int | None = None,
+        timeout: int = 1800,
+        allow: list[str] | None = None,
+        process_group_backend: str | None = None,
+        save_distributed_checkpoint: bool = True,
+    ) -> None:
+        self._configure_sequence(sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [])
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=self._seconds,
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
+            raise ValueError(
+                "ring_dilated_fsdp takes no precision='16-mixed': use 'bf16-mixed', or strategy='ring_dilated'."
+            )
+        super()._configure_launcher()
+
+    @override
+    def _find_processes(self) -> None:
+        self._setup_distributed()  # Lightning's setup_environment would make a mesh of its own, (data, tensor)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        """Shards the parameters before Lightning takes the module over."""
+        shard_parameters(self.lightning_module, self.device_mesh)
+        super().setup(trainer)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """As the mixin's; refuses loaders of unlike lengths, since all ranks gather parameters in every step."""
+        sharded = super().process_dataloader(dataloader)
+        check_lengths(sharded, self.sizes)
+        return sharded
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients stay where they are while micro-batches accumulate; Lightning knows this of DDP only."""
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+
 def register() -> None:
     """Make the names known to `lightning.pytorch.Trainer`."""
     about = "one sequence on many ranks, dilated attention"
     StrategyRegistry.register("ring_dilated", RingDilatedStrategy, description=about, override=True)
+    StrategyRegistry.register(
+        "ring_dilated_fsdp", RingDilatedFSDPStrategy, description=f"{about}, sharded parameters", override=True
+    )
     StrategyRegistry.register(
         "ring_dilated_notebook",
         RingDilatedStrategy,

@@ -14,9 +14,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
+from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.data.sampler import ResumableSampler
 
 PATTERN = DilatedPattern.longnet([8, 16, 40], [1, 2, 4])
@@ -38,6 +39,8 @@ class Run:
     model: dict[str, Any] = field(default_factory=dict)
     precision: str = "64-true"
     workers: int = 0
+    fsdp: bool = False
+    double: bool = False  # float64 without Lightning's plugin, which it refuses for sharded parameters
 
     def but(self, **changes: Any) -> Run:
         """The same with changes."""
@@ -109,6 +112,11 @@ class Data(pl.LightningDataModule):
         return self._loader(False)
 
 
+def full(x: torch.Tensor) -> torch.Tensor:
+    """A tensor that ranks hold parts of, whole."""
+    return x.full_tensor() if isinstance(x, DTensor) else x
+
+
 class Record(pl.Callback):
     """What a run shows step by step."""
 
@@ -120,7 +128,7 @@ class Record(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        grads = [p.grad.flatten() for p in pl_module.parameters()]
+        grads = [full(p.grad).flatten() for p in pl_module.parameters()]
         self.norms.append(float(torch.cat(grads).norm()))
 
 
@@ -146,22 +154,18 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
     pl.seed_everything(4, verbose=False)
     record = Record()
     built = trainer(
-        RingDilatedStrategy(**run.strategy),
+        (RingDilatedFSDPStrategy if run.fsdp else RingDilatedStrategy)(**run.strategy),
         world,
         max_steps=run.steps,
         accumulate_grad_batches=run.accumulate,
         gradient_clip_val=run.clip,
-        precision=run.precision,
+        precision="32-true" if run.double else run.precision,
         num_sanity_val_steps=0,
         callbacks=[record, *options.pop("callbacks", [])],
         **options,
     )
-    return (
-        built,
-        LongNetLM(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model}),
-        Data(run),
-        record,
-    )
+    model = LongNetLM(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})
+    return built, model.double() if run.double else model, Data(run), record
 
 
 def fit(rank: int, group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
@@ -173,5 +177,5 @@ def fit(rank: int, group: dist.ProcessGroup, run: Run) -> dict[str, Any]:
         "losses": record.losses,
         "norms": record.norms,
         "val_loss": float(built.callback_metrics["val_loss"]),
-        "parameters": {name: p.detach().clone() for name, p in model.named_parameters()},
+        "parameters": {name: full(p).detach().clone() for name, p in model.named_parameters()},
     }

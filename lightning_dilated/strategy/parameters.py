@@ -1,0 +1,56 @@
+"""Parameters dealt to all ranks with torch's fully_shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor
+
+from lightning_dilated.strategy.mesh import MeshSizes
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+
+
+def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+    """Shard the layers of every ModuleList, then what is left, over all ranks; once, and not what is sharded already.
+
+    Raises:
+        ValueError: if the module sharded some of its parameters itself and not all: the others would drift apart silently.
+    """
+    dealt = [isinstance(p, DTensor) for p in module.parameters()]
+    if any(dealt):
+        if not all(dealt):
+            names = [name for name, p in module.named_parameters() if not isinstance(p, DTensor)]
+            raise ValueError(
+                f"configure_model sharded some parameters, but not {names[:5]}: every rank would train these on its own. "
+                "Call fully_shard(self, mesh=...) last, for the root, too; or leave all of it to the strategy."
+            )
+        return
+    everyone = mesh._flatten("fsdp")
+    lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
+    for layer in (layer for found in lists for layer in found):
+        if any(True for _ in layer.parameters()):
+            fully_shard(layer, mesh=everyone)
+    fully_shard(module, mesh=everyone)
+    for name in STEPS:  # Lightning calls these and not forward
+        register_fsdp_forward_method(module, name)
+
+
+def check_lengths(loader: Any, sizes: MeshSizes) -> None:
+    """Raise on every rank where data ranks have unlike numbers of batches; some would wait for the others' parameters."""
+    try:
+        mine = len(loader)
+    except TypeError:
+        mine = -1  # nobody knows
+    found: list[Any] = [None] * sizes.world
+    dist.all_gather_object(found, mine)
+    if len(set(found)) > 1:
+        raise ValueError(
+            f"the ranks have {found} batches, but with sharded parameters all need as many. Let the number of samples be a "
+            f"multiple of batch_size x {sizes.data} data ranks, or use strategy='ring_dilated'."
+        )
