@@ -226,6 +226,7 @@ def _integers(values: Any, name: str) -> Tensor:
             if isinstance(x, bool) or not hasattr(x, "__index__"):
                 raise TypeError(f"{name} must hold integers only, got {x!r}.")
         values = torch.tensor([operator.index(x) for x in values], dtype=torch.int64)
+        values = values if values.numel() and values.abs().max() > 2**31 - 1 else values.to(torch.int32)
     if values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise TypeError(f"{name} must hold integers, got dtype {values.dtype}.")
     return values

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.wire import Traffic
 from lightning_dilated.sequence.plan import Plan, check_exchange
+from lightning_dilated.sequence.quiet import Quiet
 from lightning_dilated.sequence.shard import Shard, check_layout
 
 _groups: dict[str, SequenceGroup] = {}
@@ -107,16 +108,9 @@ class SequenceGroup:
         self.shares = 0  # how often `loss_share` was asked for one
         self._calls = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self._quiet = self._side_group(timeout)
+        self._quiet = Quiet(self.group, timeout)
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
-
-    def _side_group(self, timeout: timedelta | None) -> dist.ProcessGroup:
-        """A group that talks through the CPU, so that agreeing never waits for a GPU."""
-        if dist.get_backend(self.group) == "gloo":
-            return self.group
-        ranks = dist.get_process_group_ranks(self.group)
-        return dist.new_group(ranks, backend="gloo", timeout=timeout, use_local_synchronization=True)
 
     def shard(self, seq_len: int) -> Shard:
         """Where the positions of a sequence of N tokens lie."""
@@ -147,8 +141,7 @@ class SequenceGroup:
 
     def close(self) -> None:
         """Forget the group, and all that it holds: its name is no longer known to the op, nor to backwards still to come."""
-        if _groups.pop(self.name, None) is not None and self._quiet is not self.group:
-            dist.destroy_process_group(self._quiet)
+        _groups.pop(self.name, None)
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
@@ -201,10 +194,7 @@ class SequenceGroup:
             raise
 
     def _exchange_words(self, *words: int) -> list[list[int]]:
-        mine = torch.tensor(words, dtype=torch.int64)
-        all_words = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(all_words, mine, group=self._quiet)
-        return [x.tolist() for x in all_words]
+        return [x.tolist() for x in self._quiet.gather(torch.tensor(words, dtype=torch.int64))]
 
     def _alone(self, what: Mapping[str, Any]) -> str:
         """That other ranks did not come to agree."""
@@ -218,8 +208,7 @@ class SequenceGroup:
 
     def _difference(self, facts: dict[str, str]) -> str:
         """Which rank differs in what, told to all."""
-        everyone: list[Any] = [None] * self.ranks
-        dist.all_gather_object(everyone, facts, group=self._quiet)
+        everyone = self._quiet.gather_words(facts)
         refused = {rank: x["error"] for rank, x in enumerate(everyone) if "error" in x}
         if refused:
             return "; ".join(f"rank {rank} of the sequence refused the call with {e}" for rank, e in refused.items())

@@ -1,6 +1,8 @@
 """Ranks that disagree, or calls that nobody can serve: an error on every rank, before any row moves; then work goes on."""
 
+import os
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +108,24 @@ def nested_activation(rank, group):
 
 def test_active_groups_nest(pool):
     assert pool.run(1, nested_activation) == [(True, True)]
+
+
+def beside_nccl(rank, group):
+    """What groups over NCCL do, where agreeing takes gloo beside it: five are opened, used, refused and closed."""
+    told = []
+    with mock.patch.object(dist, "get_backend", return_value="nccl"):
+        for timeout in (None, timedelta(seconds=20), None, None, None):
+            with sequence(group, timeout=timeout) as ours:
+                assert call(ours)[0] is None
+                told.append(call(ours, causal=rank == 1)[0])
+    return told, len(os.listdir("/proc/self/fd"))
+
+
+def test_groups_beside_nccl(pool):
+    before = pool.run(3, beside_nccl)
+    for (told, descriptors), (_, after) in zip(before, pool.run(3, beside_nccl), strict=True):
+        assert all("causal: rank 1 has True; the others have False" in words for words in told)
+        assert after == descriptors  # one side group for each process group, however often it is opened
 
 
 def after_close(rank, group):

@@ -1,0 +1,51 @@
+"""Words between ranks through their CPUs, beside a process group that may live on GPUs: agreeing never waits for a GPU."""
+
+from __future__ import annotations
+
+import functools
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class Quiet:
+    """The ranks of a process group, over gloo."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+        self.group, self.ranks = group, dist.get_world_size(group)
+        self._own = None if dist.get_backend(group) == "gloo" else _beside(group, timeout)
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks; equal shapes and dtypes, on the CPU."""
+        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        if self._own is None:
+            dist.all_gather(found, mine, group=self.group)
+        else:
+            self._own.allgather([found], [mine]).wait()
+        return found
+
+    def gather_words(self, mine: dict[str, str]) -> list[dict[str, Any]]:
+        """Every rank's mapping of strings."""
+        text = json.dumps(mine).encode()
+        sizes = [int(x) for x in self.gather(torch.tensor([len(text)]))]
+        padded = torch.zeros(max(sizes), dtype=torch.uint8)
+        padded[: len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return [json.loads(bytes(x[:n].tolist())) for x, n in zip(self.gather(padded), sizes, strict=True)]
+
+
+@functools.cache
+def _beside(group: dist.ProcessGroup, timeout: timedelta | None) -> Any:
+    """A gloo backend of the group's ranks; one for each group, however often it is asked for.
+
+    Not `dist.new_group`: all ranks of the job would have to call that, or (with local synchronization) to have made equally
+    many groups before.
+    """
+    store = dist.PrefixStore(
+        f"lightning-dilated/{group.group_name}/{timeout}", dist.distributed_c10d._get_default_store()
+    )
+    options = {} if timeout is None else {"timeout": timeout}
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **options)
