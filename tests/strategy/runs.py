@@ -101,9 +101,8 @@ class Data(pl.LightningDataModule):
         data = Tokens(self.run)
         sampler = ResumableSampler(data, shuffle=shuffle, drop_last=shuffle, **who)
         size = self.run.batch_size // who["num_replicas"]
-        return DataLoader(
-            data, size, sampler=sampler, collate_fn=Collate(self.run), drop_last=shuffle, num_workers=self.run.workers
-        )
+        options = {"collate_fn": Collate(self.run), "drop_last": shuffle, "num_workers": self.run.workers}
+        return DataLoader(data, batch_size=size, sampler=sampler, **options)
 
     def train_dataloader(self) -> DataLoader:
         return self._loader(True)

@@ -1,0 +1,77 @@
+"""Test, predict, and the callbacks that decide by what was logged: the same on many ranks as on one."""
+
+import csv
+from pathlib import Path
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+
+from lightning_dilated.callbacks import PredictionWriter
+
+from .runs import Data, Run, launched, make
+
+WAYS = {"2": (2, {}), "4": (4, {}), "4, data 2": (4, {"sequence_size": 2})}
+RUN = Run(seq_len=37, masked=0.3, model={"depth": 1})
+
+
+class Everything(Data):
+    """The validation loader for testing and predicting, too."""
+
+    def test_dataloader(self):
+        return self._loader(False)
+
+    predict_dataloader = test_dataloader
+
+
+def evaluated(rank, group, settings, samples, folder):
+    """(test_loss, whether predictions.csv exists under each name) of an untrained model."""
+    run = RUN.but(strategy=settings, batch_size=4)
+    writer = PredictionWriter(f"{folder}/predictions.csv")
+    built, model, _, _ = make(run, launched(rank), callbacks=[writer])
+    with mock.patch("tests.strategy.runs.Tokens.__len__", lambda self: samples):
+        data = Everything(run)
+        found = built.test(model, data, verbose=False)[0]["test_loss"]
+        built.predict(model, data, return_predictions=False)
+    return found
+
+
+def predictions(folder):
+    """{index: (tokens, bits per byte)} over all files."""
+    rows = [row for path in Path(folder).glob("*.csv") for row in csv.DictReader(path.open())]
+    assert len({row["index"] for row in rows}) == len(rows)
+    return {int(row["index"]): (int(row["tokens"]), float(row["bits_per_byte"])) for row in rows}
+
+
+@pytest.mark.parametrize("samples", [12, 5])
+@pytest.mark.parametrize("way", WAYS)
+def test_and_predict(pools, tmp_path, way, samples):
+    """Trap 18: no sample is repeated to make data ranks alike; and trap 17: of a sequence one rank writes."""
+    folders = [tmp_path / "one", tmp_path / "many"]
+    want = pools(1).run(1, evaluated, {}, samples, str(folders[0]))
+    ranks, settings = WAYS[way]
+    found = pools(ranks).run(ranks, evaluated, settings, samples, str(folders[1]))
+    assert found == pytest.approx(want * ranks, rel=1e-9)
+    one, many = map(predictions, folders)
+    assert one.keys() == many.keys() == set(range(samples))
+    for index, (tokens, bits) in one.items():
+        assert many[index] == (tokens, pytest.approx(bits, rel=1e-9))
+
+
+def decided(rank, group, settings, folder):
+    """(epochs until EarlyStopping, name of the best checkpoint, its score)."""
+    stop = pl.callbacks.EarlyStopping("val_loss", patience=1, min_delta=0.002)
+    best = pl.callbacks.ModelCheckpoint(f"{folder}", monitor="val_loss", save_top_k=1)
+    run = RUN.but(strategy=settings, batch_size=4, steps=60)
+    built, model, data, _ = make(run, launched(rank), callbacks=[stop, best], enable_checkpointing=True)
+    built.fit(model, data)
+    return built.current_epoch, Path(best.best_model_path).name, float(best.best_model_score), stop.stopped_epoch
+
+
+@pytest.mark.parametrize("way", ["2", "4, data 2"])
+def test_decisions(pools, tmp_path, way):
+    ((epochs, name, score, stopped),) = pools(1).run(1, decided, {}, str(tmp_path / "one"))
+    ranks, settings = WAYS[way]
+    for found in pools(ranks).run(ranks, decided, settings, str(tmp_path / "many")):
+        assert found == (epochs, name, pytest.approx(score, rel=1e-9), stopped)
+    assert (tmp_path / "many" / name).is_file()
