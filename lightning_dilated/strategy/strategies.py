@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from typing_extensions import override
 
+from lightning_dilated.strategy.first_batch import check_first_batch
 from lightning_dilated.strategy.parameters import check_lengths, shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -29,6 +31,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         allow: names of modules that mix tokens or samples and are right nevertheless.
         process_group_backend: "nccl" or "gloo"; None fits the device.
         start_method: how further processes are started: "popen" runs the script again.
+        check_first_batch: compare one rank with all on the head of the first batch (see `strategy.first_batch`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
 
     Raises:
@@ -47,8 +50,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         process_group_backend: str | None = None,
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         find_unused_parameters: bool = False,
+        check_first_batch: bool = False,
     ) -> None:
         self._configure_sequence(sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [])
+        self._unchecked = check_first_batch
         if start_method not in ("popen", "spawn", "fork"):
             # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
             raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
@@ -58,6 +63,24 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """As the mixin's; before the first, the check of its batch that was asked for."""
+        if self._unchecked:
+            self._unchecked = False
+            batch = kwargs.get("batch", args[0] if args else None)
+            with self.precision_plugin.train_step_context():
+                dtype = _computed_in(self.lightning_module, self.root_device.type)
+                check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
+        return super().training_step(*args, **kwargs)
+
+
+def _computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
+    """The dtype of a step: autocast's, else that of the parameters."""
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return next((p.dtype for p in module.parameters()), torch.float32)
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):

@@ -1,0 +1,109 @@
+"""check_first_batch: the head of the first batch on one rank against many, before anything is trained.
+
+Finds what no list of modules can: user code that mixes tokens, forgets global positions, or takes a mean over its own shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_gather
+
+#: tokens of the head
+HEAD = 2048
+#: largest difference of a loss or gradient, of its largest value
+ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+def check_first_batch(
+    module: pl.LightningModule, batch: Any, spec: SequenceSpec | None, group: SequenceGroup, dtype: torch.dtype
+) -> None:
+    """Raise on every rank where loss or gradients of many ranks are not those of one.
+
+    Args:
+        module: it is run in eval mode, so dropout plays no part; nothing is logged.
+        batch: this rank's part, a mapping.
+        spec: its sequences.
+        group: the ranks of the sequence.
+        dtype: that the module computes in.
+
+    Raises:
+        ValueError: if the batch cannot be put together again.
+        RuntimeError: naming the loss, or the first parameter whose gradient differs, and by how much.
+    """
+    if spec is None or not isinstance(batch, Mapping):
+        raise ValueError(
+            "check_first_batch needs a sequence_spec and batches that are mappings; set it to False without."
+        )
+    head = _head(batch, spec, group)
+    place = Place(group.ranks, group.rank, group.layout)
+    with _aside(module, group):
+        one = _losses(module, head)
+        with group.active():
+            many = _losses(module, SequenceSpec(spec.dims, spec.whole).cut(head, place))
+    for x in many.values():
+        dist.all_reduce(x, group=group.group)
+    for name, want in one.items():
+        worst, size = float((many[name] - want).abs().max()), float(want.abs().max())
+        if not worst <= ALLOWED[dtype] * max(size, 1e-6):
+            raise RuntimeError(
+                f"{group.ranks} ranks do not compute what one rank does: the {name} of the first "
+                f"{head[next(n for n in spec.dims if n in head)].shape} tokens differs by {worst:.3g}, its largest value is "
+                f"{size:.3g}. Something in {type(module).__name__} mixes tokens, uses local positions, or takes a mean over "
+                "this rank's tokens: see lightning_dilated.sequence for sums, means and gathers over the whole sequence."
+            )
+
+
+def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
+    """The first tokens of the whole sequence, on every rank."""
+    head = dict(batch)
+    for name, dim in spec.dims.items():
+        if name in head:
+            x = sequence_gather(head[name], dim, group)
+            head[name] = x.narrow(dim, 0, min(HEAD, x.shape[dim])).contiguous()
+            length = head[name].shape[dim]
+    if head.get("lengths") is not None:
+        head["lengths"] = head["lengths"].clamp(max=length)
+    if head.get("cu_seqlens") is not None:
+        head["cu_seqlens"] = head["cu_seqlens"].clamp(max=length)
+    return head
+
+
+def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
+    """{"loss": ..., "gradient of NAME": ...}, in fp32 at least."""
+    loss = module.training_step(batch, 0)
+    loss = loss["loss"] if isinstance(loss, Mapping) else loss
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    found = {"loss": loss.detach()}
+    found |= {
+        f"gradient of {n}": torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
+    }
+    return {
+        name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for name, x in found.items()
+    }
+
+
+@contextmanager
+def _aside(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
+    """Eval mode, no logging, losses of this sequence only; all as before afterwards, random numbers too."""
+    modes = {m: m.training for m in module.modules()}
+    silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
+    losses, group.loss_group = group.loss_group, group.group
+    module.log = module.log_dict = silent  # type: ignore[method-assign]
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        del module.log, module.log_dict
+        group.loss_group = losses
+        for m, training in modes.items():
+            m.training = training

@@ -1,0 +1,78 @@
+"""check_first_batch: silent for modules that are right on many ranks, and an error on every rank for those that are not."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dilated import RingDilatedStrategy
+from lightning_dilated.sequence import sequence_mean
+
+from .runs import Run, launched, make, trainer
+from .test_hooks import Numbers, Plain
+
+
+class Pooled(Plain):
+    """Adds the mean over tokens to each of them: over all tokens of the sequence, or (wrong) over this rank's."""
+
+    whole = True
+
+    def training_step(self, batch, batch_idx):
+        x = self.project(batch["x"] + batch["noise"])
+        mean = sequence_mean(x) if self.whole else x.mean(1)
+        return super().training_step({**batch, "x": batch["x"] * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
+
+
+class PooledHere(Pooled):
+    whole = False
+
+
+class Placed(Plain):
+    """Positions counted from this rank's first token."""
+
+    def training_step(self, batch, batch_idx):
+        at = torch.arange(batch["x"].shape[1], dtype=batch["x"].dtype)[None, :, None]
+        return super().training_step({**batch, "x": batch["x"] + at}, batch_idx)
+
+
+CLASSES = {c.__name__: c for c in (Plain, Pooled, PooledHere, Placed)}
+
+
+def checked(rank, group, name, dropout, layout):
+    """The error of one step with the check, and whether the model still trains."""
+    model = CLASSES[name](hidden_dropout=dropout, attention_dropout=dropout)
+    strategy = RingDilatedStrategy(check_first_batch=True, layout=layout)
+    built = trainer(strategy, launched(rank), max_steps=1, precision="64-true")
+    try:
+        built.fit(model, DataLoader(Numbers()))
+    except RuntimeError as error:
+        return str(error), None
+    return None, model.training and "one" in built.callback_metrics
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided"])
+@pytest.mark.parametrize("name", ["Plain", "Pooled"])
+def test_right_modules(pools, name, layout):
+    assert pools(2).run(2, checked, name, 0.5, layout) == [(None, True)] * 2
+
+
+@pytest.mark.parametrize("name", ["PooledHere", "Placed"])
+def test_wrong_modules(pools, name):
+    for error, _ in pools(2).run(2, checked, name, 0.0, "contiguous"):
+        assert error and "2 ranks do not compute what one rank does" in error and name in error
+
+
+def language_model(rank, group, kind):
+    """Losses of a run with and without the check: it must leave no trace."""
+    found = []
+    for check in (False, True):
+        run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
+        built, model, data, record = make(run, launched(rank))
+        built.fit(model, data)
+        found.append(record.losses)
+    return found
+
+
+@pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
+def test_leaves_no_trace(pools, kind):
+    for without, with_check in pools(2).run(2, language_model, kind):
+        assert without == with_check
