@@ -53,14 +53,19 @@ class Plain(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.0)
 
 
-def plain(rank, group, options, settings, workers=0, seed=True):
-    """What the module saw on this rank, and the logged constant."""
-    world = launched(rank)
+def seeded(rank, seed):
+    """The number of ranks, each in a random state of its own unless `seed` gives all of them one."""
     os.environ.pop("PL_GLOBAL_SEED", None)
     os.environ["PL_SEED_WORKERS"] = "1"
     torch.manual_seed(100 + rank)
     if seed:
         pl.seed_everything(3, workers=True, verbose=False)
+    return launched(rank)
+
+
+def plain(rank, group, options, settings, workers=0, seed=True):
+    """What the module saw on this rank, and the logged constant."""
+    world = seeded(rank, seed)
     model = Plain(**options)
     built = trainer(RingDilatedStrategy(**settings), world, max_steps=2)
     built.fit(model, DataLoader(Numbers(), num_workers=workers))
@@ -84,12 +89,7 @@ def test_augmentation_is_that_of_the_sample(pools, workers, seed):
 
 def noise_of_whole(rank, group, workers, seed):
     """The first batch's noise, uncut: this rank's own sample drawn as `plain` draws it."""
-    world = launched(rank)
-    os.environ.pop("PL_GLOBAL_SEED", None)
-    os.environ["PL_SEED_WORKERS"] = "1"
-    torch.manual_seed(100 + rank)
-    if seed:
-        pl.seed_everything(3, workers=True, verbose=False)
+    world = seeded(rank, seed)
 
     class Whole(Plain):
         sequence_spec = SequenceSpec({"x": 1}, whole=["noise"])
