@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torch.distributed.tensor import DTensor
+
 from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_gather
 
 #: tokens of the head
@@ -48,17 +50,33 @@ def check_first_batch(
         one = _losses(module, head)
         with group.active():
             many = _losses(module, SequenceSpec(spec.dims, spec.whole).cut(head, place))
-    for x in many.values():
-        dist.all_reduce(x, group=group.group)
-    for name, want in one.items():
-        worst, size = float((many[name] - want).abs().max()), float(want.abs().max())
+    tokens = head[next(n for n in spec.dims if n in head)].shape
+    for name, (worst, size) in _differences(one, many, group).items():
         if not worst <= ALLOWED[dtype] * max(size, 1e-6):
             raise RuntimeError(
-                f"{group.ranks} ranks do not compute what one rank does: the {name} of the first "
-                f"{head[next(n for n in spec.dims if n in head)].shape} tokens differs by {worst:.3g}, its largest value is "
-                f"{size:.3g}. Something in {type(module).__name__} mixes tokens, uses local positions, or takes a mean over "
-                "this rank's tokens: see lightning_dilated.sequence for sums, means and gathers over the whole sequence."
+                f"{group.ranks} ranks do not compute what one rank does: the {name} of the first {tuple(tokens)} tokens "
+                f"differs by {worst:.3g}, its largest value is {size:.3g}. Something in {type(module).__name__} mixes "
+                "tokens, uses local positions, or takes a mean over this rank's tokens: see lightning_dilated.sequence for "
+                "sums, means and gathers over the whole sequence."
             )
+
+
+def _differences(
+    one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
+) -> dict[str, tuple[float, float]]:
+    """{name: (largest difference, largest value)}, the same on all ranks of the job, so that all of them raise or none."""
+    found = []
+    for name, want in one.items():
+        got = many[name]
+        if isinstance(want, DTensor):  # dealt: the mean over all ranks of what each computed, and each holds a part
+            got, want = got.to_local() * group.ranks, want.to_local()
+        else:
+            dist.all_reduce(got, group=group.group)
+        found.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
+    worst = torch.tensor(found, dtype=torch.float64, device=one["loss"].device)
+    worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose it
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)
+    return {name: (float(a), float(b)) for name, (a, b) in zip(one, worst.tolist(), strict=True)}
 
 
 def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
@@ -81,7 +99,7 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
     loss = module.training_step(batch, 0)
     loss = loss["loss"] if isinstance(loss, Mapping) else loss
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
-    grads = torch.autograd.grad(loss, [p for _, p in named], allow_unused=True)
+    grads = _gradients(loss, [p for _, p in named])
     found = {"loss": loss.detach()}
     found |= {
         f"gradient of {n}": torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
@@ -89,6 +107,18 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
     return {
         name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for name, x in found.items()
     }
+
+
+def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+    """Of one loss. Dealt parameters are gathered for the step, so theirs come by `backward` only, averaged over all ranks;
+    for others DDP must not see one."""
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    loss.backward()
+    grads = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return grads
 
 
 @contextmanager

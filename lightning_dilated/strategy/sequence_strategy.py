@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_debug
 from torch import Tensor
@@ -21,6 +22,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.strategy.first_batch import check_first_batch
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
@@ -40,6 +42,7 @@ class SequenceStrategy:
         ranks_per_node: int | None,
         timeout: int,
         allow: tuple[str, ...] | list[str],
+        check_first_batch: bool,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
@@ -50,6 +53,7 @@ class SequenceStrategy:
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
         self._shares = self._seed = 0
+        self._unchecked = check_first_batch
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
@@ -173,9 +177,18 @@ class SequenceStrategy:
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, within the active sequence and with the seeds of the step."""
+        self._check_first_batch(kwargs.get("batch", args[0] if args else None))
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)):
             return super().training_step(*args, **kwargs)
+
+    def _check_first_batch(self, batch: Any) -> None:
+        """One rank against many, where that was asked for and was not done yet."""
+        if self._unchecked:
+            self._unchecked = False
+            with self.precision_plugin.train_step_context():
+                dtype = _computed_in(self.lightning_module, self.root_device.type)
+                check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -218,6 +231,13 @@ class SequenceStrategy:
                 tensor.double()
             )  # else the mean of counts, which Lightning weighs logged values by, is rounded down
         return super().reduce(tensor, group, reduce_op)
+
+
+def _computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
+    """The dtype of a step: autocast's, else that of the parameters."""
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return next((p.dtype for p in module.parameters()), torch.float32)
 
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_dilated.strategy.first_batch import check_first_batch
 from lightning_dilated.strategy.parameters import check_lengths, shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -52,8 +51,9 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         find_unused_parameters: bool = False,
         check_first_batch: bool = False,
     ) -> None:
-        self._configure_sequence(sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [])
-        self._unchecked = check_first_batch
+        self._configure_sequence(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch
+        )
         if start_method not in ("popen", "spawn", "fork"):
             # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
             raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
@@ -64,24 +64,6 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             find_unused_parameters=find_unused_parameters,
         )
 
-    @override
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """As the mixin's; before the first, the check of its batch that was asked for."""
-        if self._unchecked:
-            self._unchecked = False
-            batch = kwargs.get("batch", args[0] if args else None)
-            with self.precision_plugin.train_step_context():
-                dtype = _computed_in(self.lightning_module, self.root_device.type)
-                check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
-        return super().training_step(*args, **kwargs)
-
-
-def _computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
-    """The dtype of a step: autocast's, else that of the parameters."""
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return next((p.dtype for p in module.parameters()), torch.float32)
-
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     """Every sequence on several ranks, and the parameters, gradients and optimizer states dealt to all of them (FSDP2).
@@ -90,8 +72,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     `configure_model` (with `self.device_mesh`) is left alone. Checkpoints are folders that any number of ranks can load.
 
     Args:
-        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend: as in
-            `RingDilatedStrategy`.
+        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch:
+            as in `RingDilatedStrategy`.
         save_distributed_checkpoint: False assembles one file on rank 0.
 
     Raises:
@@ -109,8 +91,11 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         allow: list[str] | None = None,
         process_group_backend: str | None = None,
         save_distributed_checkpoint: bool = True,
+        check_first_batch: bool = False,
     ) -> None:
-        self._configure_sequence(sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [])
+        self._configure_sequence(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch
+        )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -132,8 +117,16 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         """Shards the parameters before Lightning takes the module over."""
-        shard_parameters(self.lightning_module, self.device_mesh)
-        super().setup(trainer)
+        module = self.lightning_module
+        shard_parameters(module, self.device_mesh)
+        own = is_overridden("configure_model", module)
+        if not own:  # Lightning asks for one, to shard the parameters in, which was done
+            module.configure_model = _nothing_left  # type: ignore[method-assign]
+        try:
+            super().setup(trainer)
+        finally:
+            if not own:
+                del module.configure_model
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
@@ -151,6 +144,10 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             yield
         finally:
             self.model.set_requires_gradient_sync(True)
+
+
+def _nothing_left() -> None:
+    """Stands in for `configure_model`."""
 
 
 def register() -> None:

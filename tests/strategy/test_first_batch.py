@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dilated import RingDilatedStrategy
+from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.sequence import sequence_mean
 
 from .runs import Run, launched, make, trainer
@@ -19,7 +19,7 @@ class Pooled(Plain):
     def training_step(self, batch, batch_idx):
         x = self.project(batch["x"] + batch["noise"])
         mean = sequence_mean(x) if self.whole else x.mean(1)
-        return super().training_step({**batch, "x": batch["x"] * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
+        return super().training_step({**batch, "x": batch["x"] + 100 * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
 
 
 class PooledHere(Pooled):
@@ -37,11 +37,12 @@ class Placed(Plain):
 CLASSES = {c.__name__: c for c in (Plain, Pooled, PooledHere, Placed)}
 
 
-def checked(rank, group, name, dropout, layout):
+def checked(rank, group, name, dropout, kind=RingDilatedStrategy, settings=None):
     """The error of one step with the check, and whether the model still trains."""
     model = CLASSES[name](hidden_dropout=dropout, attention_dropout=dropout)
-    strategy = RingDilatedStrategy(check_first_batch=True, layout=layout)
-    built = trainer(strategy, launched(rank), max_steps=1, precision="64-true")
+    dealt = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for these
+    strategy = kind(check_first_batch=True, **(settings or {}))
+    built = trainer(strategy, launched(rank), max_steps=1, precision="32-true" if dealt else "64-true")
     try:
         built.fit(model, DataLoader(Numbers()))
     except RuntimeError as error:
@@ -49,30 +50,45 @@ def checked(rank, group, name, dropout, layout):
     return None, model.training and "one" in built.callback_metrics
 
 
+KINDS = [RingDilatedStrategy, RingDilatedFSDPStrategy]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["contiguous", "strided"])
 @pytest.mark.parametrize("name", ["Plain", "Pooled"])
-def test_right_modules(pools, name, layout):
-    assert pools(2).run(2, checked, name, 0.5, layout) == [(None, True)] * 2
+def test_right_modules(pools, name, layout, kind):
+    assert pools(2).run(2, checked, name, 0.5, kind, {"layout": layout}) == [(None, True)] * 2
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["PooledHere", "Placed"])
-def test_wrong_modules(pools, name):
-    for error, _ in pools(2).run(2, checked, name, 0.0, "contiguous"):
+def test_wrong_modules(pools, name, kind):
+    for error, _ in pools(2).run(2, checked, name, 0.0, kind):
         assert error and "2 ranks do not compute what one rank does" in error and name in error
 
 
-def language_model(rank, group, kind):
+@pytest.mark.parametrize("kind", KINDS)
+def test_data_ranks(pools, kind):
+    """Every sequence is checked by itself, and all ranks of the job raise where one of them is wrong."""
+    assert pools(4).run(4, checked, "Pooled", 0.0, kind, {"sequence_size": 2}) == [(None, True)] * 4
+    for error, _ in pools(4).run(4, checked, "Placed", 0.0, kind, {"sequence_size": 2}):
+        assert error and "Placed" in error
+
+
+def language_model(rank, group, kind, fsdp):
     """Losses of a run with and without the check: it must leave no trace."""
     found = []
     for check in (False, True):
         run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
+        run = run.but(fsdp=fsdp, double=fsdp)
         built, model, data, record = make(run, launched(rank))
         built.fit(model, data)
         found.append(record.losses)
     return found
 
 
+@pytest.mark.parametrize("fsdp", [False, True])
 @pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
-def test_leaves_no_trace(pools, kind):
-    for without, with_check in pools(2).run(2, language_model, kind):
+def test_leaves_no_trace(pools, kind, fsdp):
+    for without, with_check in pools(2).run(2, language_model, kind, fsdp):
         assert without == with_check
