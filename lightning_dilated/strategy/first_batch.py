@@ -13,7 +13,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_gather

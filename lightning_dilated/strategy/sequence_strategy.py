@@ -41,14 +41,18 @@ class SequenceStrategy:
         layout: str,
         ranks_per_node: int | None,
         timeout: int,
-        allow: tuple[str, ...] | list[str],
+        allow: list[str] | None,
         check_first_batch: bool,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
         self._asked = sequence_size, head_size
         self._settings = {"exchange": check_exchange(exchange), "layout": check_layout(layout), "head_size": head_size}
-        self._ranks_per_node, self._seconds, self._allow = ranks_per_node, timedelta(seconds=timeout), tuple(allow)
+        self._ranks_per_node, self._seconds, self._allow = (
+            ranks_per_node,
+            timedelta(seconds=timeout),
+            tuple(allow or ()),
+        )
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None

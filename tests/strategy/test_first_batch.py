@@ -19,7 +19,7 @@ class Pooled(Plain):
     def training_step(self, batch, batch_idx):
         x = self.project(batch["x"] + batch["noise"])
         mean = sequence_mean(x) if self.whole else x.mean(1)
-        return super().training_step({**batch, "x": batch["x"] + 100 * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
+        return super().training_step({**batch, "x": batch["x"] + 10 * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
 
 
 class PooledHere(Pooled):
