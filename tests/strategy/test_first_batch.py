@@ -8,18 +8,18 @@ from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
 from lightning_dilated.sequence import sequence_mean
 
 from .runs import Run, launched, make, trainer
-from .test_hooks import Numbers, Plain
+from .test_hooks import N, Numbers, Plain
 
 
 class Pooled(Plain):
-    """Adds the mean over tokens to each of them: over all tokens of the sequence, or (wrong) over this rank's."""
+    """Adds the mean over tokens to each of them: of all tokens of the sequence, or (wrong) of the tokens of this rank."""
 
     whole = True
 
     def training_step(self, batch, batch_idx):
         x = self.project(batch["x"] + batch["noise"])
-        mean = sequence_mean(x) if self.whole else x.mean(1)
-        return super().training_step({**batch, "x": batch["x"] + 10 * mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
+        mean = sequence_mean(x) if self.whole else x.sum(1) / N
+        return super().training_step({**batch, "x": batch["x"] + mean.mean(-1, keepdim=True)[:, None]}, batch_idx)
 
 
 class PooledHere(Pooled):
