@@ -39,6 +39,10 @@ class ByteSequences(Dataset):
     def __len__(self) -> int:
         return self.count
 
+    def fingerprint(self) -> str:
+        """Differs where the bytes do, as far as names and sizes of files tell."""
+        return f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}"
+
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
 

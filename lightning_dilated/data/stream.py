@@ -1,5 +1,6 @@
 """One read-only byte stream over many files, read by range through a few memory maps at a time."""
 
+import hashlib
 import os
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -34,6 +35,11 @@ class ByteStream:
     def __len__(self) -> int:
         """Total number of bytes."""
         return int(self._ends[-1]) if self.files else 0
+
+    def fingerprint(self) -> str:
+        """A digest of the files' names and sizes; where they lie does not count."""
+        named = [(os.path.basename(file), size) for file, size in zip(self.files, self.sizes, strict=True)]
+        return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": OrderedDict()}

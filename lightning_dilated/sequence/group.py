@@ -106,6 +106,7 @@ class SequenceGroup:
         self.was_active = False
         self.loss_group = self.group if loss_group is None else loss_group
         self.shares = 0  # how often `loss_share` was asked for one
+        self.unshared: str | None = None  # why losses cannot be added now
         self._calls = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._quiet = Quiet(self.group, timeout)

@@ -26,8 +26,11 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
     Returns:
         scalar; 0 where nothing was counted anywhere.
+
+    Raises:
+        RuntimeError: in an evaluation whose ranks have unlike numbers of batches; some would wait for the others.
     """
-    group = active_sequence() if sequence is None else sequence
+    group = _group(sequence)
     count = torch.as_tensor(count, device=total.device).detach().to(torch.float64, copy=True)
     if group is not None:
         group.shares += 1
@@ -36,9 +39,20 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
-    """The loss that the ranks' shares sum to, on every rank, without a gradient: to log, and to compare."""
-    group = active_sequence() if sequence is None else sequence
+    """The loss that the ranks' shares sum to, on every rank, without a gradient: to log, and to compare.
+
+    Raises:
+        RuntimeError: as `loss_share`.
+    """
+    group = _group(sequence)
     loss = share.detach().to(torch.promote_types(share.dtype, torch.float32), copy=True)
     if group is not None:
         dist.all_reduce(loss, group=group.loss_group)
     return loss
+
+
+def _group(sequence: SequenceGroup | None) -> SequenceGroup | None:
+    group = active_sequence() if sequence is None else sequence
+    if group is not None and group.unshared:
+        raise RuntimeError(group.unshared)
+    return group

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import lightning.pytorch as pl
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
-
-from lightning_dilated.strategy.mesh import MeshSizes
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
@@ -39,18 +34,3 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     fully_shard(module, mesh=everyone)
     for name in STEPS:  # Lightning calls these and not forward
         register_fsdp_forward_method(module, name)
-
-
-def check_lengths(loader: Any, sizes: MeshSizes) -> None:
-    """Raise on every rank where data ranks have unlike numbers of batches; some would wait for the others' parameters."""
-    try:
-        mine = len(loader)
-    except TypeError:
-        mine = -1  # nobody knows
-    found: list[Any] = [None] * sizes.world
-    dist.all_gather_object(found, mine)
-    if len(set(found)) > 1:
-        raise ValueError(
-            f"the ranks have {found} batches, but with sharded parameters all need as many. Let the number of samples be a "
-            f"multiple of batch_size x {sizes.data} data ranks, or use strategy='ring_dilated'."
-        )

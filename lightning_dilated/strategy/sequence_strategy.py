@@ -22,7 +22,9 @@ from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.strategy.alike import batch_facts, batches_of_all, loader_facts
 from lightning_dilated.strategy.first_batch import check_first_batch
+from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
@@ -32,6 +34,9 @@ from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 class SequenceStrategy:
     """To be inherited beside a Lightning strategy for many processes, and before it."""
+
+    #: whether each rank holds a part of the parameters only, and all of them meet in every step of every stage
+    deals_parameters = False
 
     def _configure_sequence(
         self,
@@ -56,6 +61,7 @@ class SequenceStrategy:
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
+        self._unlike: dict[str, str] = {}  # {stage: why losses cannot be added there}
         self._shares = self._seed = 0
         self._unchecked = check_first_batch
 
@@ -111,6 +117,8 @@ class SequenceStrategy:
     @override
     def setup_environment(self) -> None:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
+        found, sizes = self.lightning_module.trainer.callbacks, self.sizes
+        refuse_callbacks(found, type(self).__name__, sizes.world, sizes.sequence_size, self.deals_parameters)
         self.accelerator.setup_device(self.root_device)
         join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
         self._find_processes()
@@ -126,7 +134,7 @@ class SequenceStrategy:
                 **self._settings,
             )
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
-        self._loaders = Loaders(place, self.data_rank)
+        self._loaders, self._unlike = Loaders(place, self.data_rank), {}
         self.lightning_module._device_mesh = self._mesh
         rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
 
@@ -159,8 +167,47 @@ class SequenceStrategy:
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader, handing over this rank's tokens only."""
-        return self._loaders.shard(super().process_dataloader(dataloader), self._spec())
+        """The loader, handing over this rank's tokens only.
+
+        Raises:
+            ValueError: on every rank, if the ranks of a sequence read different data, or ranks have unlike numbers of
+                batches where each step takes all of them.
+        """
+        loader, spec = super().process_dataloader(dataloader), self._spec()
+        sharded = self.sequence.guard(self._loaders.shard, loader, spec)
+        self.sequence.agree({"call": "process_dataloader", **loader_facts(loader)})
+        self._compare_batches(sharded)
+        return sharded
+
+    def _compare_batches(self, loader: Any) -> None:
+        """Unlike numbers of batches are an error where all ranks meet in a step, else they are kept for `loss_share`."""
+        trainer = self.lightning_module.trainer
+        stage = trainer.state.stage.dataloader_prefix
+        found = batches_of_all(loader, getattr(trainer, f"limit_{stage}_batches", None), self.sizes.world)
+        if len(set(found)) == 1:
+            return
+        text = f"the ranks have {found} batches of the stage {stage!r}"
+        multiple = f"Let the number of samples be a multiple of batch_size x {self.sizes.data} data ranks"
+        if self.deals_parameters:
+            raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
+        if stage == "train":
+            raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
+        self._unlike[stage] = (
+            f"{text}, so losses cannot be added over all ranks in each step. {multiple}; or keep sums and counts of this "
+            "rank in a torchmetrics metric, which adds them up at the end of the epoch."
+        )
+
+    @override
+    def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; before, while they are on the CPU, entries that each rank of a sequence has whole are compared.
+
+        Raises:
+            ValueError: on every rank, naming the entry that differs.
+        """
+        spec = self._spec()
+        if spec is not None and self.sequence.ranks > 1:
+            self.sequence.agree({"call": "batch_to_device", **batch_facts(batch, spec)})
+        return super().batch_to_device(batch, *args, **kwargs)
 
     def _spec(self) -> SequenceSpec | None:
         """What the DataModule declares, else the LightningModule."""
@@ -175,6 +222,7 @@ class SequenceStrategy:
         trainer = self.lightning_module.trainer
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
+        self.sequence.unshared = self._unlike.get(trainer.state.stage.dataloader_prefix)
         with self.sequence.active(), seeds:
             yield
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pickle import UnpicklingError
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
-from lightning_dilated.strategy.parameters import check_lengths, shard_parameters
+from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
@@ -80,6 +81,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose loss scaler knows no shards.
     """
 
+    deals_parameters = True
+
     def __init__(
         self,
         sequence_size: int | Literal["auto"] = "auto",
@@ -129,11 +132,16 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 del module.configure_model
 
     @override
-    def process_dataloader(self, dataloader: object) -> object:
-        """As the mixin's; refuses loaders of unlike lengths, since all ranks gather parameters in every step."""
-        sharded = super().process_dataloader(dataloader)
-        check_lengths(sharded, self.sizes)
-        return sharded
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
+        try:
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        except UnpicklingError as error:
+            raise UnpicklingError(
+                f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
+                "it, name their classes in torch.serialization.add_safe_globals([...]), or set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; weights_only=False of Trainer.fit does not reach this strategy."
+            ) from error
 
     @override
     @contextmanager
