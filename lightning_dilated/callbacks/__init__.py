@@ -1,6 +1,7 @@
-"""Callbacks: the run's report, and the writer of predictions."""
+"""Callbacks: throughput, the run's report, and the writer of predictions."""
 
 from lightning_dilated.callbacks.predictions import PredictionWriter
 from lightning_dilated.callbacks.report import RunReport
+from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["PredictionWriter", "RunReport"]
+__all__ = ["PredictionWriter", "RunReport", "ThroughputMonitor"]

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_dilated.sequence.spec import SequenceSpec
+from lightning_dilated.strategy.mesh import MeshSizes
 
 #: numbers of a tensor that an error shows; of longer ones, a digest
 SHOWN = 16
@@ -39,7 +40,9 @@ def batch_facts(batch: Any, spec: SequenceSpec | None) -> dict[str, str]:
     """The entries of a batch that every rank of a sequence has whole."""
     if spec is None:
         return {}
-    entries = batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
+    entries = (
+        batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
+    )
     return {str(name): _words(entries[name]) for name in spec.whole if name in entries}
 
 
@@ -52,8 +55,36 @@ def _words(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
-def batches_of_all(loader: Any, limit: Any, world: int) -> list[int]:
-    """How many batches each rank of the job has, `limit` (of the Trainer) at most; -1 where nobody knows."""
+def compare_batches(loader: Any, stage: str, limit: Any, sizes: MeshSizes, deals_parameters: bool) -> str | None:
+    """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
+
+    Args:
+        loader: this rank's.
+        stage: "train", "val", "test" or "predict".
+        limit: the Trainer's of the stage.
+        sizes: the ranks.
+        deals_parameters: whether all ranks meet in each step of every stage.
+
+    Raises:
+        ValueError: on every rank, where all of them meet in each step.
+    """
+    found = _batches_of_all(loader, limit, sizes.world)
+    if len(set(found)) == 1:
+        return None
+    text = f"the ranks have {found} batches of the stage {stage!r}"
+    multiple = f"Let the number of samples be a multiple of batch_size x {sizes.data} data ranks"
+    if deals_parameters:
+        raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
+    if stage == "train":
+        raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
+    return (
+        f"{text}, so losses cannot be added over all ranks in each step. {multiple}; or keep sums and counts of this rank "
+        "in a torchmetrics metric, which adds them up at the end of the epoch."
+    )
+
+
+def _batches_of_all(loader: Any, limit: Any, world: int) -> list[int]:
+    """How many batches each rank has, `limit` at most; -1 where nobody knows."""
     try:
         mine = len(loader)
     except TypeError:

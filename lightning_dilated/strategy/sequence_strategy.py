@@ -22,7 +22,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
-from lightning_dilated.strategy.alike import batch_facts, batches_of_all, loader_facts
+from lightning_dilated.strategy.alike import batch_facts, compare_batches, loader_facts
 from lightning_dilated.strategy.first_batch import check_first_batch
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
@@ -176,26 +176,13 @@ class SequenceStrategy:
         loader, spec = super().process_dataloader(dataloader), self._spec()
         sharded = self.sequence.guard(self._loaders.shard, loader, spec)
         self.sequence.agree({"call": "process_dataloader", **loader_facts(loader)})
-        self._compare_batches(sharded)
-        return sharded
-
-    def _compare_batches(self, loader: Any) -> None:
-        """Unlike numbers of batches are an error where all ranks meet in a step, else they are kept for `loss_share`."""
         trainer = self.lightning_module.trainer
         stage = trainer.state.stage.dataloader_prefix
-        found = batches_of_all(loader, getattr(trainer, f"limit_{stage}_batches", None), self.sizes.world)
-        if len(set(found)) == 1:
-            return
-        text = f"the ranks have {found} batches of the stage {stage!r}"
-        multiple = f"Let the number of samples be a multiple of batch_size x {self.sizes.data} data ranks"
-        if self.deals_parameters:
-            raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
-        if stage == "train":
-            raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
-        self._unlike[stage] = (
-            f"{text}, so losses cannot be added over all ranks in each step. {multiple}; or keep sums and counts of this "
-            "rank in a torchmetrics metric, which adds them up at the end of the epoch."
-        )
+        limit = getattr(trainer, f"limit_{stage}_batches", None)
+        unlike = compare_batches(sharded, stage, limit, self.sizes, self.deals_parameters)
+        if unlike:
+            self._unlike[stage] = unlike
+        return sharded
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:

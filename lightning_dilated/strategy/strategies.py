@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pickle import UnpicklingError
 from typing import Any, Literal
 
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from typing_extensions import override
 
@@ -36,6 +38,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
     Raises:
         TypeError, ValueError: when made, or (sizes that do not divide the number of ranks) in `Trainer(...)`.
+        MisconfigurationException: in `Trainer(...)`, in an interactive session with start_method="popen".
     """
 
     def __init__(
@@ -64,6 +67,17 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
         )
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        interactive = hasattr(sys, "ps1")
+        if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
+            # Lightning would send users to a strategy of its own, which shares no sequence
+            raise MisconfigurationException(
+                "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook', or "
+                "RingDilatedStrategy(start_method='fork', ...), before CUDA is first used; or run a script."
+            )
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
@@ -107,6 +121,11 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def _configure_launcher(self) -> None:
+        if hasattr(sys, "ps1"):
+            raise MisconfigurationException(
+                "ring_dilated_fsdp cannot start processes from an interactive session: run a script, or take "
+                "strategy='ring_dilated_notebook'."
+            )
         if getattr(self.precision_plugin, "precision", None) == "16-mixed":
             raise ValueError(
                 "ring_dilated_fsdp takes no precision='16-mixed': use 'bf16-mixed', or strategy='ring_dilated'."

@@ -61,6 +61,7 @@ FIT = {
     ),
     "a GPU that is not there": (["--trainer.accelerator", "cuda"], ["accelerator", "cpu"]),
     # that belong elsewhere
+    # (trap 1: it would hold the parameters from before they were dealt, and train nothing)
     "optimizer at the top": (["--optimizer", "torch.optim.SGD"], ["--optimizer"]),
     "a word too many": (["stray"], ["stray"]),
     # data that is not there

@@ -1,9 +1,15 @@
-"""A training script as users write it, with trouble at its third step: job.py HOW RANK."""
+"""A training script as users write it, with trouble at its third step: job.py HOW RANK DEVICES [STRATEGY].
+
+HOW: kill, raise, config, nothing; or notebook, as if its lines had been typed in.
+"""
 
 import os
 import signal
 import sys
 from pathlib import Path
+
+if sys.argv[1] == "notebook":
+    sys.ps1 = ">>> "
 
 import lightning.pytorch as pl
 
@@ -32,7 +38,7 @@ def main():
     model = ld.LongNetLM(pattern, dim=16, depth=1)
     checkpoint = pl.callbacks.ModelCheckpoint(dirpath="ckpt", every_n_train_steps=1, save_last=True)
     trainer = pl.Trainer(
-        strategy=ld.RingDilatedStrategy(timeout=20),
+        strategy=sys.argv[4] if len(sys.argv) > 4 else ld.RingDilatedStrategy(timeout=20),
         accelerator="cpu",
         devices=int(sys.argv[3]),
         max_steps=5,

@@ -5,6 +5,8 @@ import functools
 import pytest
 import torch
 
+from lightning_dilated import DilatedPattern
+
 from .runs import Run, fit
 
 RUNS = {
@@ -93,3 +95,39 @@ def test_float32(pools, way):
     for got in pools(ranks).run(ranks, fit, run.but(strategy=settings)):
         for name in ("losses", "norms", "val_loss"):
             torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(want[name]), rtol=1e-6, atol=0)
+
+
+LAYOUTS = ("contiguous", "zigzag", "strided")
+EXCHANGES = {name: LAYOUTS for name in ("gather", "ring", "switch", "hierarchical_gather")}
+EXCHANGES |= {"butterfly": LAYOUTS[:1], "hierarchical_butterfly": LAYOUTS[:1]}  # these refuse others by name
+#: one that the butterflies take: segments and rates double above a shard of ten tokens
+DOUBLING = {"pattern": DilatedPattern.longnet([10, 20, 40], [1, 2, 4]), "num_heads": 4}
+
+
+@pytest.mark.parametrize("exchange, layout", [(e, x) for e, layouts in EXCHANGES.items() for x in layouts])
+def test_every_exchange_and_layout(pools, exchange, layout):
+    settings = {"exchange": exchange, "layout": layout, "ranks_per_node": 2 if "hierarchical" in exchange else None}
+    run = Run(model=DOUBLING, accumulate=2, clip=0.1, masked=0.4, steps=2)
+    check(pools(4).run(4, fit, run.but(strategy=settings)), pools(1).run(1, fit, run)[0], 1e-9)
+
+
+@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize(
+    "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
+)
+def test_bfloat16(pools, precision, fsdp, way):
+    """Ranks differ from one rank by no more than that differs from float32, twice over: it is rounding."""
+    ranks, settings = WAYS[way]
+    run = Run(steps=8, precision=precision, batch_size=2, clip=1.0, masked=0.2)
+    want, single = (pools(1).run(1, fit, run.but(precision=p))[0] for p in (precision, "32-true"))
+    rounding = distance(want, single)
+    assert 1e-5 < rounding < 5e-2
+    for got in pools(ranks).run(ranks, fit, run.but(fsdp=fsdp, strategy=settings)):
+        assert distance(got, want) < 2 * rounding + 1e-3
+
+
+def distance(a, b):
+    """The largest relative difference of losses."""
+    return max(
+        abs(x - y) / y for x, y in zip(a["losses"] + [a["val_loss"]], b["losses"] + [b["val_loss"]], strict=True)
+    )

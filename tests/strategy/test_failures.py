@@ -14,9 +14,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 LIMIT = 90
 
 
-def start(folder: Path, how: str, who: int, ranks: int = 2, launcher: list[str] | None = None) -> tuple[int, str]:
+def start(
+    folder: Path, how: str, who: int, ranks: int = 2, launcher: list[str] | None = None, strategy: str | None = None
+) -> tuple[int, str]:
     """(exit status, everything that the job and its ranks wrote, also those that outlive the first)."""
-    command = [*(launcher or [sys.executable]), JOB, how, str(who), str(ranks)]
+    command = [*(launcher or [sys.executable]), JOB, how, str(who), str(ranks), *([strategy] if strategy else [])]
     out = folder / "out.txt"
     with out.open("w") as file:
         process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=subprocess.STDOUT)

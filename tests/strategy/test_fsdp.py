@@ -98,7 +98,10 @@ def part(rank, group, folder, stop, ckpt, whole_file):
 @pytest.mark.parametrize("whole_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("after", [1, 4])
 def test_resumes_on_other_ranks(pools, tmp_path, after, whole_file):
-    """Weights and optimizer states; the position in the data is the loader's (see test_resume)."""
+    """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without dealt parameters).
+
+    The position in the data is the loader's (see test_resume).
+    """
     _, path, _ = pools(2).run(2, part, str(tmp_path), 2, None, whole_file)[0]
     assert Path(path).is_file() == whole_file
     want, _, steps = pools(2).run(2, part, str(tmp_path), 4, path, whole_file)[0]

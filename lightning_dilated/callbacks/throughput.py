@@ -1,0 +1,95 @@
+"""ThroughputMonitor: tokens, sequences and batches a second, right where several ranks share a sequence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch import callbacks
+from typing_extensions import override
+
+#: FLOP/s of dense products in 16 bits that Lightning's table lacks, or gives for sparse ones
+PEAKS = {"NVIDIA H200": 989.4e12}
+
+
+class ThroughputMonitor(callbacks.ThroughputMonitor):
+    """Logs `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`, also of the
+    other stages, and each `device/...`: the same divided by the ranks.
+
+    Tokens are those of whole sequences, padding included. Lightning's own multiplies what one rank sees by all ranks, and so
+    counts a sequence once for each rank that holds a part of it.
+
+    Args:
+        window_size: batches that an average runs over.
+
+    Raises:
+        ValueError: when a run starts without a `sequence_spec` on the LightningModule or the LightningDataModule.
+    """
+
+    def __init__(self, window_size: int = 10) -> None:
+        super().__init__(batch_size_fn=self._samples, length_fn=self._tokens, window_size=window_size)
+
+    @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Lightning's, with a sequence counted once."""
+        super().setup(trainer, pl_module, stage)
+        found = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
+        spec = next((x for x in found if x is not None), None)
+        if spec is None:
+            raise ValueError(
+                "ThroughputMonitor counts tokens by `sequence_spec`: set it on the LightningModule, such as "
+                'SequenceSpec({"tokens": 1}).'
+            )
+        self._dims = spec.dims
+        self._sequence = getattr(trainer.strategy, "sequence", None)
+        self._module_has_flops = hasattr(pl_module, "flops_per_batch")
+        ranks = 1 if self._sequence is None else self._sequence.ranks
+        for name in self._throughputs:
+            self._throughputs[name] = _Shared(
+                ranks,
+                available_flops=_peak(trainer.strategy.root_device) or self.available_flops,
+                world_size=trainer.world_size // ranks,
+                **self.kwargs,
+            )
+
+    def _entry(self, batch: Any) -> tuple[torch.Tensor, int]:
+        """(an entry that runs over the tokens, its dimension that does)."""
+        return next(
+            (batch[name], dim) for name, dim in self._dims.items() if not hasattr(batch, "keys") or name in batch
+        )
+
+    def _samples(self, batch: Any) -> int:
+        return self._entry(batch)[0].shape[0]
+
+    def _tokens(self, batch: Any) -> int:
+        x, dim = self._entry(batch)
+        length = x.shape[dim]
+        if self._sequence is not None and self._sequence.ranks > 1:
+            agreed = self._sequence.agreed  # of the step's last call: exact for ragged sequences, too
+            mine = agreed is not None and agreed.lengths[self._sequence.rank] == length
+            length = agreed.seq_len if mine else length * self._sequence.ranks
+        return x.shape[0] * length
+
+
+class _Shared(Throughput):
+    """Counts of one data rank whose sequences `ranks` devices share."""
+
+    def __init__(self, ranks: int, **options: Any) -> None:
+        super().__init__(**options)
+        self.ranks = ranks
+
+    def compute(self) -> dict[str, float]:
+        """Lightning's rates of all data ranks; what is a device's own is a part of its sequence's."""
+        found = super().compute()
+        own = f"device{self.separator}"
+        for name in [x for x in found if x.startswith(own)]:
+            if self.world_size == 1 and name != f"{own}mfu":  # Lightning leaves these out for a world of one
+                found[name.removeprefix(own)] = found[name]
+            found[name] /= self.ranks
+        return found
+
+
+def _peak(device: torch.device) -> float | None:
+    return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None

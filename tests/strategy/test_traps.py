@@ -1,0 +1,191 @@
+"""Traps of Lightning that need no training run, or one that is made for them; test_hooks has those of its hooks."""
+
+import pickle
+import time
+from pathlib import Path
+from unittest import mock
+
+import jsonargparse
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch import callbacks
+from torch.utils.data import DataLoader
+
+import lightning_dilated as ld
+from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.callbacks import ThroughputMonitor
+from lightning_dilated.sequence import sequence_gather
+
+from .runs import PATTERN, Data, Run, full, launched, make, trainer
+from .test_hooks import N, Numbers, Plain
+
+
+def dealt_weights_move(rank, group):
+    built, model, data, _ = make(Run(fsdp=True, double=True, steps=1), launched(rank))
+    before = [p.detach().clone() for p in model.parameters()]
+    built.fit(model, data)
+    return min(float((full(p) - b).abs().max()) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_dealt_weights_move(pools):
+    """Trap 1: the module makes its optimizer after the parameters were dealt; tests/cli has LightningCLI's own refused."""
+    assert min(pools(2).run(2, dealt_weights_move)) > 0
+
+
+class Ordered(Plain):
+    """Keeps the order of samples."""
+
+    def training_step(self, batch, batch_idx):
+        self.order = [*getattr(self, "order", []), int(batch["x"].max())]
+        return super().training_step(batch, batch_idx)
+
+
+def order(rank, group, distributed):
+    model = Ordered()
+    pl.seed_everything(1, verbose=False)
+    built = trainer(RingDilatedStrategy(), launched(rank), max_epochs=1, use_distributed_sampler=distributed)
+    built.fit(model, DataLoader(Numbers(), shuffle=False))
+    return model.order
+
+
+def test_order_of_training_samples(pools):
+    """Trap 2: Lightning shuffles whatever a loader says; the ranks of a sequence agree, and one rank does as many do."""
+    orders = pools(1).run(1, order, True) + pools(2).run(2, order, True)
+    assert orders[0] == orders[1] == orders[2] and sorted(orders[0]) == list(range(8))
+    assert pools(2).run(2, order, False) == [list(range(8))] * 2  # and this is how not to
+
+
+def gathered(rank, group):
+    """The gradient of a gather whose own arrives transposed, as after attention."""
+    sequence = ld.sequence.SequenceGroup(group)
+    x = torch.arange(12.0).view(1, 3, 4) + 100 * rank
+    x.requires_grad_()
+    out = sequence_gather(x, 1, sequence)
+    weights = torch.arange(24.0).view(1, 4, 6)
+    out.backward(weights.transpose(1, 2))
+    return x.grad, weights
+
+
+def test_gradient_of_a_gather_is_not_read_by_rows(pools):
+    """Trap 4: torch.distributed.nn's all_gather misreads a gradient that is not row-major, on gloo, without a word."""
+    for rank, (got, weights) in enumerate(pools(2).run(2, gathered)):
+        assert torch.equal(got, 2 * weights.transpose(1, 2)[:, 3 * rank : 3 * rank + 3])
+    source = Path(ld.__file__).parent.rglob("*.py")
+    assert not [p for p in source if "distributed.nn" in p.read_text()]
+
+
+class Odd:
+    """Something of a user's, among the hyperparameters."""
+
+
+def odd_checkpoint(rank, group, folder):
+    """The error of resuming from a checkpoint that holds a class; a checkpoint of this strategy itself resumes."""
+    world, path = launched(rank), f"{folder}/odd"
+
+    def run(ckpt, steps, **hparams):
+        built = trainer(RingDilatedFSDPStrategy(), world, max_steps=steps)
+        model = LongNetLM(pattern=PATTERN, vocab_size=11, dim=16, depth=1)
+        model.hparams.update(hparams)
+        built.fit(model, Data(Run(fsdp=True)), ckpt_path=ckpt, weights_only=True)
+        built.save_checkpoint(path)
+        return built.global_step
+
+    run(None, 1)
+    assert run(path, 2) == 2
+    run(None, 1, odd=Odd())
+    try:
+        run(path, 2)
+    except pickle.UnpicklingError as error:
+        return str(error)
+
+
+def test_classes_in_checkpoints(pools, tmp_path):
+    """Trap 9: Lightning drops `weights_only` for strategies that load after `setup`."""
+    for error in pools(2).run(2, odd_checkpoint, str(tmp_path)):
+        assert error and "does not reach this strategy" in error and "test_traps.Odd" in error
+
+
+REFUSED = {
+    "on exception": (RingDilatedStrategy, lambda: callbacks.OnExceptionCheckpoint("."), "ModelCheckpoint(every_n"),
+    "throughput": (RingDilatedStrategy, lambda: callbacks.ThroughputMonitor(len), "2 times as many sequences"),
+}
+if hasattr(callbacks, "WeightAveraging"):
+    REFUSED["averaging"] = (RingDilatedFSDPStrategy, callbacks.WeightAveraging, "ring_dilated'")
+
+
+def with_callback(rank, group, name):
+    strategy, callback, _ = REFUSED[name]
+    built = trainer(strategy(), launched(rank), max_steps=1, callbacks=[callback()], enable_checkpointing=True)
+    try:
+        built.fit(Plain(), DataLoader(Numbers()))
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_callbacks_that_go_wrong(pools, name):
+    """Traps 11 (a rank that raised waits for all), 12 (a copy of dealt parameters) and 13 (sequences counted per rank)."""
+    for error in pools(2).run(2, with_callback, name):
+        assert error and REFUSED[name][1]().__class__.__name__ in error and REFUSED[name][2] in error
+
+
+def averaged(rank, group):
+    average = callbacks.WeightAveraging()
+    built = trainer(RingDilatedStrategy(), launched(rank), max_steps=2, callbacks=[average])
+    model = Plain()
+    built.fit(model, DataLoader(Numbers()))
+    return model.project.weight.detach()
+
+
+@pytest.mark.skipif(not hasattr(callbacks, "WeightAveraging"), reason="Lightning has none before 2.6")
+def test_weights_are_averaged_where_each_rank_has_all(pools):
+    """Trap 12, where it cannot happen."""
+    a, b = pools(2).run(2, averaged)
+    assert torch.equal(a, b)
+
+
+class Slow(Plain):
+    def training_step(self, batch, batch_idx):
+        time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+def measured(rank, group):
+    logged = {}
+    monitor = ThroughputMonitor(window_size=3)
+    built = trainer(RingDilatedStrategy(), launched(rank), max_steps=6, log_every_n_steps=1, callbacks=[monitor])
+    with mock.patch.object(built._logger_connector, "log_metrics", lambda m, step=None: logged.update(m)):
+        built.fit(Slow(), DataLoader(Numbers(), batch_size=2, drop_last=True))
+    return logged
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_throughput_counts_a_sequence_once(pools, ranks):
+    """Trap 13: two ranks that share a sequence are not twice as fast."""
+    found = pools(ranks).run(ranks, measured)[0]
+    assert 0 < found["train/batches_per_sec"] < 100
+    assert found["train/samples_per_sec"] == pytest.approx(2 * found["train/batches_per_sec"])
+    assert found["train/items_per_sec"] == pytest.approx(N * found["train/samples_per_sec"])
+    assert found["train/device/items_per_sec"] == pytest.approx(found["train/items_per_sec"] / ranks)
+
+
+def test_peak_of_an_h200():
+    """Trap 14: Lightning's table has the peak of sparse products, and does not know the name."""
+    from lightning_dilated.callbacks import throughput
+
+    with mock.patch("torch.cuda.get_device_name", lambda device: "NVIDIA H200"):
+        assert throughput._peak(torch.device("cuda", 0)) == pytest.approx(989.4e12)
+    assert throughput._peak(torch.device("cpu")) is None
+
+
+@pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
+def test_options_on_the_command_line(strategy):
+    """Trap 19: without types "2" stays a string, and **kwargs would bring DDP's twenty options along."""
+    parser = jsonargparse.ArgumentParser(exit_on_error=False)
+    parser.add_class_arguments(strategy)
+    found = parser.parse_args(["--sequence_size", "2", "--head_size=1", "--allow=[a]"])
+    assert found.sequence_size == 2 and parser.parse_args([]).sequence_size == "auto" and found.allow == ["a"]
+    assert len(vars(found)) <= 12
+    with pytest.raises(jsonargparse.ArgumentError, match="sequence_size"):
+        parser.parse_args(["--sequence_size", "two"])
