@@ -1,0 +1,68 @@
+"""The quickstart on two GPUs against one, in every precision, strategy and launcher: within the noise of 16-bit sums."""
+
+import csv
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
+
+ROOT = Path(__file__).parents[2]
+SIZES = ["--trainer.max_steps=20", "--trainer.val_check_interval=20", "--data.seq_len=16384", "--data.val_limit=4"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def fit(folder, gpus, strategy, precision, launcher=(), options=()):
+    """(train_loss, val_loss) after 20 steps."""
+    command = [
+        sys.executable,
+        *launcher,
+        "-m",
+        "lightning_dilated",
+        "fit",
+        "--config",
+        str(ROOT / "recipes/quickstart.yaml"),
+    ]
+    command += ["--trainer.accelerator=gpu", f"--trainer.devices={gpus}", f"--trainer.strategy={strategy}", *options]
+    command += [f"--trainer.precision={precision}", *SIZES]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    with (folder / "runs/quickstart/version_0/metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    return tuple(float([r[name] for r in rows if r.get(name)][-1]) for name in ("train_loss", "val_loss"))
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    return functools.cache(lambda s, p: fit(tmp_path_factory.mktemp("alone"), 1, s, p))
+
+
+WAYS = {
+    "mixed": ("ring_dilated", "bf16-mixed", (), ()),
+    "torchrun": ("ring_dilated", "bf16-mixed", TORCHRUN, ()),
+    "true": ("ring_dilated", "bf16-true", (), ()),
+    "scaled": ("ring_dilated", "16-mixed", (), ()),
+    "dealt": ("ring_dilated_fsdp", "bf16-mixed", (), ()),
+    "dealt, true": ("ring_dilated_fsdp", "bf16-true", (), ()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_gpus(tmp_path, alone, way):
+    strategy, precision, launcher, options = WAYS[way]
+    got, want = fit(tmp_path, 2, strategy, precision, launcher, options), alone(strategy, precision)
+    print(f"| {strategy} | {precision} | {way} | {want[0]:.6f} | {got[0]:.6f} | {want[1]:.6f} | {got[1]:.6f} |")
+    # parameters of bf16 round away most of an update, and which of them follows from the last bit of a sum
+    assert got == pytest.approx(want, rel=5e-3 if precision == "bf16-true" else 5e-4)
+
+
+@pytest.mark.parametrize("name", ["RingDilatedStrategy", "RingDilatedFSDPStrategy"])
+def test_first_batch_is_checked(tmp_path, name):
+    options = ["--trainer.strategy.check_first_batch=true"]
+    assert fit(tmp_path, 2, f"lightning_dilated.{name}", "bf16-mixed", options=options)
