@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torchmetrics import Metric
@@ -20,6 +23,10 @@ class TokenMean(Metric):
         super().__init__()
         for name in ("total", "tokens"):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> TokenMean:
+        """Follows a module to another device, but not to another dtype: sums of losses do not fit into 16 bits."""
+        return super()._apply(lambda x: x.to(fn(x.new_empty(0)).device), *args, **kwargs)
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
