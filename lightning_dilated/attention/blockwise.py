@@ -64,12 +64,17 @@ def merge_blocks(call: Call, found: list[Span], inputs: list[Tensor], out: Tenso
 
 def _merge_block(call: Call, inputs: list[Tensor], state: tuple[Tensor, Tensor], span: Span, block: Block) -> None:
     """One block's forward into the running (out, lse); its part is freed on return, before the next block runs."""
+    merge_(*state, *block_forward(call, inputs, span, block), span, block)
+
+
+def block_forward(call: Call, inputs: list[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
+    """A block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
     part, part_lse = for_rows(call.engine, block.rows).forward(q, k, v, call.causal, call.scale, keep)
     if block.pads and not call.causal:
         part, part_lse = attend_pads(part, part_lse, block.pads)
-    merge_(*state, part, part_lse, span, block)
+    return part, part_lse
 
 
 def add_blocks(call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor, total: list[Tensor]) -> None:
@@ -80,9 +85,16 @@ def add_blocks(call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor
 
 def _add_block(call: Call, tensors: list[Tensor], lse: Tensor, total: list[Tensor], span: Span, block: Block) -> None:
     """One block's share; its parts are freed on return."""
+    parts = block_backward(call, tensors, lse, span, block)
+    for x, part, kv in zip(total, parts, (False, True, True), strict=True):
+        add_rows(x, part, span, block, kv)
+
+
+def block_backward(
+    call: Call, tensors: list[Tensor], lse: Tensor, span: Span, block: Block
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A block's shares of dq, dk, dv, (G, J, n, D) each."""
     views = (row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True))
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
-    parts = for_rows(call.engine, block.rows).backward(*views, rows_lse, call.causal, call.scale, keep)
-    for x, part, kv in zip(total, parts, (False, True, True), strict=True):
-        add_rows(x, part, span, block, kv)
+    return for_rows(call.engine, block.rows).backward(*views, rows_lse, call.causal, call.scale, keep)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention import switched
-from lightning_dilated.attention.blockwise import Call, add_blocks, merge_blocks, suited
+from lightning_dilated.attention.blockwise import Call
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.engines import Request, choose
-from lightning_dilated.attention.merge import empty_state
+from lightning_dilated.attention.local import local_backward, local_forward, local_gradients
 from lightning_dilated.attention.rowwise import add_batch, merge_batch
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern import DilatedPattern
@@ -218,21 +218,17 @@ def run_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _forward(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(out, lse, kept rows (n, D)) of this rank's queries."""
-    call, (out, lse) = place.call, empty_state(q)
-    kept = q.new_empty(0, q.shape[3])
+    call, kept = place.call, q.new_empty(0, q.shape[3])
     if place.route is None:
-        if q.numel():
-            merge_blocks(call, place.spans, suited(call.engine, q, k, v), out, lse)
-    elif isinstance(place.route, CompiledSwitch):
-        kept = switched.forward(call, place.spans, place.route, place.wire, (q, k, v), out, lse)
-    else:
-        run = Run(place.route, place.wire, k, v)
-        merge_blocks(call, place.spans, suited(call.engine, q, k, v), out, lse)
-        for arrival in run.arrivals():
-            for batch in arrival.batches:
-                merge_batch(call, batch, q, arrival.rows, out, lse)
-        kept = run.rows.flatten(0, 1)
-    return out, lse, kept
+        return *local_forward(call, place.spans, (q, k, v), True), kept
+    if isinstance(place.route, CompiledSwitch):
+        return switched.forward(call, place.spans, place.route, place.wire, (q, k, v))
+    run = Run(place.route, place.wire, k, v)
+    out, lse = local_forward(call, place.spans, (q, k, v), False)
+    for arrival in run.arrivals():
+        for batch in arrival.batches:
+            merge_batch(call, batch, q, arrival.rows, out, lse)
+    return out, lse, run.rows.flatten(0, 1)
 
 
 def run_backward(x: Inputs, o: Options, saved: Saved) -> tuple[Tensor, Tensor, Tensor]:
@@ -246,8 +242,7 @@ def run_backward(x: Inputs, o: Options, saved: Saved) -> tuple[Tensor, Tensor, T
         grad, out = place.heads.to_heads((grad, out), (q_cut, q_cut))
         (lse,) = place.heads.to_heads((lse.transpose(1, 2)[..., None],), (q_cut,))
         lse = lse[..., 0].transpose(1, 2).contiguous()
-    total = [torch.zeros(t.shape, dtype=lse.dtype, device=q.device) for t in (q, k, v)]
-    _backward(place, total, (grad, q, k, v, out), lse, rows)
+    total = _backward(place, (grad, q, k, v, out), lse, rows)
     if place.heads:
         total = [
             place.heads.to_tokens(t, cut, y.shape[2])
@@ -266,19 +261,20 @@ def _kept_heads(place: Place, rows: Tensor, q: Tensor, k: Tensor) -> tuple[Tenso
     return *(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), rest
 
 
-def _backward(place: Place, total: list[Tensor], tensors: tuple[Tensor, ...], lse: Tensor, rows: Tensor | None) -> None:
-    """Add this rank's gradients, and those that come home, to `total` (dq, dk, dv)."""
+def _backward(place: Place, tensors: tuple[Tensor, ...], lse: Tensor, rows: Tensor | None) -> list[Tensor]:
+    """This rank's gradients and those that come home: dq, dk, dv."""
     call, (grad, q, k, v, out) = place.call, tensors
-    local = lambda: add_blocks(call, place.spans, suited(call.engine, *tensors), lse, total)  # noqa: E731
     if place.route is None:
-        if q.numel():
-            local()
-    elif isinstance(place.route, CompiledSwitch):
+        return local_gradients(call, place.spans, tensors, lse)
+    total = [torch.zeros(t.shape, dtype=lse.dtype, device=q.device) for t in (q, k, v)]
+    local = lambda: local_backward(call, place.spans, tensors, lse, total)  # noqa: E731
+    if isinstance(place.route, CompiledSwitch):
         switched.backward(call, place.route, place.wire, tensors, lse, rows, total, local)
-    else:
-        run = BackwardRun(place.route, place.wire, k, v, rows, total[1], total[2])
-        for arrival in run.arrivals():
-            for batch in arrival.batches:
-                add_batch(call, batch, (grad, q, out), arrival.rows, lse, total[0], arrival.grads)
-        local()
-        run.finish()
+        return total
+    run = BackwardRun(place.route, place.wire, k, v, rows, total[1], total[2])
+    for arrival in run.arrivals():
+        for batch in arrival.batches:
+            add_batch(call, batch, (grad, q, out), arrival.rows, lse, total[0], arrival.grads)
+    local()
+    run.finish()
+    return total

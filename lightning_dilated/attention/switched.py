@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.blockwise import Call, merge_blocks, suited
+from lightning_dilated.attention.blockwise import Call
+from lightning_dilated.attention.local import local_forward
 from lightning_dilated.attention.merge import empty_state
 from lightning_dilated.attention.rowwise import add_batch, merge_batch, merge_rows
 from lightning_dilated.attention.views import Span
@@ -29,13 +30,11 @@ def forward(
     route: CompiledSwitch,
     wire: Wire,
     inputs: tuple[Tensor, Tensor, Tensor],
-    out: Tensor,
-    lse: Tensor,
-) -> Tensor:
-    """Merge everything into out (B, L, H, D) and lse (B, H, L); returns the rows to keep for the backward, (2n + m, D)."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """out (B, L, H, D), lse (B, H, L), and the rows to keep for the backward, (2n + m, D)."""
     run = SwitchRun(route, wire)
     run.post(*inputs)
-    merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
+    out, lse = local_forward(call, found, inputs, False)
     queries, rows = run.arrived()
     queries = _as_tensor(queries)
     state = empty_state(queries)
@@ -45,7 +44,7 @@ def forward(
     partial = torch.cat([state[0][0, :, 0], state[1][0, 0, :, None]], 1)
     for at, part in run.by_peer(run.home(partial).wait()):
         merge_rows(at, part[:, :-1], part[:, -1], out, lse)
-    return run.kept
+    return out, lse, run.kept
 
 
 def backward(

@@ -1,0 +1,63 @@
+"""What a rank computes alone: its blocks, by Triton's combining kernels where they run, else merged one by one in torch.
+
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention import fused
+from lightning_dilated.attention.blockwise import Call, add_blocks, merge_blocks, suited
+from lightning_dilated.attention.merge import empty_state
+from lightning_dilated.attention.views import Span
+
+
+def _covered(found: list[Span], x: Tensor) -> bool:
+    """Whether spans hold every position of a (B, N, ...) tensor."""
+    return sum(span.batches * span.length for span in found) == x.shape[0] * x.shape[1]
+
+
+def local_forward(
+    call: Call, found: list[Span], inputs: tuple[Tensor, Tensor, Tensor], final: bool
+) -> tuple[Tensor, Tensor]:
+    """(out (B, N, H, D), lse (B, H, N)) of the blocks of q, k, v; zeros and -inf where none has a row.
+
+    Where nothing is merged into out afterwards (`final`) it may come in q's dtype, else it is fp32 (fp64 for float64).
+    """
+    q = inputs[0]
+    if not q.numel() or not fused.serves(q):
+        out, lse = empty_state(q)
+        if q.numel():
+            merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
+        return out, lse
+    make = torch.empty if _covered(found, q) else torch.zeros
+    out = make(q.shape, dtype=q.dtype if final else torch.float32, device=q.device)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    fused.forward(call, found, suited(call.engine, *inputs), out, lse)
+    return out, lse
+
+
+def local_backward(
+    call: Call, found: list[Span], tensors: tuple[Tensor, ...], lse: Tensor, total: list[Tensor]
+) -> None:
+    """Add the blocks' shares to `total` (dq, dk, dv); `tensors` are grad, q, k, v and the merged out."""
+    if not tensors[1].numel():
+        return
+    add = fused.backward if fused.serves(tensors[1]) else add_blocks
+    add(call, found, suited(call.engine, *tensors), lse, total)
+
+
+def local_gradients(call: Call, found: list[Span], tensors: tuple[Tensor, ...], lse: Tensor) -> list[Tensor]:
+    """dq, dk, dv where no other rank adds to them; they may come in the dtype of q, k and v."""
+    inputs = tensors[1:4]
+    if not fused.serves(inputs[0]):
+        total = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in inputs]
+        local_backward(call, found, tensors, lse, total)
+        return total
+    make = torch.empty if _covered(found, inputs[0]) else torch.zeros
+    total = [make(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
+    if inputs[0].numel():
+        fused.backward(call, found, suited(call.engine, *tensors), lse, total, add=False)
+    return total
