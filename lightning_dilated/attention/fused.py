@@ -138,7 +138,7 @@ def forward(call: Call, found: list[Span], inputs: list[Tensor], out: Tensor, ls
 def backward(
     call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor, total: Sequence[Tensor], add: bool = True
 ) -> None:
-    """Add to (or, without `add`, write) dq, dk, dv at every position of the spans; `tensors` are grad, q, k, v, merged out."""
+    """Add to (or, without `add`, write) dq, dk, dv at every position of the spans; `tensors`: grad, q, k, v, merged out."""
     from lightning_dilated.kernels.combine import sum_parts
 
     q = tensors[1]

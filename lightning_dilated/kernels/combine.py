@@ -117,11 +117,11 @@ def _merge(
             most = high
     some = total > 0
     acc = acc / tl.where(some, total, 1.0)[:, None]
-    row = (position + origin).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + row[:, None] * out_sn + head * out_sh + column[None, :]
+    target = (position + origin).to(tl.int64)
+    to = out + sample.to(tl.int64) * out_sb + target[:, None] * out_sn + head * out_sh + column[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
     found = tl.where(some, most + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(lse + sample.to(tl.int64) * lse_sb + row * lse_sn + head.to(tl.int64) * lse_sh, found, mask=inside)
+    tl.store(lse + sample.to(tl.int64) * lse_sb + target * lse_sn + head.to(tl.int64) * lse_sh, found, mask=inside)
 
 
 @triton.jit
@@ -133,8 +133,8 @@ def _sum(
     position, inside, first = _positions(start, stop, step, TOKENS)
     head, sample = tl.program_id(0), tl.program_id(2)
     column = tl.arange(0, BLOCK)
-    row = (position + origin).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + row[:, None] * out_sn + head * out_sh + column[None, :]
+    target = (position + origin).to(tl.int64)
+    to = out + sample.to(tl.int64) * out_sb + target[:, None] * out_sn + head * out_sh + column[None, :]
     mask = inside[:, None] & (column < DIM)[None, :]
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     if ADD:
