@@ -154,6 +154,7 @@ def backward(
 
 def _alike(parts: list[Tensor], q: Tensor) -> list[Tensor]:
     """Parts of one dtype (the math engine, which serves blocks too small for another, makes fp32), rows in one piece."""
-    dtype = parts[0].dtype if len({p.dtype for p in parts}) == 1 else q.dtype
+    found = {p.dtype for p in parts}
+    dtype = found.pop() if len(found) == 1 else q.dtype
     parts = [p.to(dtype) for p in parts]
     return [p if p.stride(-1) == 1 and p.data_ptr() % 16 == 0 else p.contiguous().clone() for p in parts]

@@ -156,8 +156,8 @@ def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch
         [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
     ]
-    if device.type != "cuda":
-        return torch.tensor(found, dtype=torch.int64)
+    if device.type != "cuda" or not found:
+        return torch.tensor(found, dtype=torch.int64, device=device)
     # pinned, so that the host does not wait for the device
     return torch.tensor(found, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
 
@@ -172,7 +172,7 @@ def _launch(
     align = 8 if all(x % 8 == 0 for x in strides) else 1
     kernel[(out.shape[2], tiles, samples)](
         out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.heads,
-        start, stop, entries.step, origin, PART=_NAMES[parts[0].dtype], ALIGN=align, TOKENS=TOKENS.value, DIM=dim,
+        start, stop, entries.step, origin, PART=_NAMES[parts[0].dtype if parts else out.dtype], ALIGN=align, TOKENS=TOKENS.value, DIM=dim,
         BLOCK=triton.next_power_of_2(dim), **options,
     )  # fmt: skip
 
