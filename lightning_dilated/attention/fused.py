@@ -27,9 +27,14 @@ HELD = 131072 * 12 * 64
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def serves(q: Tensor) -> bool:
-    """Whether the kernels take tensors like q."""
-    return q.dtype in DTYPES and q.shape[1] < 2**31 and kernels.available(q.device)
+#: parts may have this many rows for each of q; branches that overlap more are merged one by one, to hold one part at a time
+OVERLAP = 2.5
+
+
+def serves(pattern: DilatedPattern, q: Tensor) -> bool:
+    """Whether the kernels take tensors like q, and the parts of the pattern's branches are few enough to be held."""
+    overlap = sum(len(b.heads or range(q.shape[2])) / q.shape[2] / b.dilation_rate for b in pattern.branches)
+    return overlap <= OVERLAP and q.dtype in DTYPES and q.shape[1] < 2**31 and kernels.available(q.device)
 
 
 @dataclass(frozen=True)

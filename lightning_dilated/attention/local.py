@@ -27,7 +27,7 @@ def local_forward(
     Where nothing is merged into out afterwards (`final`) it may come in q's dtype, else it is fp32 (fp64 for float64).
     """
     q = inputs[0]
-    if not q.numel() or not fused.serves(q):
+    if not q.numel() or not fused.serves(call.pattern, q):
         out, lse = empty_state(q)
         if q.numel():
             merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
@@ -45,14 +45,14 @@ def local_backward(
     """Add the blocks' shares to `total` (dq, dk, dv); `tensors` are grad, q, k, v and the merged out."""
     if not tensors[1].numel():
         return
-    add = fused.backward if fused.serves(tensors[1]) else add_blocks
+    add = fused.backward if fused.serves(call.pattern, tensors[1]) else add_blocks
     add(call, found, suited(call.engine, *tensors), lse, total)
 
 
 def local_gradients(call: Call, found: list[Span], tensors: tuple[Tensor, ...], lse: Tensor) -> list[Tensor]:
     """dq, dk, dv where no other rank adds to them; they may come in the dtype of q, k and v."""
     inputs = tensors[1:4]
-    if not fused.serves(inputs[0]):
+    if not fused.serves(call.pattern, inputs[0]):
         total = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in inputs]
         local_backward(call, found, tensors, lse, total)
         return total
