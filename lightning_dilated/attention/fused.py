@@ -22,8 +22,10 @@ from lightning_dilated.attention.views import Span, joined
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks
 
-#: parts of about this many (position, head, feature) triples are held at a time: 131,072 tokens of 12 heads of 64
+#: parts of about this many (position, head, feature) triples are held at a time: 131,072 tokens of 12 heads of 64. The
+#: forward holds one tensor where the backward holds three and the engine's workspace, so it may take longer stretches.
 HELD = 131072 * 12 * 64
+FORWARD = 4
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -106,12 +108,14 @@ def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device
     return Entries(table.to(device), torch.tensor(starts, dtype=torch.int32).to(device), step)
 
 
-def _pieces(call: Call, found: list[Span], q: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Span, Layout]]:
+def _pieces(
+    call: Call, found: list[Span], q: Tensor, tensors: Sequence[Tensor], limit: int
+) -> Iterator[tuple[Span, Layout]]:
     """Spans with their layouts; samples one by one where blocks cannot fold them into one axis."""
     for span in found:
         part = span.part or (0, span.length)
         key = call.pattern, span.document, call.num_heads, call.num_kv_heads, call.heads, call.whole
-        held = max(1, HELD // (span.batches * q.shape[2] * q.shape[3]))
+        held = max(1, limit // (span.batches * q.shape[2] * q.shape[3]))
         made = layout(key, part, held)
         every = [*made.wide, *(b for s in made.stretches for b in s.blocks)]
         if all(len(list(joined(span, b, *tensors))) == 1 for b in every):
@@ -130,7 +134,7 @@ def forward(call: Call, found: list[Span], inputs: list[Tensor], out: Tensor, ls
     from lightning_dilated.kernels.combine import merge_parts
 
     q = inputs[0]
-    for span, made in _pieces(call, found, q, inputs):
+    for span, made in _pieces(call, found, q, inputs, FORWARD * HELD):
         wide = [block_forward(call, inputs, span, b) for b in made.wide]
         mine = slice(span.batch, span.batch + span.batches)
         for stretch in made.stretches:
@@ -147,7 +151,7 @@ def backward(
     from lightning_dilated.kernels.combine import sum_parts
 
     q = tensors[1]
-    for span, made in _pieces(call, found, q, tensors):
+    for span, made in _pieces(call, found, q, tensors, HELD):
         wide = [block_backward(call, tensors, lse, span, b) for b in made.wide]
         mine = slice(span.batch, span.batch + span.batches)
         for stretch in made.stretches:

@@ -29,7 +29,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     """
 
     def __init__(self, window_size: int = 10) -> None:
-        super().__init__(batch_size_fn=self._samples, length_fn=self._tokens, window_size=window_size)
+        super().__init__(batch_size_fn=self.samples_of, length_fn=self.tokens_of, window_size=window_size)
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -49,28 +49,33 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         for name in self._throughputs:
             self._throughputs[name] = _Shared(
                 ranks,
-                available_flops=_peak(trainer.strategy.root_device) or self.available_flops,
+                available_flops=_peak(trainer) or self.available_flops,
                 world_size=trainer.world_size // ranks,
                 **self.kwargs,
             )
 
     def _entry(self, batch: Any) -> tuple[torch.Tensor, int]:
         """(an entry that runs over the tokens, its dimension that does)."""
-        return next(
-            (batch[name], dim) for name, dim in self._dims.items() if not hasattr(batch, "keys") or name in batch
-        )
+        entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
+        for name, dim in self._dims.items():
+            if name in entries:
+                return entries[name], dim % entries[name].ndim
+        raise ValueError(f"ThroughputMonitor finds none of {list(self._dims)} in a batch with {list(entries)}.")
 
-    def _samples(self, batch: Any) -> int:
-        return self._entry(batch)[0].shape[0]
+    def samples_of(self, batch: Any) -> int:
+        """Sequences of a batch."""
+        x, dim = self._entry(batch)
+        return x.shape[0] if dim else x.shape[1] if x.ndim > 1 else 1
 
-    def _tokens(self, batch: Any) -> int:
+    def tokens_of(self, batch: Any) -> int:
+        """Tokens of the whole sequences that a batch holds a part of."""
         x, dim = self._entry(batch)
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
             agreed = self._sequence.agreed  # of the step's last call: exact for ragged sequences, too
             mine = agreed is not None and agreed.lengths[self._sequence.rank] == length
             length = agreed.seq_len if mine else length * self._sequence.ranks
-        return x.shape[0] * length
+        return self.samples_of(batch) * length
 
 
 class _Shared(Throughput):
@@ -91,5 +96,8 @@ class _Shared(Throughput):
         return found
 
 
-def _peak(device: torch.device) -> float | None:
-    return PEAKS.get(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+def _peak(trainer: pl.Trainer) -> float | None:
+    """FLOP/s of the device in 16 bits, where that is what the run computes in and Lightning's own number is wrong."""
+    device, precision = trainer.strategy.root_device, str(getattr(trainer.precision_plugin, "precision", ""))
+    narrow = device.type == "cuda" and precision.startswith(("bf16", "16"))
+    return PEAKS.get(torch.cuda.get_device_name(device)) if narrow else None

@@ -17,8 +17,8 @@ from torch import Tensor
 
 #: columns of the table of entries: part, head in it, first position, segments, width, rows, rate
 COLUMNS = 7
-#: output rows of a program
-TOKENS = tl.constexpr(32)
+#: output rows of a program, and its warps
+CONFIG = 64, 4
 
 
 @dataclass(frozen=True)
@@ -37,53 +37,53 @@ class Entries:
 
 
 @triton.jit
-def _place(entries, e, position, inside, sample):
-    """(part, head, segment of all samples, row, whether it exists) of an entry at positions."""
-    at = entries + e * 7
-    part = tl.load(at)
-    head = tl.load(at + 1)
-    first = tl.load(at + 2)
-    segments = tl.load(at + 3)
-    width = tl.load(at + 4)
-    rows = tl.load(at + 5)
-    rate = tl.load(at + 6)
-    x = position - first
-    near = tl.where(x >= 0, x, 0)
-    segment = near // width
-    rest = near - segment * width
-    row = rest // rate
-    there = inside & (x >= 0) & (segment < segments) & (row * rate == rest) & (row < rows)
-    return part, head, sample * segments + segment, row, there
-
-
-@triton.jit
-def _apart(entries, e, first_position, step):
-    """Whether an entry surely has no row at positions that are `step` apart."""
-    at = entries + e * 7
-    rate = tl.load(at + 6)
-    same = (step % rate == 0) & (tl.load(at + 4) % rate == 0)
-    return same & (first_position % rate != tl.load(at + 2) % rate)
-
-
-@triton.jit
 def _positions(start, stop, step, TOKENS: tl.constexpr):
-    """(positions of this program, whether each is in the range, the first)."""
+    """(the first position of this program, which of its positions are in the range)."""
     tile = tl.program_id(1)
     first = start + tile // step * (step * TOKENS) + tile % step
-    position = first + step * tl.arange(0, TOKENS)
-    return position, position < stop, first
+    return first, first + step * tl.arange(0, TOKENS) < stop
 
 
 @triton.jit
-def _rows(
-    at, segment, j, row, there, column, PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr
-):  # fmt: skip
+def _locate(entries, e, first, inside, step, TOKENS: tl.constexpr):
+    """(part, head in it, segments, rows, which of them exist, whether any can) of an entry at a program's positions.
+
+    Within one segment, at a step that the rate divides, rows are as many apart each: no division by row.
+    """
+    at = entries + e * 7
+    start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
+    rows, rate = tl.load(at + 5), tl.load(at + 6)
+    x = first - start
+    t = tl.arange(0, TOKENS)
+    segment = tl.where(x >= 0, x, 0) // width
+    rest = x - segment * width
+    row = tl.where(x >= 0, rest, 0) // rate
+    per = step // rate
+    there = inside
+    segment_of = tl.full([TOKENS], 0, tl.int32) + segment
+    row_of = row + per * t
+    some = True
+    if (x >= 0) & (per * rate == step) & (rest + step * (TOKENS - 1) < width):
+        some = (row * rate == rest) & (segment < segments)
+        there = inside & (row_of < rows)
+    else:
+        at_x = x + step * t
+        near = tl.where(at_x >= 0, at_x, 0)
+        segment_of = near // width
+        left = near - segment_of * width
+        row_of = left // rate
+        there = inside & (at_x >= 0) & (segment_of < segments) & (row_of * rate == left) & (row_of < rows)
+    return tl.load(at), tl.load(at + 1), segment_of, row_of, there, some
+
+
+@triton.jit
+def _rows(at, segment, j, row, there, column, PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr):
     """(TOKENS, BLOCK) fp32 rows of a part; the compiler is told what their addresses are multiples of."""
     values = tl.multiple_of(tl.load(at).to(tl.pointer_type(PART)), 16)
     by_segment = tl.multiple_of(tl.load(at + 1), ALIGN)
     by_head = tl.multiple_of(tl.load(at + 2), ALIGN)
     by_row = tl.multiple_of(tl.load(at + 3), ALIGN)
-    values += (segment * by_segment + j * by_head + row * by_row)[:, None] + column[None, :]
+    values += j * by_head + column[None, :] + (segment.to(tl.int64) * by_segment + row.to(tl.int64) * by_row)[:, None]
     return tl.load(values, mask=there[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
@@ -94,19 +94,18 @@ def _merge(
     parts, entries, heads, start, stop, step, origin,
     PART: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    position, inside, first = _positions(start, stop, step, TOKENS)
-    head, sample = tl.program_id(0), tl.program_id(2)
-    column = tl.arange(0, BLOCK)
+    first, inside = _positions(start, stop, step, TOKENS)
+    head, sample, column = tl.program_id(0), tl.program_id(2), tl.arange(0, BLOCK)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(tl.load(heads + head), tl.load(heads + head + 1)):
-        if not _apart(entries, e, first, step):
-            part, j, segment, row, there = _place(entries, e, position, inside, sample)
+        part, j, segment, row, there, some = _locate(entries, e, first, inside, step, TOKENS)
+        if some:
             at = parts + part * 8
-            segment, row, j = segment.to(tl.int64), row.to(tl.int64), j.to(tl.int64)
-            theirs = tl.load(at + 4).to(tl.pointer_type(tl.float32))
-            theirs += segment * tl.load(at + 5) + j * tl.load(at + 6) + row * tl.load(at + 7)
+            segment += sample * tl.load(entries + e * 7 + 3)
+            theirs = tl.load(at + 4).to(tl.pointer_type(tl.float32)) + j * tl.load(at + 6)
+            theirs += segment.to(tl.int64) * tl.load(at + 5) + row.to(tl.int64) * tl.load(at + 7)
             weight = tl.load(theirs, mask=there, other=float("-inf"))
             value = _rows(at, segment, j, row, there, column, PART, ALIGN, DIM)
             high = tl.maximum(most, weight)
@@ -115,35 +114,35 @@ def _merge(
             acc = acc * before[:, None] + value * now[:, None]
             total = total * before + now
             most = high
-    some = total > 0
-    acc = acc / tl.where(some, total, 1.0)[:, None]
-    target = (position + origin).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + target[:, None] * out_sn + head * out_sh + column[None, :]
+    known = total > 0
+    acc = acc / tl.where(known, total, 1.0)[:, None]
+    target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
+    to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
-    found = tl.where(some, most + tl.log(tl.where(some, total, 1.0)), float("-inf"))
-    tl.store(lse + sample.to(tl.int64) * lse_sb + target * lse_sn + head.to(tl.int64) * lse_sh, found, mask=inside)
+    found = tl.where(known, most + tl.log(tl.where(known, total, 1.0)), float("-inf"))
+    tl.store(lse + sample.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + target * lse_sn, found, mask=inside)
 
 
 @triton.jit
 def _sum(
     out, out_sb, out_sn, out_sh,
     parts, entries, heads, start, stop, step, origin,
-    PART: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    PART: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    position, inside, first = _positions(start, stop, step, TOKENS)
-    head, sample = tl.program_id(0), tl.program_id(2)
-    column = tl.arange(0, BLOCK)
-    target = (position + origin).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + target[:, None] * out_sn + head * out_sh + column[None, :]
+    first, inside = _positions(start, stop, step, TOKENS)
+    head, sample, column = tl.program_id(0), tl.program_id(2), tl.arange(0, BLOCK)
+    target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
+    to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
     mask = inside[:, None] & (column < DIM)[None, :]
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(tl.load(heads + head), tl.load(heads + head + 1)):
-        if not _apart(entries, e, first, step):
-            part, j, segment, row, there = _place(entries, e, position, inside, sample)
-            at = parts + part * 8
-            acc += _rows(at, segment.to(tl.int64), j.to(tl.int64), row.to(tl.int64), there, column, PART, ALIGN, DIM)
+        part, j, segment, row, there, some = _locate(entries, e, first, inside, step, TOKENS)
+        if some:
+            segment += sample * tl.load(entries + e * 7 + 3)
+            acc += _rows(parts + part * 8, segment, j, row, there, column, PART, ALIGN, DIM)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -166,14 +165,14 @@ def _launch(
     kernel, out: Tensor, between: tuple, parts: Sequence[Tensor], weights, entries: Entries, span, options
 ) -> None:
     samples, start, stop, origin = span
-    tiles = -(-(stop - start) // (TOKENS.value * entries.step)) * entries.step
-    dim = out.shape[3]
-    strides = [x for p in parts for x in p.stride()[:3]]
-    align = 8 if all(x % 8 == 0 for x in strides) else 1
+    tokens, warps = CONFIG
+    tiles = -(-(stop - start) // (tokens * entries.step)) * entries.step
+    dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
+    align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
     kernel[(out.shape[2], tiles, samples)](
         out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.heads,
-        start, stop, entries.step, origin, PART=_NAMES[parts[0].dtype if parts else out.dtype], ALIGN=align, TOKENS=TOKENS.value, DIM=dim,
-        BLOCK=triton.next_power_of_2(dim), **options,
+        start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
+        BLOCK=triton.next_power_of_2(dim), num_warps=warps, **options,
     )  # fmt: skip
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sized
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -26,20 +27,18 @@ def loader_facts(loader: Any) -> dict[str, str]:
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
     data = loader.dataset
-    fingerprint = getattr(data, "fingerprint", None)
+    samples, fingerprint = sized_len(data), getattr(data, "fingerprint", None)
     return {
         "loader": f"{type(loader).__name__} of {type(data).__name__}",
-        "samples": str(len(data)) if isinstance(data, Sized) else "unknown",
+        "samples": "unknown" if samples is None else str(samples),
         "seq_len": str(getattr(data, "seq_len", "unknown")),
         "batch_size": str(loader.batch_size),
         "fingerprint": str(fingerprint()) if callable(fingerprint) else "unknown",
     }
 
 
-def batch_facts(batch: Any, spec: SequenceSpec | None) -> dict[str, str]:
+def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
     """The entries of a batch that every rank of a sequence has whole."""
-    if spec is None:
-        return {}
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
     )
@@ -47,28 +46,59 @@ def batch_facts(batch: Any, spec: SequenceSpec | None) -> dict[str, str]:
 
 
 def _words(value: Any) -> str:
-    if not isinstance(value, Tensor):
+    """A value in words that are equal where it is; of an object of unknown kind, the kind."""
+    if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_words, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{_words(k)}: {_words(v)}' for k, v in value.items())}}}"
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return type(value).__name__
     if value.numel() <= SHOWN:
         return str(value.tolist())
     raw = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     return f"{tuple(value.shape)} {value.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
-def compare_batches(loader: Any, stage: str, limit: Any, sizes: MeshSizes, deals_parameters: bool) -> str | None:
-    """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
-
-    Args:
-        loader: this rank's.
-        stage: "train", "val", "test" or "predict".
-        limit: the Trainer's of the stage.
-        sizes: the ranks.
-        deals_parameters: whether all ranks meet in each step of every stage.
+def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
+    """The numbers of batches of all ranks of the job, after a look at what they read; `facts` may hold an "error".
 
     Raises:
-        ValueError: on every rank, where all of them meet in each step.
+        ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or the rank in error.
     """
-    found = _batches_of_all(loader, limit, sizes.world)
+    found: list[Any] = [None] * sizes.world
+    dist.all_gather_object(found, (facts, batches))
+    errors = [f"rank {rank}: {told['error']}" for rank, (told, _) in enumerate(found) if "error" in told]
+    if errors:
+        raise ValueError(f"a loader could not be shared. {'; '.join(errors)}")
+    for first in range(0, sizes.world, sizes.sequence_size):
+        ranks = range(first, first + sizes.sequence_size)
+        for name in facts:
+            values = [found[rank][0].get(name) for rank in ranks]
+            if len(set(values)) > 1:
+                told = ", ".join(f"rank {rank} has {value}" for rank, value in zip(ranks, values, strict=True))
+                raise ValueError(
+                    f"the ranks of a sequence read different data, so nothing was computed. {name}: {told}. Give every rank "
+                    "the same dataset; the strategy hands out the parts."
+                )
+    return [batches for _, batches in found]
+
+
+def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
+    """How many batches of a loader a Trainer takes in a stage; None where nobody knows."""
+    batches, limit = sized_len(loader), getattr(trainer, f"limit_{stage}_batches", None)
+    if batches is None or limit is None:
+        return batches
+    return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
+
+
+def unlike_batches(found: list[Any], stage: str, sizes: MeshSizes, deals_parameters: bool) -> str | None:
+    """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
+
+    Raises:
+        ValueError: where all ranks meet in each step: in training, and with sharded parameters in every stage.
+    """
     if len(set(found)) == 1:
         return None
     text = f"the ranks have {found} batches of the stage {stage!r}"
@@ -83,14 +113,24 @@ def compare_batches(loader: Any, stage: str, limit: Any, sizes: MeshSizes, deals
     )
 
 
-def _batches_of_all(loader: Any, limit: Any, world: int) -> list[int]:
-    """How many batches each rank has, `limit` at most; -1 where nobody knows."""
-    try:
-        mine = len(loader)
-    except TypeError:
-        mine = -1
-    if mine >= 0 and isinstance(limit, int) and not isinstance(limit, bool):
-        mine = min(mine, limit)
-    found: list[Any] = [None] * world
-    dist.all_gather_object(found, mine)
-    return found
+def compare_training(trainer: Any, sizes: MeshSizes, deals_parameters: bool) -> None:
+    """Unlike numbers of training batches, at the first step: those of all loaders together, up to the last step.
+
+    Raises:
+        ValueError: on every rank.
+    """
+    left = float("inf")
+    if trainer.max_steps >= 0:
+        left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
+    found: list[Any] = [None] * sizes.world
+    dist.all_gather_object(found, min(trainer.num_training_batches, left))
+    unlike_batches(found, "train", sizes, deals_parameters)
+
+
+def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
+    """The batches of several training loaders, each as its own; that of one loader as it is."""
+    combined = getattr(trainer.fit_loop, "_combined_loader", None) if trainer.training else None
+    several = getattr(combined, "iterables", None)
+    if isinstance(several, Mapping):
+        return [batch[name] for name in several if batch[name] is not None]
+    return [x for x in batch if x is not None] if isinstance(several, (list, tuple)) else [batch]

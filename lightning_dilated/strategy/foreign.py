@@ -4,30 +4,34 @@ from __future__ import annotations
 
 from typing import Any
 
+import lightning.pytorch as pl
 from lightning.pytorch import callbacks
 
+from lightning_dilated.strategy.mesh import MeshSizes
 
-def refuse_callbacks(found: list[Any], strategy: str, world: int, sequence_size: int, dealt: bool) -> None:
+
+def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, dealt: bool) -> None:
     """Raise for a callback that would wait for other ranks, copy parts of parameters, or count a sequence once a rank.
 
     Args:
-        found: the Trainer's callbacks.
+        trainer: with its callbacks.
         strategy: its name, for the message.
-        world: ranks of the job.
-        sequence_size: of these, ranks that share a sequence.
+        sizes: the ranks.
         dealt: whether each rank holds a part of the parameters only.
 
     Raises:
         ValueError: naming the callback, and what to take instead.
     """
-    for callback in found:
-        reason = _reason(callback, world, sequence_size, dealt)
+    for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
+        reason = _reason(callback, sizes.world, sizes.sequence_size, dealt)
         if reason:
+            trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # or the error would set it off
             raise ValueError(f"the callback {type(callback).__name__} does not go with {strategy} here: {reason}")
 
 
 def _reason(callback: Any, world: int, sequence_size: int, dealt: bool) -> str | None:
-    if isinstance(callback, getattr(callbacks, "OnExceptionCheckpoint", ())) and world > 1:
+    saves = isinstance(callback, getattr(callbacks, "OnExceptionCheckpoint", ()))
+    if world > 1 and (saves or getattr(callback, "save_on_exception", False)):
         return (
             "a rank that raised would wait for all others to save with it, until the timeout. Take "
             "ModelCheckpoint(every_n_train_steps=..., save_last=True), and torchrun --max-restarts to go on from it."

@@ -22,7 +22,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
-from lightning_dilated.strategy.alike import batch_facts, compare_batches, loader_facts
+from lightning_dilated.strategy import alike
 from lightning_dilated.strategy.first_batch import check_first_batch
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
@@ -62,6 +62,7 @@ class SequenceStrategy:
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
         self._unlike: dict[str, str] = {}  # {stage: why losses cannot be added there}
+        self._compared = False
         self._shares = self._seed = 0
         self._unchecked = check_first_batch
 
@@ -117,8 +118,7 @@ class SequenceStrategy:
     @override
     def setup_environment(self) -> None:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
-        found, sizes = self.lightning_module.trainer.callbacks, self.sizes
-        refuse_callbacks(found, type(self).__name__, sizes.world, sizes.sequence_size, self.deals_parameters)
+        refuse_callbacks(self.lightning_module.trainer, type(self).__name__, self.sizes, self.deals_parameters)
         self.accelerator.setup_device(self.root_device)
         join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
         self._find_processes()
@@ -134,7 +134,7 @@ class SequenceStrategy:
                 **self._settings,
             )
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
-        self._loaders, self._unlike = Loaders(place, self.data_rank), {}
+        self._loaders, self._unlike, self._compared = Loaders(place, self.data_rank), {}, False
         self.lightning_module._device_mesh = self._mesh
         rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
 
@@ -174,14 +174,21 @@ class SequenceStrategy:
                 batches where each step takes all of them.
         """
         loader, spec = super().process_dataloader(dataloader), self._spec()
-        sharded = self.sequence.guard(self._loaders.shard, loader, spec)
-        self.sequence.agree({"call": "process_dataloader", **loader_facts(loader)})
-        trainer = self.lightning_module.trainer
-        stage = trainer.state.stage.dataloader_prefix
-        limit = getattr(trainer, f"limit_{stage}_batches", None)
-        unlike = compare_batches(sharded, stage, limit, self.sizes, self.deals_parameters)
-        if unlike:
-            self._unlike[stage] = unlike
+        sharded, facts, error = loader, {}, None
+        try:
+            facts, sharded = alike.loader_facts(loader), self._loaders.shard(loader, spec)
+        except Exception as raised:  # the other ranks, who wait to compare, have to know
+            facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
+        stage = self.lightning_module.trainer.state.stage.dataloader_prefix
+        batches = alike.number_of_batches(sharded, self.lightning_module.trainer, stage)
+        try:
+            found = alike.compare_loaders(facts, batches, self.sizes)
+        except ValueError as told:
+            raise (error or told) from None
+        # how many batches several training loaders make together shows at the first step
+        if stage != "train" or 0 in found:
+            unlike = alike.unlike_batches(found, stage, self.sizes, self.deals_parameters)
+            self._unlike |= {stage: unlike} if unlike else {}
         return sharded
 
     @override
@@ -189,11 +196,13 @@ class SequenceStrategy:
         """Lightning's; before, while they are on the CPU, entries that each rank of a sequence has whole are compared.
 
         Raises:
-            ValueError: on every rank, naming the entry that differs.
+            ValueError: on every rank of the sequence, naming the entry that differs.
         """
         spec = self._spec()
         if spec is not None and self.sequence.ranks > 1:
-            self.sequence.agree({"call": "batch_to_device", **batch_facts(batch, spec)})
+            for part in alike.batches_of_loaders(self.lightning_module.trainer, batch):
+                facts = self.sequence.guard(alike.batch_facts, part, spec)
+                self.sequence.agree({"call": "batch_to_device", **facts})
         return super().batch_to_device(batch, *args, **kwargs)
 
     def _spec(self) -> SequenceSpec | None:
@@ -210,13 +219,19 @@ class SequenceStrategy:
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
         self.sequence.unshared = self._unlike.get(trainer.state.stage.dataloader_prefix)
-        with self.sequence.active(), seeds:
-            yield
+        try:
+            with self.sequence.active(), seeds:
+                yield
+        finally:
+            self.sequence.unshared = None
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, within the active sequence and with the seeds of the step."""
         self._check_first_batch(kwargs.get("batch", args[0] if args else None))
+        if not self._compared:
+            self._compared = True
+            alike.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)):
             return super().training_step(*args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -96,6 +97,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     """
 
     deals_parameters = True
+    _holds = False  # whether gradients wait for further micro-batches
 
     def __init__(
         self,
@@ -154,7 +156,9 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
         try:
-            return super().load_checkpoint(checkpoint_path, weights_only)
+            # Lightning 2.5 has no such argument
+            known = "weights_only" in inspect.signature(super().load_checkpoint).parameters
+            return super().load_checkpoint(checkpoint_path, **({"weights_only": weights_only} if known else {}))
         except UnpicklingError as error:
             raise UnpicklingError(
                 f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
@@ -166,11 +170,21 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
         """Gradients stay where they are while micro-batches accumulate; Lightning knows this of DDP only."""
+        self._holds = True
         self.model.set_requires_gradient_sync(False)
         try:
             yield
         finally:
+            self._holds = False
             self.model.set_requires_gradient_sync(True)
+
+    @override
+    def _check_first_batch(self, batch: Any) -> None:
+        """As the mixin's; its gradients are reduced at once, also where those of the step wait for further micro-batches."""
+        if self._unchecked:
+            self.model.set_requires_gradient_sync(True)
+            super()._check_first_batch(batch)
+            self.model.set_requires_gradient_sync(not self._holds)
 
 
 def _nothing_left() -> None:

@@ -1,5 +1,6 @@
 """Ranks that do not read the same data, or have unlike numbers of batches, are told so before a wrong number or a wait."""
 
+import copy
 from unittest import mock
 
 import pytest
@@ -55,6 +56,87 @@ def test_other_data_on_a_rank(pools, name):
         assert name != "entries" or "many: rank 0 has (1, 20) torch.int64 " in error
 
 
+class Broken(Numbers):
+    """Its fingerprint cannot be taken on rank 1; on rank 3 it is short."""
+
+    def __init__(self, rank, how):
+        self.rank, self.how = rank, how
+
+    def __len__(self):
+        return 4 if self.how == "short" and self.rank == 3 else 8
+
+    def fingerprint(self):
+        if self.how == "error" and self.rank == 1:
+            raise OSError("no such disk")
+        return "same"
+
+
+def broken(rank, group, how):
+    built = trainer(RingDilatedStrategy(sequence_size=2), launched(rank), max_steps=1)
+    try:
+        built.fit(Plain(), DataLoader(Broken(rank, how)))
+    except (ValueError, OSError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("how, words", [("error", "no such disk"), ("short", "rank 2 has 8, rank 3 has 4")])
+def test_ranks_of_other_sequences_do_not_wait(pools, how, words):
+    assert all(words in error for error in pools(4).run(4, broken, how))
+
+
+def two_loaders(rank, group, kind, other):
+    """Batches of two training loaders, of which one differs on rank 1 with `other`."""
+    loaders = [DataLoader(Other(first=100)), DataLoader(Other(first=other * rank))]
+    model = Whole()
+    step = model.training_step
+    model.training_step = lambda batch, batch_idx: step(batch[0] if kind is list else batch["a"], batch_idx)
+    built = trainer(RingDilatedStrategy(), launched(rank), max_steps=2)
+    try:
+        built.fit(model, loaders if kind is list else dict(zip("ab", loaders, strict=True)))
+    except ValueError as error:
+        return str(error)
+    return built.global_step
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_several_loaders(pools, kind):
+    assert pools(2).run(2, two_loaders, kind, 0) == [2, 2]
+    assert all("many: rank 0 has" in error for error in pools(2).run(2, two_loaders, kind, 1))
+
+
+class Odd:
+    pass
+
+
+def test_words():
+    from lightning_dilated.strategy.alike import _words
+
+    equal = ["a", None, [1, 2.0], {"a": {1}}, torch.zeros(3), torch.zeros(40, dtype=torch.bfloat16), torch.zeros(0)]
+    equal += [
+        Odd(),
+        torch.zeros(2, 2).to_sparse(),
+        torch.zeros(30, dtype=torch.bool),
+        torch.zeros(20, dtype=torch.complex64),
+    ]
+    for x in equal:
+        assert _words(x) == _words(copy.deepcopy(x))
+    differ = [
+        "a",
+        "b",
+        1,
+        True,
+        None,
+        [1],
+        [1, 2],
+        {"a": 1},
+        torch.zeros(2),
+        torch.ones(2),
+        torch.zeros(20),
+        torch.ones(20),
+    ]
+    assert len({_words(x) for x in differ}) == len(differ)
+
+
 def other_files(rank, group, folder):
     built, model, _, _ = make(Run(steps=1, model={"vocab_size": 256}), launched(rank))
     try:
@@ -96,19 +178,22 @@ def test_losses_of_unlike_numbers_of_batches(pools):
     assert pools(2).run(2, validated, 4, None) == [True, True]
 
 
-def trained(rank, group):
-    built = trainer(RingDilatedStrategy(sequence_size=1), launched(rank), max_epochs=1)
+def trained(rank, group, options):
+    built = trainer(RingDilatedStrategy(sequence_size=1), launched(rank), **options)
     loader = DataLoader(Numbers(), sampler=range(4 - rank))
     with mock.patch.object(built._data_connector, "_requires_distributed_sampler", lambda loader: False):
         try:
             built.fit(Plain(), loader)
         except ValueError as error:
             return str(error)
+    return built.global_step
 
 
 def test_training_on_unlike_numbers_of_batches(pools):
-    for error in pools(2).run(2, trained):
-        assert error and "the ranks have [4, 3] batches of the stage 'train'" in error
+    for error in pools(2).run(2, trained, {"max_epochs": 1}):
+        assert "the ranks have [4, 3] batches of the stage 'train'" in error
+    assert pools(2).run(2, trained, {"max_epochs": 2, "limit_train_batches": 3}) == [6, 6]
+    assert pools(2).run(2, trained, {"max_steps": 3}) == [3, 3]
 
 
 def test_a_stream_of_unknown_length(pools):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torchmetrics
 from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -75,20 +76,57 @@ def test_data_ranks(pools, kind):
         assert error and "Placed" in error
 
 
-def language_model(rank, group, kind, fsdp):
+def language_model(rank, group, kind, fsdp, accumulate):
     """Losses of a run with and without the check: it must leave no trace."""
     found = []
     for check in (False, True):
         run = Run(kind=kind, steps=2, batch_size=2 if kind == "lengths" else 1, strategy={"check_first_batch": check})
-        run = run.but(fsdp=fsdp, double=fsdp)
+        run = run.but(fsdp=fsdp, double=fsdp, accumulate=accumulate)
         built, model, data, record = make(run, launched(rank))
         built.fit(model, data)
-        found.append(record.losses)
+        found.append((record.losses, record.norms))
     return found
 
 
 @pytest.mark.parametrize("fsdp", [False, True])
-@pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
-def test_leaves_no_trace(pools, kind, fsdp):
-    for without, with_check in pools(2).run(2, language_model, kind, fsdp):
+@pytest.mark.parametrize("kind, accumulate", [("whole", 1), ("whole", 2), ("documents", 1), ("lengths", 1)])
+def test_leaves_no_trace(pools, kind, fsdp, accumulate):
+    for without, with_check in pools(2).run(2, language_model, kind, fsdp, accumulate):
         assert without == with_check
+
+
+class Counted(Plain):
+    """Counts its steps in a metric; its training_step takes no number."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.steps = torchmetrics.SumMetric()
+
+    def training_step(self, batch):
+        self.steps.update(1)
+        return super().training_step(batch, 0)
+
+
+class Manual(Plain):
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.automatic_optimization = False
+
+
+def of_class(rank, group, name):
+    model = {"Counted": Counted, "Manual": Manual}[name]()
+    built = trainer(RingDilatedStrategy(check_first_batch=True), launched(rank), max_steps=1)
+    try:
+        built.fit(model, DataLoader(Numbers()))
+    except ValueError as error:
+        return str(error)
+    return float(model.steps.compute()), model.steps.update_count
+
+
+def test_metrics_do_not_count_the_check(pools):
+    """compute() adds the two ranks."""
+    assert pools(2).run(2, of_class, "Counted") == [(2.0, 1)] * 2
+
+
+def test_manual_optimization_is_refused(pools):
+    assert all("manual optimization" in error for error in pools(2).run(2, of_class, "Manual"))

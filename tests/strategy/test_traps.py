@@ -1,8 +1,10 @@
 """Traps of Lightning that need no training run, or one that is made for them; test_hooks has those of its hooks."""
 
+import inspect
 import pickle
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import jsonargparse
@@ -107,9 +109,16 @@ def test_classes_in_checkpoints(pools, tmp_path):
 
 
 REFUSED = {
-    "on exception": (RingDilatedStrategy, lambda: callbacks.OnExceptionCheckpoint("."), "ModelCheckpoint(every_n"),
+    "on exception": (
+        RingDilatedStrategy,
+        lambda: callbacks.OnExceptionCheckpoint("nowhere"),
+        "ModelCheckpoint(every_n",
+    ),
     "throughput": (RingDilatedStrategy, lambda: callbacks.ThroughputMonitor(len), "2 times as many sequences"),
 }
+if "save_on_exception" in inspect.signature(callbacks.ModelCheckpoint).parameters:
+    kept = lambda: callbacks.ModelCheckpoint(save_on_exception=True)  # noqa: E731
+    REFUSED["checkpoint on exception"] = (RingDilatedStrategy, kept, "ModelCheckpoint(every_n")
 if hasattr(callbacks, "WeightAveraging"):
     REFUSED["averaging"] = (RingDilatedFSDPStrategy, callbacks.WeightAveraging, "ring_dilated'")
 
@@ -128,6 +137,7 @@ def test_callbacks_that_go_wrong(pools, name):
     """Traps 11 (a rank that raised waits for all), 12 (a copy of dealt parameters) and 13 (sequences counted per rank)."""
     for error in pools(2).run(2, with_callback, name):
         assert error and REFUSED[name][1]().__class__.__name__ in error and REFUSED[name][2] in error
+    assert not Path("nowhere").exists()  # the refusal is an exception, too
 
 
 def averaged(rank, group):
@@ -174,9 +184,16 @@ def test_peak_of_an_h200():
     """Trap 14: Lightning's table has the peak of sparse products, and does not know the name."""
     from lightning_dilated.callbacks import throughput
 
+    def run(device, precision):
+        return SimpleNamespace(
+            strategy=SimpleNamespace(root_device=torch.device(device)),
+            precision_plugin=SimpleNamespace(precision=precision),
+        )
+
     with mock.patch("torch.cuda.get_device_name", lambda device: "NVIDIA H200"):
-        assert throughput._peak(torch.device("cuda", 0)) == pytest.approx(989.4e12)
-    assert throughput._peak(torch.device("cpu")) is None
+        assert throughput._peak(run("cuda:0", "bf16-mixed")) == pytest.approx(989.4e12)
+        assert throughput._peak(run("cuda:0", "32-true")) is None
+    assert throughput._peak(run("cpu", "bf16-mixed")) is None
 
 
 @pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
@@ -189,3 +206,20 @@ def test_options_on_the_command_line(strategy):
     assert len(vars(found)) <= 12
     with pytest.raises(jsonargparse.ArgumentError, match="sequence_size"):
         parser.parse_args(["--sequence_size", "two"])
+
+
+@pytest.mark.parametrize(
+    "dims, shape, want",
+    [
+        ({"x": 1}, (2, 5), (2, 10)),
+        ({"x": -2}, (2, 5, 3), (2, 10)),
+        ({"x": 0}, (5, 2), (2, 10)),
+        ({"x": 0}, (5,), (1, 5)),
+    ],
+)
+def test_tokens_of_a_batch(dims, shape, want):
+    monitor = ThroughputMonitor()
+    monitor._dims, monitor._sequence = dims, None
+    assert (monitor.samples_of({"x": torch.zeros(shape)}), monitor.tokens_of({"x": torch.zeros(shape)})) == want
+    with pytest.raises(ValueError, match="finds none of"):
+        monitor.samples_of({"y": torch.zeros(shape)})
