@@ -23,4 +23,4 @@ def interpreted() -> bool:
 
 def available(device: torch.device) -> bool:
     """Whether the kernels can run on tensors of a device."""
-    return _installed() and (device.type == "cuda" or (device.type == "cpu" and interpreted()))
+    return (device.type == "cuda" or (device.type == "cpu" and interpreted())) and _installed()

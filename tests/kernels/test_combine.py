@@ -1,0 +1,127 @@
+"""The branches' parts combined by Triton, in its interpreter: the op against the oracle, with every stretch length."""
+
+import pytest
+import torch
+from hypothesis import given, seed, settings
+from hypothesis import strategies as st
+
+from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated.attention import fused
+from lightning_dilated.attention.oracle import oracle
+from lightning_dilated.pattern.rows import blocks
+from lightning_dilated.sequence import SequenceGroup
+
+from ..attention.strategies import cases
+from ..attention.test_equals_oracle import check
+from ..pattern.strategies import patterns
+
+
+def random_calls(rank, group, number, examples):
+    """`examples` random calls, whose unwritten memory is NaN; how many of them took the kernels and how many stretches."""
+    torch.use_deterministic_algorithms(True)  # fills what torch.empty makes
+    taken, stretches = [], []
+    real = fused.layout
+
+    def layout(*args):
+        stretches.append(len(real(*args).stretches))
+        return real(*args)
+
+    fused.layout = layout
+
+    @seed(number)
+    @settings(max_examples=examples, deadline=None)
+    @given(cases(), st.sampled_from([1, 6, 20, 10**6]))
+    def random(case, held):
+        fused.HELD = held * case.batch * case.heads * case.head_dim
+        taken.append(fused.serves(case.pattern, case.tensors(torch.float32)[0]))
+        check(case, "math", torch.float32, 1e-5)
+
+    random()
+    return sum(taken), max(stretches)
+
+
+def test_random(interpreter):
+    taken, stretches = interpreter.run(1, random_calls, 0, 40)[0]
+    assert taken > 20 and stretches > 2
+
+
+def on_ranks(rank, group, exchange, causal):
+    """The largest errors of out, lse and gradients on this rank: parts are added to what other ranks sent."""
+    torch.use_deterministic_algorithms(True)
+    n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
+    made = torch.Generator().manual_seed(1)
+    full = [torch.randn(1, n, heads, 8, generator=made) for heads in (4, 2, 2, 4)]
+    *exact, grad = (x.double() for x in full)
+    exact = [x.requires_grad_() for x in exact]
+    want, _ = oracle(*exact, pattern, causal=causal)
+    wanted = [want, *torch.autograd.grad(want, exact, grad)]
+    sequence = SequenceGroup(group, exchange=exchange)
+    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
+    q, k, v = (x[:, mine].requires_grad_() for x in full[:3])
+    fused.HELD = 8 * 4 * 8
+    out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
+    got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, mine])]
+    sequence.close()
+    return max(float((a.double() - b[:, mine]).abs().max()) for a, b in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("exchange", ["gather", "switch", "ring"])
+def test_on_two_ranks(interpreter, exchange, causal):
+    assert max(interpreter.run(2, on_ranks, exchange, causal)) < 1e-5
+
+
+def narrow_types(rank, group, dtype):
+    """(largest difference from the same call merged block by block in torch, largest value), of out and gradients."""
+    made = torch.Generator().manual_seed(2)
+    q, k, v, grad = (torch.randn(1, 40, 2, 16, generator=made).to(dtype) for _ in range(4))
+    pattern, found = DilatedPattern.longnet([8, 16, 40], [1, 2, 4]), []
+    for overlap in (0.0, 2.5):
+        fused.OVERLAP = overlap
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = dilated_attention(*leaves, pattern, engine="math")
+        found.append([out, *torch.autograd.grad(out, leaves, grad)])
+    return [(float((a - b).abs().max()), float(a.abs().max())) for a, b in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("dtype, rounding", [(torch.bfloat16, 2**-8), (torch.float16, 2**-11)])
+def test_narrow_types(interpreter, dtype, rounding):
+    for worst, largest in interpreter.run(1, narrow_types, dtype)[0]:
+        assert worst <= 4 * rounding * largest
+
+
+@given(patterns(4, 4), st.integers(1, 80), st.integers(1, 90), st.booleans())
+@settings(max_examples=200)
+def test_layout_has_every_row_once(pattern, seq_len, held, part):
+    """Stretches and wide segments together have the rows of the undivided blocks, each once."""
+    of = (seq_len // 3, seq_len) if part else (0, seq_len)
+    key = pattern, seq_len, 4, 4, (0, 4), False
+    made = fused.layout(key, of, held)
+    assert [s.start for s in made.stretches] + [of[1] - of[0]] == [0] + [s.stop for s in made.stretches]
+    got = [row for b in made.wide for row in rows_of(b)]
+    for stretch in made.stretches:
+        inside = [row for b in stretch.blocks for row in rows_of(b)]
+        assert all(stretch.start <= p < stretch.stop for *_, p in inside)
+        got += inside
+    want = [row for b in blocks(pattern, seq_len, 4, 4, of) for row in rows_of(b)]
+    assert sorted(got) == sorted(want)
+
+
+def rows_of(b):
+    """(branch, head, position) of a block's rows."""
+    return [
+        (b.branch, b.head + j * b.head_step, b.first + s * b.segment_stride + j * b.position_step + i * b.row_stride)
+        for s in range(b.segments)
+        for j in range(b.heads)
+        for i in range(b.rows)
+    ]
+
+
+@pytest.mark.parametrize(
+    "rates, served", [([1, 2, 4, 8, 16], True), ([1] * 2, True), ([1] * 3, False), ([1, 1, 2], True), ([2] * 6, False)]
+)
+def test_what_overlaps_much_is_not_held(rates, served, monkeypatch):
+    monkeypatch.setattr("lightning_dilated.kernels.available", lambda device: True)
+    pattern = DilatedPattern([(64, r) for r in rates])
+    assert fused.serves(pattern, torch.zeros(1, 4, 2, 8)) == served
+    assert not fused.serves(pattern, torch.zeros(1, 4, 2, 8, dtype=torch.float64))
