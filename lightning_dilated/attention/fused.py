@@ -88,9 +88,9 @@ def _narrow(pattern: DilatedPattern, held: int) -> tuple[frozenset[int], int]:
 
 
 @functools.lru_cache(maxsize=4096)
-def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device) -> object:
-    """The table of the rows of blocks by output head (kv head with `kv`), see `kernels.combine`."""
-    from lightning_dilated.kernels.combine import COLUMNS, Entries
+def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device, length: int) -> object:
+    """The table of the rows of blocks in `length` positions by output head (kv head with `kv`), see `kernels.combine`."""
+    from lightning_dilated.kernels.combine import COLUMNS, CONFIG, Entries
 
     rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
     for number, b in enumerate(found):
@@ -104,7 +104,8 @@ def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device
     table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, COLUMNS)
     step = 1
     for rate in sorted({b.row_stride for b in found}):
-        step = math.lcm(step, rate) if math.lcm(step, rate) <= 64 else step
+        together = math.lcm(step, rate)
+        step = together if together <= 64 and together * CONFIG[0] <= length else step
     return Entries(table.to(device), torch.tensor(starts, dtype=torch.int32).to(device), step)
 
 
@@ -139,7 +140,7 @@ def forward(call: Call, found: list[Span], inputs: list[Tensor], out: Tensor, ls
         mine = slice(span.batch, span.batch + span.batches)
         for stretch in made.stretches:
             parts = wide + [block_forward(call, inputs, span, b) for b in stretch.blocks]
-            table = entries(made.wide + stretch.blocks, q.shape[2], False, q.device)
+            table = entries(made.wide + stretch.blocks, q.shape[2], False, q.device, stretch.stop - stretch.start)
             values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
             merge_parts(out[mine], lse[mine], _alike(values, q), weights, table, _where(span, stretch))
 
@@ -157,7 +158,7 @@ def backward(
         for stretch in made.stretches:
             parts = wide + [block_backward(call, tensors, lse, span, b) for b in stretch.blocks]
             for i, x in enumerate(total):
-                table = entries(made.wide + stretch.blocks, x.shape[2], i > 0, q.device)
+                table = entries(made.wide + stretch.blocks, x.shape[2], i > 0, q.device, stretch.stop - stretch.start)
                 sum_parts(x[mine], _alike([p[i] for p in parts], q), table, _where(span, stretch), add)
 
 
