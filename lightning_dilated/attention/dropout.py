@@ -17,6 +17,7 @@ from lightning_dilated.pattern.rows import Block
 
 _MASK = 0xFFFFFFFF
 _STEP = 0x9E3779B1
+_START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -43,9 +44,19 @@ class Dropout:
 
     def keep(self, branch: Tensor | int, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """bool, True where the pair stays; the arguments are int64 tensors that broadcast."""
-        start = torch.full((), 0x243F6A88, dtype=torch.int64, device=query.device)
+        start = torch.full((), _START, dtype=torch.int64, device=query.device)
         row = _fold(start, self.seed, branch, sample, head, query)
-        return _fold(row, key) >= round(self.p * 2**32)
+        return _fold(row, key) >= self.threshold
+
+    @property
+    def threshold(self) -> int:
+        """Pairs whose hash is below are dropped."""
+        return round(self.p * 2**32)
+
+    def state(self, branch: int) -> int:
+        """The hash's state after seed and branch, for kernels that go on from there."""
+        start = torch.full((), _START, dtype=torch.int64)
+        return int(_fold(start, self.seed, branch))
 
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
         """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""
@@ -61,24 +72,24 @@ class BlockDropout:
     block: Block
     first_head: int = 0
 
+    @property
+    def number(self) -> int:
+        """The branch."""
+        return self.block.branch
+
+    def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sample and head (g, J) and the global positions of queries and keys (g, J, n), int64."""
+        s, b = self.span, self.block
+        arange = lambda n: torch.arange(n, device=device)  # noqa: E731
+        group, j = arange(s.batches * b.segments)[groups][:, None], arange(b.heads)
+        first = s.origin + s.start + b.first + group % b.segments * b.segment_stride + j * b.position_step
+        position = first[..., None] + arange(b.rows) * b.row_stride
+        sample, head = s.batch + group // b.segments, self.first_head + b.head + j * b.head_step
+        return sample.expand(first.shape), head.expand(first.shape), position, position
+
     def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
         """(g, J, rows, keys) factors on the device of `like`."""
-        s, b = self.span, self.block
-        arange = lambda n: torch.arange(n, device=like.device)  # noqa: E731
-        group = arange(s.batches * b.segments)[groups]
-        sample = (s.batch + group // b.segments)[:, None, None, None]
-        segment = (group % b.segments)[:, None, None]
-        head = arange(b.heads)[:, None]
-        first = s.origin + s.start + b.first + segment * b.segment_stride + head * b.position_step
-        position = first + arange(b.rows) * b.row_stride  # (g, J, n)
-        keep = self.dropout.keep(
-            b.branch,
-            sample,
-            (self.first_head + b.head + head * b.head_step)[:, :, None],
-            position[:, :, rows, None],
-            position[:, :, None, keys],
-        )
-        return self.dropout.factors(keep, like)
+        return _factors(self, groups, rows, keys, like)
 
 
 @dataclass(frozen=True)
@@ -92,14 +103,28 @@ class BatchDropout:
     queries: Tensor
     keys: Tensor
 
+    @property
+    def number(self) -> int:
+        """The branch."""
+        return self.branch
+
+    def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """As of `BlockDropout`, with one head a group."""
+        return tuple(x[groups].to(device)[:, None] for x in (self.sample, self.head, self.queries, self.keys))
+
     def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
         """(g, 1, rows, keys) factors on the device of `like`."""
-        on = lambda x: x[groups].to(like.device)  # noqa: E731
-        keep = self.dropout.keep(
-            self.branch,
-            on(self.sample)[:, None, None, None],
-            on(self.head)[:, None, None, None],
-            on(self.queries)[:, None, rows, None],
-            on(self.keys)[:, None, None, keys],
-        )
-        return self.dropout.factors(keep, like)
+        return _factors(self, groups, rows, keys, like)
+
+
+def _factors(drop: BlockDropout | BatchDropout, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+    """The factors of a rectangle of scores, from the positions of its groups."""
+    sample, head, queries, of_keys = drop.positions(like.device, groups)
+    keep = drop.dropout.keep(
+        drop.number,
+        sample[:, :, None, None],
+        head[:, :, None, None],
+        queries[:, :, rows, None],
+        of_keys[:, :, None, keys],
+    )
+    return drop.dropout.factors(keep, like)

@@ -19,12 +19,12 @@ from .strategies import Case, cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DTYPES = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float16: 4e-3}
-CPU_ENGINES = [name for name, e in ENGINES.items() if not e.devices or "cpu" in e.devices]
+CPU_ENGINES = [name for name, e in ENGINES.items() if e.why_not(Request(CPU, torch.float32, 8)) is None]
 PATTERN = DilatedPattern.longnet([8, 24], [1, 3])
 
 
 def test_the_table():
-    assert set(ENGINES) == {"cudnn", "flash", "cpu_flash", "math"} and CPU_ENGINES == ["cpu_flash", "math"]
+    assert set(ENGINES) == {"cudnn", "flash", "cpu_flash", "triton", "math"} and CPU_ENGINES == ["cpu_flash", "math"]
     assert all(ENGINES[name].name == name for name in ENGINES)
     assert engine_names() == [*FAMILIES, *ENGINES]
     assert all(name in ENGINES for family in FAMILIES.values() for name in family)
@@ -94,7 +94,13 @@ def test_unavailable_op():
     "name, dtype, dropout, want, rejected",
     [
         ("auto", torch.float32, False, "cpu_flash", {"cudnn": "not on cpu", "flash": "not on cpu"}),
-        ("auto", torch.float32, True, "math", {"cudnn": "cpu", "flash": "cpu", "cpu_flash": "no attention dropout"}),
+        (
+            "auto",
+            torch.float32,
+            True,
+            "math",
+            {"cudnn": "cpu", "flash": "cpu", "cpu_flash": "no attention dropout", "triton": "a CUDA device"},
+        ),
         ("sdpa", torch.bfloat16, False, "cpu_flash", {"cudnn": "not on cpu", "flash": "not on cpu"}),
         ("math", torch.float32, False, "math", {}),
         ("cpu_flash", torch.float64, False, "cpu_flash", {}),

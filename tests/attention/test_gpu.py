@@ -68,14 +68,17 @@ def check(case: Case, engine: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("engine", ["cudnn", "flash", "math", "sdpa", "auto"])
+@pytest.mark.parametrize("engine", ["cudnn", "flash", "triton", "math", "sdpa", "auto"])
 @pytest.mark.parametrize("name", CASES)
 def test_oracle(name, engine, dtype):
     check(CASES[name], engine, dtype)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float64"])
-@pytest.mark.parametrize("engine", ["math", "auto"])
+WIDE = [("math", torch.float64), ("math", torch.float32), ("auto", torch.float64), ("auto", torch.float32)]
+WIDE.append(("triton", torch.float32))
+
+
+@pytest.mark.parametrize("engine, dtype", WIDE)
 @pytest.mark.parametrize("name", CASES)
 def test_oracle_wide(name, engine, dtype):
     check(CASES[name], engine, dtype)
@@ -86,10 +89,11 @@ def test_oracle_wide(name, engine, dtype):
     [
         (torch.bfloat16, 0.0, "cudnn"),
         (torch.float16, 0.0, "cudnn"),
-        (torch.float32, 0.0, "math"),
-        (torch.bfloat16, 0.1, "math"),
+        (torch.float32, 0.0, "triton"),
+        (torch.float64, 0.0, "math"),
+        (torch.bfloat16, 0.1, "triton"),
     ],
-    ids=["bf16", "fp16", "float32", "dropout"],
+    ids=["bf16", "fp16", "float32", "float64", "dropout"],
 )
 def test_auto(dtype, dropout, want, monkeypatch):
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
@@ -104,7 +108,7 @@ def test_auto(dtype, dropout, want, monkeypatch):
 def test_fp32_reaches_no_half_precision_engine(engine, dtype):
     # cuDNN answers fp32 with NaN and no error
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype)
-    with pytest.raises(ValueError, match=rf"takes bfloat16, float16, not {str(dtype)[6:]}.*Use engine='math'"):
+    with pytest.raises(ValueError, match=rf"takes bfloat16, float16, not {str(dtype)[6:]}.*Use engine=.*'math'"):
         dilated_attention(q, q, q, PATTERN, engine=engine)
 
 
@@ -115,7 +119,7 @@ def test_scale(scale):
     for engine in ("math", "auto"):
         check(case, engine, torch.bfloat16)
     for engine in ("cudnn", "flash", "sdpa"):
-        with pytest.raises(ValueError, match=f"takes a scale above 0, not {scale}.*Use engine='math'"):
+        with pytest.raises(ValueError, match=f"takes a scale above 0, not {scale}.*Use engine=.*'math'"):
             check(case, engine, torch.bfloat16)
 
 
@@ -127,7 +131,7 @@ def test_head_dim_refused(engine, head_dim):
     dilated_attention(q, q, q, PATTERN)  # auto finds one that takes it
 
 
-@pytest.mark.parametrize("engine, head_dim", list(product(["cudnn", "flash"], [8, 16, 32, 72, 96, 120, 128])))
+@pytest.mark.parametrize("engine, head_dim", list(product(["cudnn", "flash", "triton"], [8, 16, 32, 72, 96, 120, 128])))
 def test_head_dim(engine, head_dim):
     check(BASE.but(head_dim=head_dim, seq_len=100, causal=True), engine, torch.bfloat16)
 
@@ -161,6 +165,44 @@ def test_autocast():
         out = dilated_attention(q, q, q, PATTERN)
     out.sum().backward()
     assert out.dtype == torch.bfloat16 and q.grad.dtype == torch.float32 and q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 17, 60, 200, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_head_dims_of_triton(head_dim, dtype):
+    check(BASE.but(head_dim=head_dim, seq_len=100, causal=True), "triton", dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", ["plain", "gqa", "lengths", "documents"])
+def test_dropout_of_triton(name, dtype):
+    """Its mask is the math engine's."""
+    case, found = CASES[name], []
+    q, k, v, grad = case.tensors(dtype, device="cuda")
+    for engine, wide in (("triton", dtype), ("math", torch.float64)):
+        x = leaves(q, k, v, dtype=wide)
+        torch.manual_seed(5)
+        out = case.run(*x, dropout=0.4, engine=engine)
+        found.append([out, *gradients(out, x, grad.to(wide))])
+    for what, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+        close(f"{what} of {case}", a, b, 1e-5 if dtype == torch.float32 else 3e-2, 1.0)
+
+
+def test_deterministic():
+    """The same bits twice; engines that cannot are passed over, and refused by name."""
+    q, k, v = (torch.randn(1, 5000, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
+    grad, pattern, runs = torch.randn_like(q), DilatedPattern.geometric(256, 4096), []
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose("auto", Request.of(q)).name == "triton"
+        with pytest.raises(ValueError, match="use_deterministic_algorithms is on"):
+            dilated_attention(q, k, v, pattern, engine="cudnn")
+        for _ in range(3):
+            out = dilated_attention(q, k, v, pattern, causal=True)
+            runs.append([out, *gradients(out, (q, k, v), grad)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
 
 
 def test_dropout_mask_is_the_cpus():

@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
+from lightning_dilated.attention.engines.triton import TRITON
 
 __all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "choose", "engine_names", "for_rows"]
 
 #: every engine by its name
-ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, MATH)}
+ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH)}
 #: names that stand for the first of several engines that serves the call
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sdpa": ("cudnn", "flash", "cpu_flash"),
-    "auto": ("cudnn", "flash", "cpu_flash", "math"),
+    "auto": ("cudnn", "flash", "cpu_flash", "triton", "math"),
 }
 
 

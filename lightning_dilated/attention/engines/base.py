@@ -49,6 +49,7 @@ class Engine:
         dropout: whether it applies `BlockDropout` exactly, backward too.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
+        deterministic: whether every run gives the same bits, backward too.
         any_scale: whether it is right for a scale of 0 or below, too.
         min_rows: query rows and key rows it must be given; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
@@ -64,6 +65,7 @@ class Engine:
     dropout: bool = False
     empty: bool = False
     alignment: int = 1
+    deterministic: bool = True
     any_scale: bool = True
     min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
@@ -81,6 +83,8 @@ class Engine:
             return f"takes a head dim that is a multiple of {self.head_dim_multiple}, not {request.head_dim}"
         if request.dropout and not self.dropout:
             return "has no attention dropout that is exact in the backward and independent of tiles"
+        if not self.deterministic and torch.are_deterministic_algorithms_enabled():
+            return "differs in the last bits from run to run, and torch.use_deterministic_algorithms is on"
         # the kernels take the scale in float32, where a tiny one is 0
         if not self.any_scale and struct.unpack("f", struct.pack("f", request.scale))[0] <= 0:
             return f"takes a scale above 0, not {request.scale:g}"

@@ -134,6 +134,7 @@ CUDNN = Engine(
     max_head_dim=128,
     head_dim_multiple=8,
     alignment=16,
+    deterministic=False,
     any_scale=False,
     min_rows=2,
     available=_cudnn_available,
@@ -147,6 +148,7 @@ FLASH = Engine(
     max_head_dim=256,
     head_dim_multiple=8,
     alignment=16,
+    deterministic=False,
     any_scale=False,
     available=_flash_available,
 )

@@ -1,0 +1,56 @@
+"""The triton engine: this package's own flash attention kernels, for what cuDNN does not take.
+
+Head dims to 256, float32, dropout with the mask that every engine has, and the same bits in every run.
+Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated import kernels
+from lightning_dilated.attention.engines.base import Engine
+
+
+def _drop(dropout: Any, device: torch.device) -> Any:
+    """The kernels' form of a block's dropout."""
+    if dropout is None:
+        return None
+    from lightning_dilated.kernels.tiles import Drop
+
+    mask = dropout.dropout
+    return Drop(mask.state(dropout.number), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any) -> tuple[Tensor, Tensor]:
+    from lightning_dilated.kernels.forward import forward
+
+    return forward(q, k, v, causal, scale, _drop(dropout, q.device))
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    from lightning_dilated.kernels.backward import backward
+
+    return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device))
+
+
+def _available(device: torch.device) -> str | None:
+    if kernels.available(device):
+        return None
+    return "needs Triton and a CUDA device (or TRITON_INTERPRET=1, on a CPU, for tests)"
+
+
+TRITON = Engine(
+    name="triton",
+    forward=_forward,
+    backward=_backward,
+    dtypes=(torch.bfloat16, torch.float16, torch.float32),
+    max_head_dim=256,
+    dropout=True,
+    available=_available,
+)

@@ -1,0 +1,121 @@
+"""Flash attention's forward in Triton over strided views (arXiv 2307.08691, algorithm 1), with the log-sum-exp.
+
+Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated.kernels.tiles import (
+    LN2,
+    LOG2E,
+    Drop,
+    block_dim,
+    dropping,
+    fold,
+    head_of,
+    precision,
+    read,
+    row_state_of,
+)
+
+#: (query rows, key rows, warps, stages) by columns of a tile, 16-bit types
+CONFIGS = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (128, 64, 8, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)}
+#: for float32, whose exact products take more registers and shared memory
+WIDE = {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32, 4, 2), 256: (16, 16, 4, 2)}
+
+
+@triton.jit
+def _forward_over(
+    acc, most, total, q, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold,
+    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The online softmax over keys low..high; with EDGE some of them may be masked."""
+    column = tl.arange(0, BLOCK)
+    for first in tl.range(low, high, KEYS):
+        j = first + tl.arange(0, KEYS)
+        key = read(k, j, k_sn, column, m, DIM, BLOCK, not EDGE)
+        score = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
+        if EDGE:
+            seen = (j < m)[None, :]
+            if CAUSAL:
+                seen = seen & (j[None, :] <= i[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        top = tl.maximum(most, tl.max(score, 1))
+        p = tl.exp2(score - top[:, None])
+        rescale = tl.exp2(most - top)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        if DROP:
+            kept = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :])
+            p = tl.where(kept >= threshold, p, 0.0)
+        value = read(v, j, v_sn, column, m, DIM, BLOCK, not EDGE)
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+        most = top
+    return acc, most, total
+
+
+@triton.jit
+def _forward(
+    out, lse, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn,
+    heads, n, m, tiles, scale, state, threshold, keep, sample, head, queries, keys,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    g, h, tile = head_of(heads, tiles)
+    i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    query = read(q + g * q_sg + h * q_sj, i, q_sn, column, n, DIM, BLOCK, False)
+    k += g * k_sg + h * k_sj
+    v += g * v_sg + h * v_sj
+    at = g * heads + h
+    row_state = tl.zeros([ROWS], tl.uint32)
+    if DROP:
+        row_state = row_state_of(state, sample, head, queries, at, i, n)
+        keys += at * m
+    acc = tl.zeros([ROWS, BLOCK], tl.float32)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    high = m
+    whole = m // KEYS * KEYS
+    if CAUSAL:
+        high = tl.minimum((tile + 1) * ROWS, m)
+        whole = tile * ROWS // KEYS * KEYS
+    acc, most, total = _forward_over(
+        acc, most, total, query, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold,
+        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
+    acc, most, total = _forward_over(
+        acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold,
+        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
+    acc = acc * (keep / total)[:, None]
+    rows = at * n + i
+    mask = (i < n)[:, None] & (column < DIM)[None, :]
+    tl.store(out + rows[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
+    tl.store(lse + rows, (most + tl.log2(total)) * LN2, mask=i < n)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Drop | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
+
+    Any strides, but 1 along D. The log-sum-exp is that without dropout.
+    """
+    groups, heads, n, dim = q.shape
+    block = block_dim(dim)
+    rows, keys, warps, stages = (WIDE if q.dtype == torch.float32 else CONFIGS)[block]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    tiles = triton.cdiv(n, rows)
+    _forward[(groups * heads * tiles,)](
+        out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], heads, n, k.shape[2], tiles,
+        scale * LOG2E.value, **dropping(drop, q), CAUSAL=causal, PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim,
+        BLOCK=block, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out, lse
