@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lightning_dilated import kernels
 from lightning_dilated.attention.blockwise import Call, block_backward, block_forward
-from lightning_dilated.attention.views import Span, joined
+from lightning_dilated.attention.views import Span, folds
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks
 
@@ -119,7 +119,7 @@ def _pieces(
         held = max(1, limit // (span.batches * q.shape[2] * q.shape[3]))
         made = layout(key, part, held)
         every = [*made.wide, *(b for s in made.stretches for b in s.blocks)]
-        if all(len(list(joined(span, b, *tensors))) == 1 for b in every):
+        if span.batches == 1 or all(folds(span, b, *tensors) for b in every):
             yield span, made
         else:
             alone = layout(key, part, held * span.batches)

@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, H heads, D head dim; S segments, J heads of th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -55,10 +56,16 @@ def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor |
     return out
 
 
+def folds(span: Span, block: Block, *tensors: Tensor) -> bool:
+    """Whether samples and segments of every (B, N, H, D) tensor are one axis."""
+    if span.batches == 1 or block.segments == 1:
+        return True
+    return all(x.stride(0) == block.segments * block.segment_stride * x.stride(1) for x in tensors)
+
+
 def joined(span: Span, block: Block, *tensors: Tensor) -> Iterator[Span]:
     """The span whole where samples and segments of every (B, N, H, D) tensor fold into one axis, else sample by sample."""
-    fold = all(x.stride(0) == block.segments * block.segment_stride * x.stride(1) for x in tensors)
-    if span.batches == 1 or block.segments == 1 or fold:
+    if folds(span, block, *tensors):
         yield span
         return
     for i in range(span.batches):
@@ -71,14 +78,20 @@ def _origin(x: Tensor, span: Span, block: Block, head: int) -> int:
 
 def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
     """(G, J, n, D) view of a (B, N, H, D) tensor, one axis for samples and segments; `joined` says when that exists."""
-    sb, sn, sh, sd = x.stride()
+    return x.as_strided(*_row_geometry(x.stride(), x.shape[3], x.storage_offset(), span, block, kv))
+
+
+@functools.lru_cache(maxsize=16384)
+def _row_geometry(
+    strides: tuple[int, ...], dim: int, offset: int, span: Span, block: Block, kv: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """(sizes, strides, offset) of a row view: kept, because a short call is over before they are reckoned anew."""
+    sb, sn, sh, sd = strides
     head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
     outer = block.segment_stride * sn if block.segments > 1 else sb
-    return x.as_strided(
-        (span.batches * block.segments, block.heads, block.rows, x.shape[3]),
-        (outer, step * sh + block.position_step * sn, block.row_stride * sn, sd),
-        _origin(x, span, block, head),
-    )
+    sizes = span.batches * block.segments, block.heads, block.rows, dim
+    first = offset + span.batch * sb + (span.start + block.first) * sn + head * sh
+    return sizes, (outer, step * sh + block.position_step * sn, block.row_stride * sn, sd), first
 
 
 def cell_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:

@@ -39,6 +39,7 @@ class Drop:
 
 @triton.jit
 def mix(x):
+    """A bijection of 32-bit integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)

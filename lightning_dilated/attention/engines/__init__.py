@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
@@ -54,6 +56,13 @@ def check_name(name: str) -> str:
     return name
 
 
+def _unmeasured(candidate: str, request: Request) -> str | None:
+    """Why `auto` does not take an engine that would serve: nobody has seen it be right and fast there yet."""
+    if candidate == "triton" and request.device.type == "cuda" and (request.dtype == torch.float32 or request.dropout):
+        return "was not yet measured on a GPU for float32 or dropout (engine='triton' takes them)"
+    return None
+
+
 def choose(name: str, request: Request) -> Choice:
     """The first engine of `name` that serves the request.
 
@@ -63,6 +72,8 @@ def choose(name: str, request: Request) -> Choice:
     rejected: dict[str, str] = {}
     for candidate in FAMILIES.get(check_name(name), (name,)):
         reason = ENGINES[candidate].why_not(request)
+        if reason is None and name == "auto":
+            reason = _unmeasured(candidate, request)
         if reason is None:
             return Choice(ENGINES[candidate], rejected)
         rejected[candidate] = reason

@@ -1,0 +1,73 @@
+"""The triton engine's kernels beside cuDNN's on one branch of 2,048-token segments, with every tile that is worth trying.
+
+    python benchmarks/triton_tiles.py
+
+Prints milliseconds and the ratio of cuDNN's time to ours. Shape letters: G segments, J heads, n rows, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+
+from lightning_dilated.attention.engines.sdpa import CUDNN
+from lightning_dilated.kernels import backward, forward
+
+ROWS, SEGMENTS = 2048, 128
+FORWARD = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2)]
+OVER_KEYS = [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 4, 2), (32, 64, 4, 3), (32, 128, 4, 2)]
+OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2), (128, 32, 4, 3), (64, 128, 4, 2)]
+
+
+def milliseconds(run: Callable[[], object], times: int = 5) -> float:
+    """Of one run, the mean of several after two warm-ups; NaN where the tiles do not fit the GPU."""
+    try:
+        run()
+        run()
+    except Exception as error:  # out of shared memory, mostly
+        print(f"    {type(error).__name__}: {str(error)[:80]}")
+        return float("nan")
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / times
+
+
+def tried(table: dict[int, tuple[int, ...]], dim: int, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+    """Each of the tiles, set in a kernel's table; as it was afterwards."""
+    before = table[dim]
+    for tile in tiles:
+        table[dim] = tile
+        yield tile
+    table[dim] = before
+
+
+def case(dim: int, heads: int, causal: bool) -> None:
+    """All tiles of one case."""
+    make = lambda: torch.randn(SEGMENTS, ROWS, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)  # noqa: E731
+    q, k, v, grad = make(), make(), make(), make()
+    scale = dim**-0.5
+    out, lse = CUDNN.forward(q, k, v, causal, scale, None)
+    theirs = milliseconds(lambda: CUDNN.forward(q, k, v, causal, scale, None))
+    print(f"D={dim} causal={causal}: cuDNN forward {theirs:.3f} ms")
+    for tile in tried(forward.CONFIGS, dim, FORWARD):
+        ours = milliseconds(lambda: forward.forward(q, k, v, causal, scale))
+        print(f"  forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
+    theirs = milliseconds(lambda: CUDNN.backward(grad, q, k, v, out, lse, causal, scale, None))
+    print(f"D={dim} causal={causal}: cuDNN backward {theirs:.3f} ms")
+    over_keys = backward.OVER_KEYS_CAUSAL if causal else backward.OVER_KEYS
+    for name, table, tiles in (("keys", over_keys, OVER_KEYS), ("rows", backward.OVER_ROWS, OVER_ROWS)):
+        for tile in tried(table, dim, tiles):
+            ours = milliseconds(lambda: backward.backward(grad, q, k, v, out, lse, causal, scale))
+            print(f"  backward, over {name} {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
+
+
+if __name__ == "__main__":
+    for dim, heads in ((64, 12), (128, 6)):
+        for causal in (False, True):
+            case(dim, heads, causal)
