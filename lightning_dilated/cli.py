@@ -1,4 +1,4 @@
-"""The command line: one LightningCLI, with `generate` beside fit, validate, test and predict."""
+"""The command line: one LightningCLI, with `generate` and `bench` beside fit, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -19,12 +19,15 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated import __version__
+from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, LongNetLM
 
 PROG = "lightning-dilated"
+#: commands that are no LightningCLI's
+OTHERS = {"generate": run_generate, "bench": run_bench}
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -38,6 +41,7 @@ commands:
   test       test loss of a checkpoint
   predict    bits per byte of every test sequence, as a CSV
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
+  bench      measure this machine: bench attention
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml
@@ -269,13 +273,13 @@ def main(argv: list[str] | None = None) -> None:
         print(HELP, end="")
     elif argv[0] == "--version":
         print(f"{PROG} {__version__}")
-    elif argv[0] == "generate":
+    elif argv[0] in OTHERS:
         with one_line_errors():
-            run_generate(argv[1:])
+            OTHERS[argv[0]](argv[1:])
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
-            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, 'generate'])}.")
+            fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
         warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in `LightningModule`")

@@ -36,7 +36,8 @@ MAY = {
     "callbacks": {"pattern", "kernels", "sequence", "attention", "data", "models", "strategy", "planning"},
     "checkpoint": {"models", "strategy"},
     "generate": {"models", "checkpoint"},
-    "cli": {"pattern", "data", "models", "strategy", "planning", "callbacks", "checkpoint", "generate", ""},
+    "bench": {"pattern", "attention", "planning", "generate"},
+    "cli": {"pattern", "data", "models", "strategy", "planning", "callbacks", "checkpoint", "generate", "bench", ""},
     "__main__": {"cli"},
     "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},
 }

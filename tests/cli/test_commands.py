@@ -12,7 +12,7 @@ from lightning_dilated.cli import HELP, PROG, DilatedCLI
 
 from .conftest import DATA, LOG, MODEL, TINY
 
-COMMANDS = ("fit", "validate", "test", "predict", "generate")
+COMMANDS = ("fit", "validate", "test", "predict", "generate", "bench")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -21,7 +21,7 @@ def test_help_fits_a_screen(cli, argv):
     result = cli(*argv)
     lines = result.out.splitlines()
     assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
-    assert set(DilatedCLI.subcommands()) | {"generate"} == set(COMMANDS)
+    assert set(DilatedCLI.subcommands()) | {"generate", "bench"} == set(COMMANDS)
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in lines), command
 
@@ -37,7 +37,8 @@ def test_commands_of_the_help_parse(cli, line):
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
-    assert result.code == 0 and "--ckpt_path" in result.out and command in result.out
+    assert result.code == 0 and command in result.out
+    assert ("--engines" if command == "bench" else "--ckpt_path") in result.out
 
 
 def test_version(cli):
@@ -212,3 +213,22 @@ def test_a_module_of_ones_own(cli, tmp_path, monkeypatch):
     result = cli("validate", *DATA, "--ckpt_path", ckpt)
     assert result.code == 0 and result.metric("val_loss") > 0, result.err
     assert cli("generate", "--ckpt_path", ckpt, "--prompt", "ab").out.startswith("ab")
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+SMALL = ["--seq_len", 64, 100, "--heads", 2, "--head_dim", 8, "--segments", 16, 64, "--dilations", 1, 2, "--repeats", 1]
+
+
+def test_bench_measures_this_machine(cli):
+    found = cli("bench", "attention", *SMALL, "--device", "cpu", "--plot", "a/b.png", "--record", "table.md")
+    rows = [[x.strip() for x in line.split("|")[1:-1]] for line in found.out.splitlines() if line.startswith("| ")]
+    assert [row[:3] for row in rows[2:]] == [
+        [n, causal, engine]
+        for n in ("64", "100")
+        for causal in ("no", "yes")
+        for engine in ("dense, equal FLOPs", "cpu_flash")
+    ]
+    for dense, ours in zip(rows[2::2], rows[3::2], strict=True):
+        assert float(ours[6]) == pytest.approx(float(ours[4]) / float(dense[4]), rel=0.1)
+    assert (found.folder / "a" / "b.png").stat().st_size > 5000
+    assert (found.folder / "table.md").read_text().strip() in found.out

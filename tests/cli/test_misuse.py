@@ -130,7 +130,7 @@ def test_a_split_that_is_left_out(cli, fitted, command, share):
 
 
 COMMANDS = {
-    "unknown": (["fitt"], ["no command 'fitt'", "Commands: fit, predict, test, validate, generate"]),
+    "unknown": (["fitt"], ["no command 'fitt'", "Commands: fit, predict, test, validate, generate, bench"]),
     "option first": (["--seed", "3"], ["--config"]),
     "fit without a model": (["fit"], ["fit needs a model", "--config RECIPE.yaml"]),
     "validate without a model": (["validate", *DATA], ["validate needs a model", "--ckpt_path"]),
@@ -269,3 +269,26 @@ def test_traceback_on_demand(cli, monkeypatch):
 def test_nothing_is_written_by_a_refused_run(cli, tmp_path):
     cli("fit", *TINY, "--model.dim", "30")
     assert {path.name for path in tmp_path.iterdir()} == {"text.txt"}
+
+
+# -- bench -------------------------------------------------------------------------------------------------------------
+BENCH = {
+    "nothing": ([], ["what"]),
+    "something else": (["memory"], ["attention"]),
+    "engine": (["attention", "--engines", "fast"], ["--engines fast", "cudnn"]),
+    "engine of another device": (
+        ["attention", "--engines", "flash", "--device", "cpu"],
+        ["engine='flash'", "not on cpu"],
+    ),
+    "no tokens": (["attention", "--seq_len", "0"], ["--seq_len must be at least 1"]),
+    "kv heads": (["attention", "--heads", "6", "--kv_heads", "4"], ["--kv_heads 4 must divide --heads 6"]),
+    "rates": (["attention", "--segments", "8"], ["segment_lengths has 1", "dilation_rates 5"]),
+    "offsets": (["attention", "--offsets", "none"], ["offsets", "interleaved"]),
+    "device": (["attention", "--device", "tpu9"], ["--device tpu9"]),
+}
+
+
+@pytest.mark.parametrize("name", BENCH)
+def test_bench(cli, name):
+    argv, texts = BENCH[name]
+    refused(cli("bench", *argv), texts)

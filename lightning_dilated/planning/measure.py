@@ -1,0 +1,95 @@
+"""Time and peak memory of a call on this machine, and the yardstick: dense attention of the same FLOPs.
+
+Shape letters: N tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import blocks
+
+GIB = 2**30
+
+
+def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """Median seconds of `run` after a warm-up; on a GPU each sample is of as many runs, one after another, as fill 20 ms."""
+    run()
+    if device.type != "cuda":
+        found = []
+        for _ in range(repeats):
+            begin = time.perf_counter()
+            run()
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+    times = max(1, round(0.02 / _on_gpu(run, 1)))
+    return statistics.median(_on_gpu(run, times) for _ in range(repeats))
+
+
+def _on_gpu(run: Callable[[], object], times: int) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(times):
+        run()
+    stop.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(stop) / 1000 / times
+
+
+def peak_memory(run: Callable[[], object], device: torch.device) -> float:
+    """GiB above what is held before `run`, at its highest; NaN where the system does not say."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return (torch.cuda.max_memory_allocated() - before) / GIB
+    if sys.platform != "linux":
+        return float("nan")
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew
+    except OSError:
+        return float("nan")
+    before = _resident("VmRSS")
+    run()
+    return (_resident("VmHWM") - before) / GIB
+
+
+def _resident(key: str) -> int:
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def dense_yardstick(
+    pattern: DilatedPattern,
+    seq_len: int,
+    heads: int,
+    head_dim: int,
+    causal: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Callable[[], None]:
+    """Torch's own attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
+
+    As many segments, heads and rows, with no dilation, no merge and no joint backward: what the FLOPs alone cost.
+    """
+    sizes = [(b.segments, b.heads, b.rows, head_dim) for b in blocks(pattern, seq_len, heads, heads)]
+    make = lambda size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731
+    inputs = [[make(size).requires_grad_() for _ in range(3)] for size in sizes]
+    grads = [make(size) for size in sizes]
+
+    def run() -> None:
+        for (q, k, v), grad in zip(inputs, grads, strict=True):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+            torch.autograd.grad(out, (q, k, v), grad)
+
+    return run
