@@ -166,10 +166,17 @@ class DilatedTransformer(nn.Module):
                 positions = token_positions(start, x.shape[1]).to(x.device)
             table = self.rotary(positions, _working_dtype(x))
         for i, block in enumerate(self.blocks):
-            x = block(
-                x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, cache=None if caches is None else caches[i]
-            )
+            if caches is None:
+                x = block(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens)
+            else:  # past what compiles a call: every token would have a length of its own
+                x = block.forward(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, cache=caches[i])
         return self.norm(x)
+
+    def compile_blocks(self) -> None:
+        """Compile each block in place, as one graph where that can be (xPos looks at values)."""
+        xpos = self.rotary is not None and self.rotary.xpos_scale_base is not None
+        for block in self.blocks:
+            block.compile(fullgraph=not xpos)
 
     def new_caches(self) -> list[KVCache]:
         """An empty cache for every block."""

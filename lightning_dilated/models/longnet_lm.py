@@ -39,6 +39,7 @@ class LongNetLM(DilatedModule):
             engine: see `models.blocks.BlockOptions`.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        compile_blocks: compile every block by torch.compile when it is first run; generation stays uncompiled.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -68,13 +69,14 @@ class LongNetLM(DilatedModule):
         engine: str = "auto",
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
+        compile_blocks: bool = False,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         self.pattern = DilatedPattern.from_dict(pattern)
         # plain values only, so that checkpoints load anywhere; without what a subclass settles by itself
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler"])
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
         if was_given(self, "pattern"):
             self.save_hyperparameters({"pattern": self.pattern.to_dict()})
         self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
@@ -85,6 +87,7 @@ class LongNetLM(DilatedModule):
             raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
         _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
         self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
+        self.compile_blocks = compile_blocks
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
             position_encoding, rotary_base, xpos_scale_base, engine,
@@ -115,6 +118,8 @@ class LongNetLM(DilatedModule):
         if self.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.dropout = nn.Dropout(self.options.dropout)
+        if self.compile_blocks:
+            self.transformer.compile_blocks()
 
     def forward(
         self,

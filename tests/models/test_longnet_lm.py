@@ -148,6 +148,23 @@ def test_compiled_blocks_train_as_eager_ones():
         same(a, b)
 
 
+@pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos"}], ids=["rotary", "xpos"])
+def test_compile_blocks(options):
+    """The option trains and generates as without, leaves names alone, and is no property of the weights."""
+    plain, compiled = tiny(dtype=torch.float32, **options), tiny(dtype=torch.float32, compile_blocks=True, **options)
+    compiled.load_state_dict(plain.state_dict())
+    data = batch(2, 20)
+    for a, b in zip(
+        gradients(compiled, compiled.loss_terms(data)[0]), gradients(plain, plain.loss_terms(data)[0]), strict=True
+    ):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    prompt = data["tokens"][:, :5]
+    assert torch.equal(
+        compiled.eval().generate(prompt, 6, temperature=0), plain.eval().generate(prompt, 6, temperature=0)
+    )
+    assert "compile_blocks" not in compiled.hparams and list(compiled.state_dict()) == list(plain.state_dict())
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------------
 class Wide(LongNetLM):
     """A user's subclass that has its own words for things."""

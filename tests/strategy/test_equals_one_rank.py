@@ -18,6 +18,7 @@ RUNS = {
     "lengths": Run(kind="lengths", batch_size=2),
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
+    "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
 WAYS = {
@@ -54,9 +55,9 @@ def check(found, want, tol, logged=None):
 
 
 CASES = [("plain", way) for way in WAYS] + [
-    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers")
+    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled")
 ]
-CASES.append(("workers", "2"))
+CASES += [("workers", "2"), ("compiled", "2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 
 
@@ -74,7 +75,7 @@ def test_float64(pools, alone, run, way):
 
 
 FSDP = [("plain", "2"), ("plain", "4, head 2"), ("accumulate and clip", "2"), ("accumulate and clip", "4, data 2")]
-FSDP += [("masked labels", "4"), ("documents", "2"), ("fewer tokens than ranks", "4")]
+FSDP += [("compiled", "2"), ("masked labels", "4"), ("documents", "2"), ("fewer tokens than ranks", "4")]
 
 
 @pytest.mark.parametrize("run, way", FSDP)
