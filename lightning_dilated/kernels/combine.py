@@ -37,11 +37,11 @@ class Entries:
 
 
 @triton.jit
-def _positions(start, stop, step, TOKENS: tl.constexpr):
-    """(the first position of this program, which of its positions are in the range)."""
-    tile = tl.program_id(1)
+def _positions(num_heads, start, stop, step, TOKENS: tl.constexpr):
+    """(head, first position of this program, which of its positions are in the range); heads of a tile are neighbours."""
+    head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     first = start + tile // step * (step * TOKENS) + tile % step
-    return first, first + step * tl.arange(0, TOKENS) < stop
+    return head, first, first + step * tl.arange(0, TOKENS) < stop
 
 
 @triton.jit
@@ -91,11 +91,11 @@ def _rows(at, segment, j, row, there, column, PART: tl.constexpr, ALIGN: tl.cons
 def _merge(
     out, out_sb, out_sn, out_sh,
     lse, lse_sb, lse_sn, lse_sh,
-    parts, entries, heads, start, stop, step, origin,
+    parts, entries, heads, num_heads, start, stop, step, origin,
     PART: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, inside = _positions(start, stop, step, TOKENS)
-    head, sample, column = tl.program_id(0), tl.program_id(2), tl.arange(0, BLOCK)
+    head, first, inside = _positions(num_heads, start, stop, step, TOKENS)
+    sample, column = tl.program_id(1), tl.arange(0, BLOCK)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
@@ -126,12 +126,12 @@ def _merge(
 @triton.jit
 def _sum(
     out, out_sb, out_sn, out_sh,
-    parts, entries, heads, start, stop, step, origin,
+    parts, entries, heads, num_heads, start, stop, step, origin,
     PART: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    first, inside = _positions(start, stop, step, TOKENS)
-    head, sample, column = tl.program_id(0), tl.program_id(2), tl.arange(0, BLOCK)
+    head, first, inside = _positions(num_heads, start, stop, step, TOKENS)
+    sample, column = tl.program_id(1), tl.arange(0, BLOCK)
     target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
     to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
     mask = inside[:, None] & (column < DIM)[None, :]
@@ -169,9 +169,9 @@ def _launch(
     tiles = -(-(stop - start) // (tokens * entries.step)) * entries.step
     dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
     align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
-    kernel[(out.shape[2], tiles, samples)](
+    kernel[(out.shape[2] * tiles, samples)](
         out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.heads,
-        start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
+        out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
         BLOCK=triton.next_power_of_2(dim), num_warps=warps, **options,
     )  # fmt: skip
 
