@@ -36,7 +36,13 @@ OVERLAP = 2.5
 def serves(pattern: DilatedPattern, q: Tensor) -> bool:
     """Whether the kernels take tensors like q, and the parts of the pattern's branches are few enough to be held."""
     overlap = sum(len(b.heads or range(q.shape[2])) / q.shape[2] / b.dilation_rate for b in pattern.branches)
-    return overlap <= OVERLAP and q.dtype in DTYPES and q.shape[1] < 2**31 and kernels.available(q.device)
+    fits = q.shape[0] < 2**16 and q.shape[1] < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
+    return overlap <= OVERLAP and fits and q.dtype in DTYPES and kernels.available(q.device) and not _captured(q)
+
+
+def _captured(q: Tensor) -> bool:
+    """Whether a CUDA graph records the call: its replay would read addresses from a table that is gone by then."""
+    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,9 @@ def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device
         for j in range(b.heads):
             head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
             first = b.first + j * b.position_step
-            rows[head].append((number, j, first, b.segments, b.segment_stride, b.rows, b.row_stride))
+            # one segment may be wider than these positions, and than 32 bits
+            width = b.segment_stride if b.segments > 1 else first + b.rows * b.row_stride
+            rows[head].append((number, j, first, b.segments, width, b.rows, b.row_stride))
     starts = [0]
     for of_head in rows:
         starts.append(starts[-1] + len(of_head))
@@ -142,7 +150,8 @@ def forward(call: Call, found: list[Span], inputs: list[Tensor], out: Tensor, ls
             parts = wide + [block_forward(call, inputs, span, b) for b in stretch.blocks]
             table = entries(made.wide + stretch.blocks, q.shape[2], False, q.device, stretch.stop - stretch.start)
             values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
-            merge_parts(out[mine], lse[mine], _alike(values, q), weights, table, _where(span, stretch))
+            with kernels.on(q.device):
+                merge_parts(out[mine], lse[mine], _alike(values, q), weights, table, _where(span, stretch))
 
 
 def backward(
@@ -159,7 +168,8 @@ def backward(
             parts = wide + [block_backward(call, tensors, lse, span, b) for b in stretch.blocks]
             for i, x in enumerate(total):
                 table = entries(made.wide + stretch.blocks, x.shape[2], i > 0, q.device, stretch.stop - stretch.start)
-                sum_parts(x[mine], _alike([p[i] for p in parts], q), table, _where(span, stretch), add)
+                with kernels.on(q.device):
+                    sum_parts(x[mine], _alike([p[i] for p in parts], q), table, _where(span, stretch), add)
 
 
 def _alike(parts: list[Tensor], q: Tensor) -> list[Tensor]:

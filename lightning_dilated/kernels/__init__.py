@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
+import shutil
 
 import torch
 
-__all__ = ["available"]
+__all__ = ["available", "on", "why_not"]
 
 
 @functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+def _missing() -> str | None:
+    """What Triton needs and this machine lacks."""
+    if importlib.util.find_spec("triton") is None:
+        return "needs Triton, which is not installed"
+    if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):
+        return "needs gcc or clang, with which Triton builds its launchers"
+    return None
 
 
 def interpreted() -> bool:
@@ -21,6 +28,24 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+def why_not(device: torch.device) -> str | None:
+    """None where the kernels can run on tensors of a device, else the reason."""
+    if device.type != "cuda":
+        if device.type == "cpu" and interpreted():
+            return _missing()
+        return f"needs a CUDA device (or TRITON_INTERPRET=1 on a CPU, for tests), not {device.type}"
+    if not torch.cuda.is_available():
+        return "needs a CUDA device, and this machine has none"
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return "needs compute capability 8.0"
+    return _missing()
+
+
 def available(device: torch.device) -> bool:
     """Whether the kernels can run on tensors of a device."""
-    return (device.type == "cuda" or (device.type == "cpu" and interpreted())) and _installed()
+    return why_not(device) is None
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager:
+    """Within, Triton launches on this device: it asks for the current one, not for the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

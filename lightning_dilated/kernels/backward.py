@@ -87,7 +87,7 @@ def _keys_over(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state", "threshold"])
 def _backward_keys(
     dk, dv, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
     heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
@@ -165,7 +165,7 @@ def _rows_over(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state", "threshold"])
 def _backward_rows(
     dq, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
     heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,

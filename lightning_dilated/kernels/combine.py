@@ -87,7 +87,7 @@ def _rows(at, segment, j, row, there, column, PART: tl.constexpr, ALIGN: tl.cons
     return tl.load(values, mask=there[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "stop", "origin"])
 def _merge(
     out, out_sb, out_sn, out_sh,
     lse, lse_sb, lse_sn, lse_sh,
@@ -114,7 +114,7 @@ def _merge(
             acc = acc * before[:, None] + value * now[:, None]
             total = total * before + now
             most = high
-    known = total > 0
+    known = total != 0  # a NaN is to show
     acc = acc / tl.where(known, total, 1.0)[:, None]
     target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
     to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
@@ -123,7 +123,7 @@ def _merge(
     tl.store(lse + sample.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + target * lse_sn, found, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["start", "stop", "origin"])
 def _sum(
     out, out_sb, out_sn, out_sh,
     parts, entries, heads, num_heads, start, stop, step, origin,

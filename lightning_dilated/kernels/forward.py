@@ -60,7 +60,7 @@ def _forward_over(
     return acc, most, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["state", "threshold"])
 def _forward(
     out, lse, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn,
     heads, n, m, tiles, scale, state, threshold, keep, sample, head, queries, keys,

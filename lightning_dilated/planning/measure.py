@@ -29,8 +29,9 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
             run()
             found.append(time.perf_counter() - begin)
         return statistics.median(found)
-    times = max(1, round(0.02 / _on_gpu(run, 1)))
-    return statistics.median(_on_gpu(run, times) for _ in range(repeats))
+    with torch.cuda.device(device):
+        times = max(1, round(0.02 / _on_gpu(run, 1)))
+        return statistics.median(_on_gpu(run, times) for _ in range(repeats))
 
 
 def _on_gpu(run: Callable[[], object], times: int) -> float:
@@ -47,12 +48,12 @@ def _on_gpu(run: Callable[[], object], times: int) -> float:
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
     """GiB above what is held before `run`, at its highest; NaN where the system does not say."""
     if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
         run()
-        torch.cuda.synchronize()
-        return (torch.cuda.max_memory_allocated() - before) / GIB
+        torch.cuda.synchronize(device)
+        return (torch.cuda.max_memory_allocated(device) - before) / GIB
     if sys.platform != "linux":
         return float("nan")
     try:

@@ -58,7 +58,7 @@ def test_dtypes(interpreter, dtype, causal):
 @pytest.mark.parametrize("causal", [False, True])
 def test_dropout(interpreter, causal):
     """The mask is that of every other engine: a hash of branch, head and global positions."""
-    interpreter.run(1, one_call, LONGER.but(causal=causal), torch.float32, 0.4)
+    interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, lengths=(150, 70)), torch.float32, 0.4)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
@@ -72,20 +72,25 @@ def test_head_dims(interpreter, head_dim):
 
 
 def on_two_ranks(rank, group, dropout):
-    """out of this rank's tokens, beside that of one rank, of the same seed."""
+    """out and gradients of this rank's tokens, beside those of one rank, of the same seed."""
     from lightning_dilated.sequence import SequenceGroup
 
     pattern, n = DilatedPattern([(8, 1), (None, 3)]), 30
     made = torch.Generator().manual_seed(0)
-    full = [torch.randn(1, n, 2, 8, generator=made) for _ in range(3)]
-    torch.manual_seed(5)
-    want = dilated_attention(*full, pattern, dropout=dropout, engine="triton")
+    *full, grad = (torch.randn(1, n, 2, 8, generator=made) for _ in range(4))
+
+    def call(inputs, grad, **options):
+        torch.manual_seed(5)
+        inputs = leaves(*inputs)
+        out = dilated_attention(*inputs, pattern, dropout=dropout, engine="triton", **options)
+        return [out, *gradients(out, inputs, grad)]
+
     sequence = SequenceGroup(group)
     mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
-    torch.manual_seed(5)
-    got = dilated_attention(*(x[:, mine] for x in full), pattern, dropout=dropout, engine="triton", sequence=sequence)
+    got = call([x[:, mine] for x in full], grad[:, mine], sequence=sequence)
     sequence.close()
-    return float((got - want[:, mine]).abs().max())
+    assert all(x.isfinite().all() for x in got)
+    return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call(full, grad), strict=True))
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.5])

@@ -78,6 +78,7 @@ def on_ranks(rank, group, exchange, causal):
     out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
     got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, mine])]
     sequence.close()
+    assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
     return max(float((a.double() - b[:, mine]).abs().max()) for a, b in zip(got, wanted, strict=True))
 
 
@@ -85,6 +86,28 @@ def on_ranks(rank, group, exchange, causal):
 @pytest.mark.parametrize("exchange", ["gather", "switch", "ring"])
 def test_on_two_ranks(interpreter, exchange, causal):
     assert max(interpreter.run(2, on_ranks, exchange, causal)) < 1e-5
+
+
+def with_nan(rank, group):
+    """Where lse is NaN and where it is -inf, with the kernels and without."""
+    q, found = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []
+    q[0, 5] = float("nan")
+    for fused.OVERLAP in (0.0, 2.5):
+        _, lse = dilated_attention(q, q, q, DilatedPattern([(4, 1), (8, 2)]), engine="math", return_lse=True)
+        found.append((lse.isnan(), lse == -torch.inf))
+    return found
+
+
+def test_a_nan_shows(interpreter):
+    plain, kernels = interpreter.run(1, with_nan)[0]
+    assert torch.equal(plain[0], kernels[0]) and torch.equal(plain[1], kernels[1]) and plain[0].any()
+
+
+def test_segments_wider_than_32_bits():
+    """A shard of a longer document: its one segment is as wide as the document."""
+    part = blocks(DilatedPattern([(None, 3)]), 2**31, 2, 2, (5, 105))
+    table = fused.entries(part, 2, False, torch.device("cpu"), 100).table
+    assert (table[:, 4] <= 105).all() and (table[:, 4] >= table[:, 2] + (table[:, 5] - 1) * 3 + 1 - table[:, 2]).all()
 
 
 def narrow_types(rank, group, dtype):
@@ -131,6 +154,19 @@ def rows_of(b):
         for j in range(b.heads)
         for i in range(b.rows)
     ]
+
+
+def test_what_is_missing(monkeypatch):
+    from lightning_dilated import kernels
+
+    assert "not cpu" in kernels.why_not(torch.device("cpu"))
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    monkeypatch.setattr(kernels, "interpreted", lambda: True)
+    kernels._missing.cache_clear()
+    try:
+        assert "gcc or clang" in kernels.why_not(torch.device("cpu"))
+    finally:
+        kernels._missing.cache_clear()
 
 
 @pytest.mark.parametrize(

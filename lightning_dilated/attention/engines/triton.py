@@ -15,7 +15,7 @@ from lightning_dilated import kernels
 from lightning_dilated.attention.engines.base import Engine
 
 
-def _drop(dropout: Any, device: torch.device) -> Any:
+def _drop(dropout: Any, device: Any) -> Any:
     """The kernels' form of a block's dropout."""
     if dropout is None:
         return None
@@ -28,7 +28,8 @@ def _drop(dropout: Any, device: torch.device) -> Any:
 def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any) -> tuple[Tensor, Tensor]:
     from lightning_dilated.kernels.forward import forward
 
-    return forward(q, k, v, causal, scale, _drop(dropout, q.device))
+    with kernels.on(q.device):
+        return forward(q, k, v, causal, scale, _drop(dropout, q.device))
 
 
 def _backward(
@@ -36,13 +37,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from lightning_dilated.kernels.backward import backward
 
-    return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device))
-
-
-def _available(device: torch.device) -> str | None:
-    if kernels.available(device):
-        return None
-    return "needs Triton and a CUDA device (or TRITON_INTERPRET=1, on a CPU, for tests)"
+    with kernels.on(q.device):
+        return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device))
 
 
 TRITON = Engine(
@@ -52,5 +48,5 @@ TRITON = Engine(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     max_head_dim=256,
     dropout=True,
-    available=_available,
+    available=kernels.why_not,
 )
