@@ -13,6 +13,7 @@ import torch
 
 from lightning_dilated.attention.engines.sdpa import CUDNN
 from lightning_dilated.kernels import backward, forward
+from lightning_dilated.planning import seconds_of
 
 ROWS, SEGMENTS = 2048, 128
 FORWARD = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2)]
@@ -20,22 +21,13 @@ OVER_KEYS = [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 4, 2), 
 OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2), (128, 32, 4, 3), (64, 128, 4, 2)]
 
 
-def milliseconds(run: Callable[[], object], times: int = 5) -> float:
-    """Of one run, the mean of several after two warm-ups; NaN where the tiles do not fit the GPU."""
+def milliseconds(run: Callable[[], object]) -> float:
+    """Of one run; NaN where the tiles do not fit the GPU."""
     try:
-        run()
-        run()
+        return 1000 * seconds_of(run, torch.device("cuda"), 3)
     except Exception as error:  # out of shared memory, mostly
         print(f"    {type(error).__name__}: {str(error)[:80]}")
         return float("nan")
-    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    for _ in range(times):
-        run()
-    stop.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(stop) / times
 
 
 def tried(table: dict[int, tuple[int, ...]], dim: int, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,8 @@ def drawn(chosen):
     for _ in range(chosen.randint(1, 3)):
         width = chosen.choice([None, 8, 16, chosen.randint(2, 20)])
         shift = 0 if width is None else chosen.choice([0, 0, chosen.randrange(width)])
-        branches.append(Branch(width, chosen.randint(1, 4), shift=shift))
+        some = chosen.choice([None, None, tuple(sorted(chosen.sample(range(heads), chosen.randint(1, heads))))])
+        branches.append(Branch(width, chosen.randint(1, 4), shift=shift, heads=some))
     pattern = DilatedPattern(branches, offsets=chosen.choice(["interleaved", "blocked"]))
     packed, padded = batch == 1 and chosen.random() < 0.4, batch == 2 and chosen.random() < 0.5
     return Case(
@@ -59,6 +60,20 @@ def random_calls(rank, group, number, examples):
 def test_random(interpreter, number, examples):
     taken, stretches = interpreter.run(1, random_calls, number, examples)[0]
     assert taken > examples // 2 and stretches > 2
+
+
+def attended(rank, group, n):
+    """Zero pads that take softmax mass, in stretches."""
+    fused.HELD = 8 * 4 * 8
+    pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
+    case = Case(pattern, 1, n, 4, 4, 8)
+    assert case.counts()[1].any()
+    check(case, "math", torch.float32, 1e-5)
+
+
+@pytest.mark.parametrize("n", [27, 45])
+def test_attended_pads(interpreter, n):
+    interpreter.run(1, attended, n)
 
 
 def on_ranks(rank, group, exchange, causal):
