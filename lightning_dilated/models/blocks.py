@@ -16,6 +16,7 @@ from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
+from lightning_dilated.models.recompute import recomputed
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 
@@ -105,6 +106,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = make_norm(options.norm, dim)
         self.ffn = FeedForward(dim, hidden, options)
         self.dropout = nn.Dropout(options.dropout)
+        #: what the backward computes again, one of `recompute.POLICIES`
+        self.recompute = "none"
 
     def forward(
         self,
@@ -116,6 +119,18 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None = None,
     ) -> Tensor:
         """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`."""
+        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
+            return self._forward(x, positions, lengths, cu_seqlens, cache)
+        return recomputed(lambda y: self._forward(y, positions, lengths, cu_seqlens, None), x, self.recompute)
+
+    def _forward(
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: KVCache | None,
+    ) -> Tensor:
         attended, _ = self.attention(
             self.attention_norm(x), positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, cache=cache
         )

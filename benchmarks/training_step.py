@@ -1,0 +1,155 @@
+"""The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, where the time goes.
+
+    python benchmarks/training_step.py --seq-len 262144
+    python benchmarks/training_step.py --seq-len 1048576 --recompute block
+    python benchmarks/training_step.py --seq-len 131072 --attention torchscale --torchscale path/to/torchscale
+    python benchmarks/training_step.py --seq-len 262144 --attention dense
+    python benchmarks/training_step.py --seq-len 262144 --profile
+
+Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections import defaultdict
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
+
+import lightning_dilated as ld
+from benchmarks.peers import Dense, Torchscale
+
+#: kinds of kernels, by what their names hold; the first that fits
+KINDS = {
+    "elementwise": ("triton_",),
+    "attention": ("cudnn", "flash", "fmha", "_merge", "_sum", "_forward", "_backward_", "_delta", "sdpa", "compute_dot_do_o"),
+    "optimizer": ("adam", "multi_tensor"),
+    "linear": ("gemm", "nvjet", "cutlass", "xmma", "splitk", "cublas"),
+    "copies": ("memcpy", "memset"),
+    "other": ("",),
+}  # fmt: skip
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seq-len", type=int, default=262144)
+    p.add_argument("--dim", type=int, default=768)
+    p.add_argument("--depth", type=int, default=12)
+    p.add_argument("--heads", type=int, default=12)
+    p.add_argument("--ffn", default="swiglu", choices=["swiglu", "gelu"])
+    p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
+    p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
+    p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
+    p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
+    p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
+    p.add_argument("--accelerator", default="auto")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--steps", type=int, default=5, help="measured, after two for warming up")
+    p.add_argument("--profile", action="store_true", help="one more step, and its kernels by kind")
+    return p.parse_args()
+
+
+class Clock(pl.Callback):
+    """Seconds of every step but the first two; then, if asked to, a profile of one more."""
+
+    def __init__(self, steps: int, profiled: bool) -> None:
+        self.last, self.seconds, self.steps, self.profiled = 0.0, [], steps, profiled
+        self.seen: profile | None = None
+        self.peak = self.wall = 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Wait for the device and look at the clock."""
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        if on_gpu:
+            torch.cuda.synchronize()
+        now, before = time.perf_counter(), self.last
+        if 2 < trainer.global_step <= 2 + self.steps:
+            self.seconds.append(now - before)
+            self.peak = torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")
+        if self.seen is not None:
+            self.seen.stop()
+            self.wall = now - before
+        elif self.profiled and trainer.global_step == 2 + self.steps:
+            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+            self.seen = profile(activities=kinds)
+            self.seen.start()
+        self.last = time.perf_counter()
+
+
+def model_of(args: argparse.Namespace) -> ld.LongNetLM:
+    """The model, with the attention asked for in every block."""
+    pattern = ld.DilatedPattern.longnet(args.segments, args.dilations)
+    fused = torch.cuda.is_available() and args.accelerator != "cpu"
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=fused)
+    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "ffn": args.ffn}
+    model = ld.LongNetLM(pattern, optimizer=optimizer, **options)
+    model.configure_model()
+    for block in model.transformer.blocks:
+        block.recompute = args.recompute
+        if args.attention == "dense":
+            block.attention.attention = Dense()
+        elif args.attention == "torchscale":
+            block.attention.attention = Torchscale(args.torchscale, pattern, args.heads, args.dim // args.heads)
+        block.attention.attention.causal = True
+        if not args.no_compile:
+            block.compile(fullgraph=args.attention == "ours")
+    return model
+
+
+def table(clock: Clock, rows: int = 30) -> None:
+    """Print the profiled step's kernels by kind, and the longest of them."""
+    found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0])
+    for event in clock.seen.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found[event.name][0] += event.device_time / 1000
+            found[event.name][1] += 1
+    kinds: dict[str, float] = defaultdict(float)
+    for name, (ms, _) in found.items():
+        kinds[next(kind for kind, parts in KINDS.items() if any(p in name.lower() for p in parts))] += ms
+    total, wall = sum(kinds.values()), clock.wall * 1000
+    print("\n| kind | ms | share of the step |\n| --- | --- | --- |")
+    for kind, ms in sorted(kinds.items(), key=lambda x: -x[1]):
+        print(f"| {kind} | {ms:.1f} | {100 * ms / wall:.1f} % |")
+    print(f"| idle | {wall - total:.1f} | {100 * (wall - total) / wall:.1f} % |\n\n| kernel | ms | calls |\n| --- | --- | --- |")
+    for name, (ms, calls) in sorted(found.items(), key=lambda x: -x[1][0])[:rows]:
+        print(f"| `{name[:110]}` | {ms:.2f} | {int(calls)} |")
+
+
+def main() -> None:
+    """Print one row, and the profile."""
+    args = options()
+    torch.manual_seed(0)
+    model = model_of(args)
+    text = torch.randint(0, 256, (args.seq_len + 1,))
+    batch = {"tokens": text[:-1], "labels": text[1:]}
+    clock, steps = Clock(args.steps, args.profile), 2 + args.steps + args.profile
+    trainer = pl.Trainer(
+        accelerator=args.accelerator, devices=1, precision=args.precision, max_steps=steps, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, callbacks=[clock],
+        log_every_n_steps=10**9,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader([batch] * steps, batch_size=1, pin_memory=torch.cuda.is_available()))
+    optimizer = trainer.optimizers[0]
+    states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
+    weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    middle = statistics.median(clock.seconds)
+    print(
+        f"| {args.attention} | {args.seq_len:,} | {args.recompute} | {'no' if args.no_compile else 'yes'} "
+        f"| {args.precision} ({', '.join(weights)}; {', '.join(states)}) | {middle * 1000:.1f} "
+        f"| {args.seq_len / middle / 1000:.1f} | {clock.peak:.1f} |"
+    )
+    if args.profile:
+        table(clock)
+
+
+if __name__ == "__main__":
+    main()

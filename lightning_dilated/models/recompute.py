@@ -1,0 +1,34 @@
+"""Activation recomputation of a block: its input is kept, the rest is computed again when the backward comes.
+
+Shape letters: B batch, N tokens, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
+
+#: "none" keeps all that the backward needs; "block" the block's input only; "attention-kept" also what the op gave (output,
+#: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
+POLICIES = ("none", "attention-kept", "block")
+
+
+def check_policy(name: str) -> str:
+    """`name`, or an error that lists the policies."""
+    if name not in POLICIES:
+        raise ValueError(f"the recompute policy must be one of {', '.join(POLICIES)}; got {name!r}.")
+    return name
+
+
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str) -> Tensor:
+    """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it."""
+    if policy == "block":
+        return checkpoint(run, x, use_reentrant=False)
+    kept = [torch.ops.lightning_dilated.attention.default]
+    return checkpoint(run, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
