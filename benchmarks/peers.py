@@ -107,7 +107,9 @@ def main() -> None:
     if args.dense:
         calls["dense"] = lambda causal: Dense()(q, k, v, causal=causal)
     print(f"{pattern}, (1, {args.seq_len}, {args.heads}, {args.head_dim}), {dtype}, {device}\n")
-    print("| op | causal | forward+backward ms | GiB beyond q, k, v, dO | times ours |\n| --- | --- | --- | --- | --- |")
+    print(
+        "| op | causal | forward+backward ms | GiB beyond q, k, v, dO | times ours |\n| --- | --- | --- | --- | --- |"
+    )
     for causal in map(bool, args.causal):
         ours = None
         for name, call in calls.items():

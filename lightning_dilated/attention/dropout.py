@@ -55,8 +55,12 @@ class Dropout:
 
     def state(self, branch: int) -> int:
         """The hash's state after seed and branch, for kernels that go on from there."""
-        start = torch.full((), _START, dtype=torch.int64)
-        return int(_fold(start, self.seed, branch))
+        return int(self.states(branch + 1)[branch])
+
+    def states(self, branches: int) -> Tensor:
+        """`state` of each branch, (branches,) int64."""
+        start = torch.full((), _START, dtype=torch.int64, device="cpu")
+        return _fold(start, self.seed, torch.arange(branches, device="cpu"))
 
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
         """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""

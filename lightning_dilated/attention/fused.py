@@ -8,24 +8,28 @@ Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 from __future__ import annotations
 
 import functools
-import itertools
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
 from lightning_dilated.attention.blockwise import Call, block_backward, block_forward
+from lightning_dilated.attention.entries import entries
+from lightning_dilated.attention.stretches import Stretch, every_block, layout, walk
 from lightning_dilated.attention.views import Span, folds
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks
 
-#: parts of about this many (position, head, feature) triples are held at a time: 131,072 tokens of 12 heads of 64. The
-#: forward holds one tensor where the backward holds three and the engine's workspace, so it may take longer stretches.
+#: Limits of a stretch, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64 and multiples of it.
 HELD = 131072 * 12 * 64
-FORWARD = 4
+#: of the forward, which holds one tensor where the backward holds three and the engine's workspace
+FORWARD = 4 * HELD
+#: of the backward: of branches that have most rows; of the others, whose calls are small and gain by more segments
+DENSE, THIN = HELD, 2 * HELD
+#: a call up to this size is one stretch in the backward
+WHOLE = 2 * HELD
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -45,136 +49,174 @@ def _captured(q: Tensor) -> bool:
     return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass(frozen=True)
-class Stretch:
-    """Positions [start, stop) of a span, and the blocks of narrow segments in it."""
-
-    start: int
-    stop: int
-    blocks: tuple[Block, ...]
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A span's blocks: wide ones first, then stretch by stretch."""
-
-    wide: tuple[Block, ...]
-    stretches: tuple[Stretch, ...]
-
-
-@functools.lru_cache(maxsize=1024)
-def layout(call_key: tuple, part: tuple[int, int], held: int) -> Layout:
-    """Blocks of a span, cut where no narrow segment is; `held` positions a stretch at most, if that can be."""
-    pattern, document, num_heads, num_kv_heads, heads, whole = call_key
-    every = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
-    length = part[1] - part[0]
-    narrow, step = _narrow(pattern, held) if length > held else (frozenset(range(len(pattern.branches))), length)
-    if not narrow or step >= length:
-        return Layout((), (Stretch(0, length, every),))
-    cuts = [0, *range(step - part[0] % step, length, step), length]
-    stretches = []
-    for start, stop in itertools.pairwise(cuts):
-        where = part[0] + start, part[0] + stop
-        found = blocks(pattern, document, num_heads, num_kv_heads, where, heads, whole)
-        inside = tuple(replace(b, first=b.first + start) for b in found if b.branch in narrow)
-        stretches.append(Stretch(start, stop, inside))
-    return Layout(tuple(b for b in every if b.branch not in narrow), tuple(stretches))
-
-
-def _narrow(pattern: DilatedPattern, held: int) -> tuple[frozenset[int], int]:
-    """Branches whose segments all end at multiples of a step of at most `held` positions, and the step."""
-    found, step = set(), 1
-    for i in sorted(range(len(pattern.branches)), key=lambda i: pattern.branches[i].segment_length or math.inf):
-        branch = pattern.branches[i]
-        if branch.segment_length is None or branch.shift or math.lcm(step, branch.segment_length) > held:
-            continue
-        step = math.lcm(step, branch.segment_length)
-        found.add(i)
-    return frozenset(found), step * (held // step)
-
-
-@functools.lru_cache(maxsize=4096)
-def entries(found: tuple[Block, ...], heads: int, kv: bool, device: torch.device, length: int) -> object:
-    """The table of the rows of blocks in `length` positions by output head (kv head with `kv`), see `kernels.combine`."""
-    from lightning_dilated.kernels.combine import COLUMNS, CONFIG, Entries
-
-    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
-    for number, b in enumerate(found):
-        for j in range(b.heads):
-            head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
-            first = b.first + j * b.position_step
-            # one segment may be wider than these positions, and than 32 bits
-            width = b.segment_stride if b.segments > 1 else first + b.rows * b.row_stride
-            rows[head].append((number, j, first, b.segments, width, b.rows, b.row_stride))
-    starts = [0]
-    for of_head in rows:
-        starts.append(starts[-1] + len(of_head))
-    table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, COLUMNS)
-    step = 1
-    for rate in sorted({b.row_stride for b in found}):
-        together = math.lcm(step, rate)
-        step = together if together <= 64 and together * CONFIG[0] <= length else step
-    return Entries(table.to(device), torch.tensor(starts, dtype=torch.int32).to(device), step)
-
-
 def _pieces(
-    call: Call, found: list[Span], q: Tensor, tensors: Sequence[Tensor], limit: int
-) -> Iterator[tuple[Span, Layout]]:
-    """Spans with their layouts; samples one by one where blocks cannot fold them into one axis."""
+    call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], may_own: bool
+) -> tuple[list[tuple[Span, Stretch]], int | None]:
+    """Spans with their stretches, and the branch whose part can be the result (see `_own`)."""
+    own = _own(call, found, tensors) if may_own else None
+    pieces = list(_cut(call, found, tensors, held, own))
+    if own is not None and len(pieces) > 1:
+        return list(_cut(call, found, tensors, held, None)), None
+    return pieces, own
+
+
+def _cut(
+    call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], own: int | None
+) -> Iterator[tuple[Span, Stretch]]:
+    """Spans with their stretches; samples one by one where blocks cannot fold them into one axis."""
+    q = tensors[0]
     for span in found:
         part = span.part or (0, span.length)
         key = call.pattern, span.document, call.num_heads, call.num_kv_heads, call.heads, call.whole
-        held = max(1, limit // (span.batches * q.shape[2] * q.shape[3]))
-        made = layout(key, part, held)
-        every = [*made.wide, *(b for s in made.stretches for b in s.blocks)]
-        if span.batches == 1 or all(folds(span, b, *tensors) for b in every):
+        limits = lambda batches: tuple(max(1, x // (batches * q.shape[2] * q.shape[3])) for x in held)  # noqa: E731
+        made = layout(key, part, limits(span.batches), own)
+        if span.batches == 1 or all(folds(span, b, *tensors) for b in every_block(made)):
             yield span, made
         else:
-            alone = layout(key, part, held * span.batches)
+            alone = layout(key, part, limits(1), own)
             yield from ((replace(span, batch=span.batch + i, batches=1), alone) for i in range(span.batches))
+
+
+def _own(call: Call, found: list[Span], tensors: Sequence[Tensor]) -> int | None:
+    """A branch that has every row of the call in one block, where the engine lays those out as they lie in q."""
+    batch, seq_len, heads, _ = tensors[0].shape
+    if len(found) != 1 or not call.engine.rows_in_place or found[0].batches * found[0].length != batch * seq_len:
+        return None
+    span = found[0]
+    key = call.pattern, span.document, call.num_heads, call.num_kv_heads, span.part, call.heads, call.whole
+    for b in blocks(*key):
+        every = b.segments * b.rows == span.length and b.heads == heads and b.row_stride == 1
+        if every and not b.pads and b.rows >= call.engine.min_rows:
+            return b.branch
+    return None
 
 
 def _where(span: Span, stretch: Stretch) -> tuple[int, int, int, int]:
     return span.batches, stretch.start, stretch.stop, span.start
 
 
-def forward(call: Call, found: list[Span], inputs: list[Tensor], out: Tensor, lse: Tensor) -> None:
-    """Write out (B, N, H, D) and lse (B, H, N) fp32 of the blocks of q, k, v at every position of the spans."""
+def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: Tensor | None, covered: bool) -> Tensor:
+    """The tensor of a result: a part's own memory, where that has every row of every head in place."""
+    if part is not None and part.shape[1] == shape[2] and part.dtype == dtype:
+        rows = part.transpose(1, 2)
+        if rows.is_contiguous():
+            return rows.reshape(shape)
+    return (torch.empty if covered else torch.zeros)(shape, dtype=dtype, device=device)
+
+
+def _covered(found: list[Span], x: Tensor) -> bool:
+    """Whether spans hold every position of a (B, N, ...) tensor."""
+    return sum(span.batches * span.length for span in found) == x.shape[0] * x.shape[1]
+
+
+def _combined(
+    kernel: Callable[..., None], into: tuple[Tensor, ...], parts: list[Tensor], own: int | None, *more: object
+) -> None:
+    """Combine parts into rows of a result; `own` is the number of the part that is its memory already, if it is."""
+    in_place = own is not None and parts[own].data_ptr() == into[0].data_ptr()
+    with kernels.on(into[0].device):
+        kernel(*into, _alike(parts, into[0]), *more, in_place=in_place)
+
+
+def _descend(device: torch.device, made: Stretch, make: Callable, combine: Callable, parts: list) -> None:
+    """`walk` from the blocks of a span's first stretch on, which are made.
+
+    On a GPU the stretches inside take turns on two streams, so that the sums and last waves of one run beside the products
+    of another. They write to no common row; what one allocates is freed before its turn ends.
+    """
+    if device.type != "cuda" or len(made.inner) < 2:
+        walk(replace(made, blocks=()), make, combine, made.blocks, parts)
+        return
+    with torch.cuda.device(device):
+        streams = torch.cuda.current_stream(), _side_stream(device)
+        streams[1].wait_stream(streams[0])
+        try:
+            for i, inner in enumerate(made.inner):
+                with torch.cuda.stream(streams[i % 2]):
+                    walk(inner, make, combine, made.blocks, parts)
+        finally:
+            streams[0].wait_stream(streams[1])
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for good: memory that was freed on a stream is taken again on it only."""
+    return torch.cuda.Stream(device)
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def forward(call: Call, found: list[Span], inputs: list[Tensor], final: bool) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D), in q's dtype if it is `final`, else fp32, and lse (B, H, N) fp32 of the blocks of q, k, v."""
+    q, out = inputs[0], None
+    pieces, own = _pieces(call, found, inputs, (FORWARD, FORWARD), final)
+    dtype, covered = q.dtype if final else torch.float32, _covered(found, q)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    for span, made in pieces:
+        make = functools.partial(block_forward, call, inputs, span)
+        parts, at = [make(b) for b in made.blocks], _number(made.blocks, own)
+        if out is None:
+            out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
+        _descend(q.device, made, make, functools.partial(_merge, own, span, out, lse), parts)
+    return torch.zeros_like(q, dtype=dtype) if out is None else out, lse
+
+
+def _merge(
+    own: int | None, span: Span, out: Tensor, lse: Tensor, stretch: Stretch, of: tuple[Block, ...], parts: list
+) -> None:
+    """Merge parts into the rows of a stretch."""
     from lightning_dilated.kernels.combine import merge_parts
 
-    q = inputs[0]
-    for span, made in _pieces(call, found, q, inputs, FORWARD * HELD):
-        wide = [block_forward(call, inputs, span, b) for b in made.wide]
-        mine = slice(span.batch, span.batch + span.batches)
-        for stretch in made.stretches:
-            parts = wide + [block_forward(call, inputs, span, b) for b in stretch.blocks]
-            table = entries(made.wide + stretch.blocks, q.shape[2], False, q.device, stretch.stop - stretch.start)
-            values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
-            with kernels.on(q.device):
-                merge_parts(out[mine], lse[mine], _alike(values, q), weights, table, _where(span, stretch))
+    table = entries(
+        of, out.shape[2], False, out.device, stretch.start, stretch.stop - stretch.start, _stream(out.device)
+    )
+    mine = slice(span.batch, span.batch + span.batches)
+    values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
+    _combined(merge_parts, (out[mine], lse[mine]), values, _number(of, own), weights, table, _where(span, stretch))
 
 
 def backward(
-    call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor, total: Sequence[Tensor], add: bool = True
+    call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor, total: list[Tensor] | None = None
+) -> list[Tensor]:
+    """dq, dk, dv of the blocks at every position of the spans, in q's dtype, or added to `total`.
+
+    `tensors`: grad, q, k, v and the merged out.
+    """
+    q, add, total = tensors[1], total is not None, total or []
+    whole = q.numel() <= WHOLE
+    pieces, own = _pieces(call, found, tensors, (WHOLE, WHOLE) if whole else (DENSE, THIN), whole and not add)
+    for span, made in pieces:
+        make = functools.partial(block_backward, call, tensors, lse, span)
+        parts, at = [make(b) for b in made.blocks], _number(made.blocks, own)
+        if not total:
+            likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
+            total = [_result(x.shape, x.dtype, x.device, p, _covered(found, q)) for x, p in likes]
+        _descend(q.device, made, make, functools.partial(_sum, own, span, total, add), parts)
+    return total or [torch.zeros_like(x) for x in tensors[1:4]]
+
+
+def _sum(
+    own: int | None, span: Span, total: list[Tensor], add: bool, stretch: Stretch, of: tuple[Block, ...], parts: list
 ) -> None:
-    """Add to (or, without `add`, write) dq, dk, dv at every position of the spans; `tensors`: grad, q, k, v, merged out."""
+    """Sum parts into the rows of a stretch."""
     from lightning_dilated.kernels.combine import sum_parts
 
-    q = tensors[1]
-    for span, made in _pieces(call, found, q, tensors, HELD):
-        wide = [block_backward(call, tensors, lse, span, b) for b in made.wide]
-        mine = slice(span.batch, span.batch + span.batches)
-        for stretch in made.stretches:
-            parts = wide + [block_backward(call, tensors, lse, span, b) for b in stretch.blocks]
-            for i, x in enumerate(total):
-                table = entries(made.wide + stretch.blocks, x.shape[2], i > 0, q.device, stretch.stop - stretch.start)
-                with kernels.on(q.device):
-                    sum_parts(x[mine], _alike([p[i] for p in parts], q), table, _where(span, stretch), add)
+    length, mine = stretch.stop - stretch.start, slice(span.batch, span.batch + span.batches)
+    for i, x in enumerate(total):
+        table = entries(of, x.shape[2], i > 0, x.device, stretch.start, length, _stream(x.device))
+        _combined(sum_parts, (x[mine],), [p[i] for p in parts], _number(of, own), table, _where(span, stretch), add)
 
 
-def _alike(parts: list[Tensor], q: Tensor) -> list[Tensor]:
+def _number(of: tuple[Block, ...], branch: int | None) -> int | None:
+    """Which block is the branch's."""
+    return next((i for i, b in enumerate(of) if b.branch == branch), None)
+
+
+def _alike(parts: list[Tensor], like: Tensor) -> list[Tensor]:
     """Parts of one dtype (the math engine, which serves blocks too small for another, makes fp32), rows in one piece."""
     found = {p.dtype for p in parts}
-    dtype = found.pop() if len(found) == 1 else q.dtype
+    dtype = found.pop() if len(found) == 1 else like.dtype
     parts = [p.to(dtype) for p in parts]
     return [p if p.stride(-1) == 1 and p.data_ptr() % 16 == 0 else p.contiguous().clone() for p in parts]

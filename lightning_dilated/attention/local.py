@@ -8,15 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import fused
+from lightning_dilated.attention import fused, grouped
 from lightning_dilated.attention.blockwise import Call, add_blocks, merge_blocks, suited
 from lightning_dilated.attention.merge import empty_state
 from lightning_dilated.attention.views import Span
-
-
-def _covered(found: list[Span], x: Tensor) -> bool:
-    """Whether spans hold every position of a (B, N, ...) tensor."""
-    return sum(span.batches * span.length for span in found) == x.shape[0] * x.shape[1]
 
 
 def local_forward(
@@ -27,16 +22,14 @@ def local_forward(
     Where nothing is merged into out afterwards (`final`) it may come in q's dtype, else it is fp32 (fp64 for float64).
     """
     q = inputs[0]
+    if (work := grouped.plan(call, found, q)) is not None:
+        return grouped.forward(call, work, suited(call.engine, *inputs), final)
     if not q.numel() or not fused.serves(call.pattern, q):
         out, lse = empty_state(q)
         if q.numel():
             merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
         return out, lse
-    make = torch.empty if _covered(found, q) else torch.zeros
-    out = make(q.shape, dtype=q.dtype if final else torch.float32, device=q.device)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    fused.forward(call, found, suited(call.engine, *inputs), out, lse)
-    return out, lse
+    return fused.forward(call, found, suited(call.engine, *inputs), final)
 
 
 def local_backward(
@@ -45,6 +38,9 @@ def local_backward(
     """Add the blocks' shares to `total` (dq, dk, dv); `tensors` are grad, q, k, v and the merged out."""
     if not tensors[1].numel():
         return
+    if (work := grouped.plan(call, found, tensors[1])) is not None:
+        grouped.backward(call, work, suited(call.engine, *tensors), lse, total)
+        return
     add = fused.backward if fused.serves(call.pattern, tensors[1]) else add_blocks
     add(call, found, suited(call.engine, *tensors), lse, total)
 
@@ -52,12 +48,12 @@ def local_backward(
 def local_gradients(call: Call, found: list[Span], tensors: tuple[Tensor, ...], lse: Tensor) -> list[Tensor]:
     """dq, dk, dv where no other rank adds to them; they may come in the dtype of q, k and v."""
     inputs = tensors[1:4]
+    if (work := grouped.plan(call, found, inputs[0])) is not None:
+        return grouped.backward(call, work, suited(call.engine, *tensors), lse)
     if not fused.serves(call.pattern, inputs[0]):
         total = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in inputs]
         local_backward(call, found, tensors, lse, total)
         return total
-    make = torch.empty if _covered(found, inputs[0]) else torch.zeros
-    total = [make(x.shape, dtype=x.dtype, device=x.device) for x in inputs]
-    if inputs[0].numel():
-        fused.backward(call, found, suited(call.engine, *tensors), lse, total, add=False)
-    return total
+    if not inputs[0].numel():
+        return [torch.zeros_like(x) for x in inputs]
+    return fused.backward(call, found, suited(call.engine, *tensors), lse)

@@ -35,13 +35,13 @@ OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (6
 WIDE = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "n", "tiles"])
 def _delta(
     delta, grad, g_sg, g_sj, g_sn, out, o_sg, o_sj, o_sn, heads, n, tiles,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over D of grad * out, of each row."""
-    g, h, tile = head_of(heads, tiles)
+    g, h, tile = head_of(heads, tiles, tl.program_id(0))
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     a = read(grad + g * g_sg + h * g_sj, i, g_sn, column, n, DIM, BLOCK, False).to(tl.float32)
     b = read(out + g * o_sg + h * o_sj, i, o_sn, column, n, DIM, BLOCK, False).to(tl.float32)
@@ -87,14 +87,14 @@ def _keys_over(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["state", "threshold"])
+@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
 def _backward_keys(
     dk, dv, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
     heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
     CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    g, h, tile = head_of(heads, tiles)
+    g, h, tile = head_of(heads, tiles, tl.program_id(0))
     j, column = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK)
     key = read(k + g * k_sg + h * k_sj, j, k_sn, column, m, DIM, BLOCK, False)
     value = read(v + g * v_sg + h * v_sj, j, v_sn, column, m, DIM, BLOCK, False)
@@ -165,14 +165,14 @@ def _rows_over(
     return dq
 
 
-@triton.jit(do_not_specialize=["state", "threshold"])
+@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
 def _backward_rows(
     dq, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
     heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
     CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    g, h, tile = head_of(heads, tiles)
+    g, h, tile = head_of(heads, tiles, tl.program_id(0))
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     query = read(q + g * q_sg + h * q_sj, i, q_sn, column, n, DIM, BLOCK, False)
     do = read(grad + g * g_sg + h * g_sj, i, g_sn, column, n, DIM, BLOCK, False)

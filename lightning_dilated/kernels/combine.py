@@ -15,134 +15,160 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-#: columns of the table of entries: part, head in it, first position, segments, width, rows, rate
-COLUMNS = 7
-#: output rows of a program, and its warps
-CONFIG = 64, 4
+#: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
+#: neighbouring rows of a program (0 where the rate does not divide the step)
+COLUMNS = 8
+#: output rows of a program, and its warps, of the merge and of the sum; the best of five tried on an H200
+MERGE, SUM = (128, 4), (64, 4)
 
 
 @dataclass(frozen=True)
 class Entries:
     """Where the rows of parts lie.
 
+    A program's rows are of one head and `step` positions apart, so that most parts have all or none of them; such rows are a
+    class, numbered residue * heads + head.
+
     Attributes:
-        table: (entries, COLUMNS) int32, by output head.
-        heads: (heads + 1,) int32, where the entries of each head begin.
-        step: rows of a program are this many positions apart: a multiple of most rates, so a part has all or none of them.
+        table: (entries, COLUMNS) int32, by class.
+        classes: (heads * step + 1,) int32, where the entries of each class begin.
+        several: the classes with more than one entry, (n,) int32.
+        every: all classes, (heads * step,) int32.
+        step: positions between the rows of a class.
     """
 
     table: Tensor
-    heads: Tensor
+    classes: Tensor
+    several: Tensor
+    every: Tensor
     step: int
 
 
 @triton.jit
-def _positions(num_heads, start, stop, step, TOKENS: tl.constexpr):
-    """(head, first position of this program, which of its positions are in the range); heads of a tile are neighbours."""
-    head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
-    first = start + tile // step * (step * TOKENS) + tile % step
-    return head, first, first + step * tl.arange(0, TOKENS) < stop
+def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.constexpr):
+    """(head, first position, how many of its rows are in the range, its first entry, its last) of this program."""
+    of = tl.load(order + tl.program_id(0) % count)
+    first = start + tl.program_id(0) // count * (step * TOKENS) + of // num_heads
+    low, high = tl.load(classes + of), tl.load(classes + of + 1)
+    return of % num_heads, first, tl.cdiv(stop - first, step), low, high
 
 
 @triton.jit
-def _locate(entries, e, first, inside, step, TOKENS: tl.constexpr):
-    """(part, head in it, segments, rows, which of them exist, whether any can) of an entry at a program's positions.
+def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
+    """(part, head in it, segment, row, more segments of each row, more rows of each, which exist) of an entry.
 
     Within one segment, at a step that the rate divides, rows are as many apart each: no division by row.
     """
-    at = entries + e * 7
+    at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
-    rows, rate = tl.load(at + 5), tl.load(at + 6)
-    x = first - start
-    t = tl.arange(0, TOKENS)
-    segment = tl.where(x >= 0, x, 0) // width
+    rows, rate, apart = tl.load(at + 5), tl.load(at + 6), tl.load(at + 7)
+    x, t = first - start, tl.arange(0, TOKENS)
+    segment = tl.maximum(x, 0) // width
     rest = x - segment * width
-    row = tl.where(x >= 0, rest, 0) // rate
-    per = step // rate
-    there = inside
-    segment_of = tl.full([TOKENS], 0, tl.int32) + segment
-    row_of = row + per * t
-    some = True
-    if (x >= 0) & (per * rate == step) & (rest + step * (TOKENS - 1) < width):
-        some = (row * rate == rest) & (segment < segments)
-        there = inside & (row_of < rows)
+    row = rest // rate
+    more, of_row = t * 0, t * apart
+    there = t < 0
+    if (x >= 0) & (apart > 0) & (rest + step * (TOKENS - 1) < width):
+        if segment < segments:
+            there = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
     else:
         at_x = x + step * t
-        near = tl.where(at_x >= 0, at_x, 0)
-        segment_of = near // width
-        left = near - segment_of * width
-        row_of = left // rate
-        there = inside & (at_x >= 0) & (segment_of < segments) & (row_of * rate == left) & (row_of < rows)
-    return tl.load(at), tl.load(at + 1), segment_of, row_of, there, some
+        near = tl.maximum(at_x, 0)
+        of_segment = near // width
+        left = near - of_segment * width
+        more, of_row = of_segment - segment, left // rate - row
+        fits = (of_segment < segments) & (left % rate == 0) & (left // rate < rows)
+        there = (t < inside) & (at_x >= 0) & fits
+    return tl.load(at), tl.load(at + 1), segment + sample * segments, row, more, of_row, there
 
 
 @triton.jit
-def _rows(at, segment, j, row, there, column, PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr):
+def _rows(
+    at, segment, j, row, more, of_row, there, column,
+    PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """(TOKENS, BLOCK) fp32 rows of a part; the compiler is told what their addresses are multiples of."""
     values = tl.multiple_of(tl.load(at).to(tl.pointer_type(PART)), 16)
     by_segment = tl.multiple_of(tl.load(at + 1), ALIGN)
     by_head = tl.multiple_of(tl.load(at + 2), ALIGN)
     by_row = tl.multiple_of(tl.load(at + 3), ALIGN)
-    values += j * by_head + column[None, :] + (segment.to(tl.int64) * by_segment + row.to(tl.int64) * by_row)[:, None]
+    values += segment * by_segment + j * by_head + row * by_row
+    values = values + (more * by_segment + of_row * by_row)[:, None] + column[None, :]
+    if DIM == BLOCK:
+        return tl.load(values, mask=there[:, None], other=0.0).to(tl.float32)
     return tl.load(values, mask=there[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS: tl.constexpr):
+    """Addresses of a program's output rows."""
+    out += sample.to(tl.int64) * out_sb + head.to(tl.int64) * out_sh + (first + origin).to(tl.int64) * out_sn
+    return out + (tl.arange(0, TOKENS) * (step * out_sn))[:, None] + column[None, :]
 
 
 @triton.jit(do_not_specialize=["start", "stop", "origin"])
 def _merge(
     out, out_sb, out_sn, out_sh,
     lse, lse_sb, lse_sn, lse_sh,
-    parts, entries, heads, num_heads, start, stop, step, origin,
-    PART: tl.constexpr, ALIGN: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    parts, entries, classes, order, count, num_heads, start, stop, step, origin,
+    PART: tl.constexpr, ALIGN: tl.constexpr, IN_PLACE: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head, first, inside = _positions(num_heads, start, stop, step, TOKENS)
-    sample, column = tl.program_id(1), tl.arange(0, BLOCK)
+    head, first, inside, low, high = _program(order, classes, count, num_heads, start, stop, step, TOKENS)
+    sample, column, t = tl.program_id(1), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
+    written = inside
+    if IN_PLACE:  # a row that only `out` itself has is done, but for its log-sum-exp
+        written = inside * (high - low > 1)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
-    for e in range(tl.load(heads + head), tl.load(heads + head + 1)):
-        part, j, segment, row, there, some = _locate(entries, e, first, inside, step, TOKENS)
-        if some:
-            at = parts + part * 8
-            segment += sample * tl.load(entries + e * 7 + 3)
-            theirs = tl.load(at + 4).to(tl.pointer_type(tl.float32)) + j * tl.load(at + 6)
-            theirs += segment.to(tl.int64) * tl.load(at + 5) + row.to(tl.int64) * tl.load(at + 7)
-            weight = tl.load(theirs, mask=there, other=float("-inf"))
-            value = _rows(at, segment, j, row, there, column, PART, ALIGN, DIM)
-            high = tl.maximum(most, weight)
-            finite = tl.where(high == float("-inf"), 0.0, high)
-            before, now = tl.exp(most - finite), tl.exp(weight - finite)
-            acc = acc * before[:, None] + value * now[:, None]
-            total = total * before + now
-            most = high
+    for e in range(low, high):
+        part, j, segment, row, more, of_row, there = _locate(entries, e, sample, first, inside, step, TOKENS)
+        at = parts + part * 8
+        by_segment, by_row = tl.load(at + 5), tl.load(at + 7)
+        theirs = (
+            tl.load(at + 4).to(tl.pointer_type(tl.float32)) + segment * by_segment + j * tl.load(at + 6) + row * by_row
+        )
+        weight = tl.load(theirs + more * by_segment + of_row * by_row, mask=there, other=float("-inf"))
+        value = _rows(at, segment, j, row, more, of_row, there & (t < written), column, PART, ALIGN, DIM, BLOCK)
+        top = tl.maximum(most, weight)
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        before, now = tl.exp(most - finite), tl.exp(weight - finite)
+        acc = acc * before[:, None] + value * now[:, None]
+        total = total * before + now
+        most = top
     known = total != 0  # a NaN is to show
-    acc = acc / tl.where(known, total, 1.0)[:, None]
-    target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
-    tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
-    found = tl.where(known, most + tl.log(tl.where(known, total, 1.0)), float("-inf"))
-    tl.store(lse + sample.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + target * lse_sn, found, mask=inside)
+    share = 1 / tl.where(known, total, 1.0)
+    acc = acc * share[:, None]
+    to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
+    mask = (t < written)[:, None]
+    if DIM != BLOCK:
+        mask = mask & (column < DIM)[None, :]
+    tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
+    found = tl.where(known, most - tl.log(share), float("-inf"))
+    lse += sample.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + (first + origin).to(tl.int64) * lse_sn
+    tl.store(lse + t * (step * lse_sn), found, mask=t < inside)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "origin"])
 def _sum(
     out, out_sb, out_sn, out_sh,
-    parts, entries, heads, num_heads, start, stop, step, origin,
+    parts, entries, classes, order, count, num_heads, start, stop, step, origin,
     PART: tl.constexpr, ALIGN: tl.constexpr, ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    head, first, inside = _positions(num_heads, start, stop, step, TOKENS)
+    head, first, inside, low, high = _program(order, classes, count, num_heads, start, stop, step, TOKENS)
     sample, column = tl.program_id(1), tl.arange(0, BLOCK)
-    target = (first + origin + step * tl.arange(0, TOKENS)).to(tl.int64)
-    to = out + sample.to(tl.int64) * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
-    mask = inside[:, None] & (column < DIM)[None, :]
+    to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
+    mask = (tl.arange(0, TOKENS) < inside)[:, None]
+    if DIM != BLOCK:
+        mask = mask & (column < DIM)[None, :]
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    for e in range(tl.load(heads + head), tl.load(heads + head + 1)):
-        part, j, segment, row, there, some = _locate(entries, e, first, inside, step, TOKENS)
-        if some:
-            segment += sample * tl.load(entries + e * 7 + 3)
-            acc += _rows(parts + part * 8, segment, j, row, there, column, PART, ALIGN, DIM)
+    for e in range(low, high):
+        part, j, segment, row, more, of_row, there = _locate(entries, e, sample, first, inside, step, TOKENS)
+        acc += _rows(parts + part * 8, segment, j, row, more, of_row, there, column, PART, ALIGN, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -162,16 +188,19 @@ def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch
 
 
 def _launch(
-    kernel, out: Tensor, between: tuple, parts: Sequence[Tensor], weights, entries: Entries, span, options
-) -> None:
+    kernel, config: tuple[int, int], out: Tensor, between: tuple, parts: Sequence[Tensor], weights: Sequence[Tensor],
+    entries: Entries, order: Tensor, span: tuple[int, int, int, int], options: dict[str, bool],
+) -> None:  # fmt: skip
     samples, start, stop, origin = span
-    tokens, warps = CONFIG
-    tiles = -(-(stop - start) // (tokens * entries.step)) * entries.step
+    tokens, warps = config
+    tiles, count = triton.cdiv(stop - start, tokens * entries.step), order.shape[0]
+    if not count:
+        return
     dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
     align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
-    kernel[(out.shape[2] * tiles, samples)](
-        out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.heads,
-        out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
+    kernel[(count * tiles, samples)](
+        out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.classes, order,
+        count, out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
         BLOCK=triton.next_power_of_2(dim), num_warps=warps, **options,
     )  # fmt: skip
 
@@ -183,6 +212,7 @@ def merge_parts(
     weights: Sequence[Tensor],
     entries: Entries,
     span: tuple[int, int, int, int],
+    in_place: bool = False,
 ) -> None:
     """Write the merge of parts to rows of out and lse; 0 and -inf where no part has a row.
 
@@ -193,13 +223,20 @@ def merge_parts(
         weights: their log-sum-exp, (G, J, n) fp32 each.
         entries: where their rows lie.
         span: (samples, start, stop, origin): positions start..stop are written, to rows origin + position.
+        in_place: one part has every row, and its memory is `out` itself; rows that no other part has stay as they are.
     """
     between = lse, lse.stride(0), lse.stride(2), lse.stride(1)
-    _launch(_merge, out, between, parts, weights, entries, span, {})
+    _launch(_merge, MERGE, out, between, parts, weights, entries, entries.every, span, {"IN_PLACE": in_place})
 
 
 def sum_parts(
-    out: Tensor, parts: Sequence[Tensor], entries: Entries, span: tuple[int, int, int, int], add: bool = False
+    out: Tensor,
+    parts: Sequence[Tensor],
+    entries: Entries,
+    span: tuple[int, int, int, int],
+    add: bool = False,
+    in_place: bool = False,
 ) -> None:
     """Write the sum of parts to rows of out (with `add`, add it to them); arguments as in `merge_parts`."""
-    _launch(_sum, out, (), parts, (), entries, span, {"ADD": add})
+    order = entries.several if in_place else entries.every
+    _launch(_sum, SUM, out, (), parts, (), entries, order, span, {"ADD": add})

@@ -5,6 +5,8 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import triton
 import triton.language as tl
@@ -18,11 +20,13 @@ from lightning_dilated.kernels.tiles import (
     dropping,
     fold,
     head_of,
+    hilbert,
     precision,
     read,
     row_state_of,
 )
 
+TileOrder = Literal["linear", "hilbert", "sawtooth"]
 #: (query rows, key rows, warps, stages) by columns of a tile, 16-bit types; 64 and 128 are the best of six tried on an H200
 CONFIGS = {16: (128, 64, 4, 3), 32: (128, 64, 4, 3), 64: (64, 64, 4, 3), 128: (128, 64, 8, 3), 256: (64, 32, 4, 2)}
 #: for float32, whose exact products take more registers and shared memory
@@ -33,11 +37,14 @@ WIDE = {16: (64, 32, 4, 2), 32: (64, 32, 4, 2), 64: (64, 32, 4, 2), 128: (32, 32
 def _forward_over(
     acc, most, total, q, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
-    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, turned=False,
 ):  # fmt: skip
-    """The online softmax over keys low..high; with EDGE some of them may be masked."""
+    """The online softmax over keys low..high (`turned`: from the last tile to the first); with EDGE some may be masked."""
     column = tl.arange(0, BLOCK)
-    for first in tl.range(low, high, KEYS):
+    for step in tl.range(low, high, KEYS):
+        first = step
+        if turned:
+            first = low + high - KEYS - step
         j = first + tl.arange(0, KEYS)
         key = read(k, j, k_sn, column, m, DIM, BLOCK, not EDGE)
         score = tl.dot(q, tl.trans(key), input_precision=PRECISION) * scale
@@ -60,14 +67,17 @@ def _forward_over(
     return acc, most, total
 
 
-@triton.jit(do_not_specialize=["state", "threshold"])
+@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
 def _forward(
     out, lse, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn,
-    heads, n, m, tiles, scale, state, threshold, keep, sample, head, queries, keys,
+    heads, n, m, tiles, order, scale, state, threshold, keep, sample, head, queries, keys,
     CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
 ):  # fmt: skip
-    g, h, tile = head_of(heads, tiles)
+    pid = tl.program_id(0)
+    if ORDER == "hilbert":
+        pid = tl.load(order + pid)
+    g, h, tile = head_of(heads, tiles, pid)
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     query = read(q + g * q_sg + h * q_sj, i, q_sn, column, n, DIM, BLOCK, False)
     k += g * k_sg + h * k_sj
@@ -85,9 +95,12 @@ def _forward(
     if CAUSAL:
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
+    turned = False
+    if ORDER == "sawtooth":
+        turned = tile % 2 == 1
     acc, most, total = _forward_over(
         acc, most, total, query, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold,
-        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK, turned,
     )  # fmt: skip
     acc, most, total = _forward_over(
         acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold,
@@ -101,11 +114,19 @@ def _forward(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Drop | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    drop: Drop | None = None,
+    tile_order: TileOrder = "linear",
 ) -> tuple[Tensor, Tensor]:
     """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
 
-    Any strides, but 1 along D. The log-sum-exp is that without dropout.
+    Any strides, but 1 along D. The log-sum-exp is that without dropout. `tile_order`: programs run head by head and tile by
+    tile ("linear"); along Hilbert curves over heads and tiles ("hilbert"), to the same bits; or every second tile takes its
+    keys from the last to the first ("sawtooth", arXiv 2601.16032), to the same result but for rounding.
     """
     groups, heads, n, dim = q.shape
     block = block_dim(dim)
@@ -115,7 +136,8 @@ def forward(
     tiles = triton.cdiv(n, rows)
     _forward[(groups * heads * tiles,)](
         out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], heads, n, k.shape[2], tiles,
-        scale * LOG2E.value, **dropping(drop, q), CAUSAL=causal, PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim,
-        BLOCK=block, num_warps=warps, num_stages=stages,
+        hilbert(groups * heads, tiles, q.device) if tile_order == "hilbert" else q, scale * LOG2E.value,
+        **dropping(drop, q), CAUSAL=causal, PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block,
+        ORDER=tile_order, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse

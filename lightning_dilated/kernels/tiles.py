@@ -5,6 +5,7 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -62,9 +63,8 @@ def row_state_of(state, sample, head, queries, at, i, n):
 
 
 @triton.jit
-def head_of(heads, tiles):
-    """(group, head, tile) of a program; tiles of a head are neighbours."""
-    pid = tl.program_id(0)
+def head_of(heads, tiles, pid):
+    """(group, head, tile) of program `pid`; tiles of a head are neighbours."""
     return (pid // tiles // heads).to(tl.int64), (pid // tiles % heads).to(tl.int64), pid % tiles
 
 
@@ -79,6 +79,23 @@ def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, 
     if DIM == BLOCK:
         return tl.load(at, mask=(i < rows)[:, None], other=0.0)
     return tl.load(at, mask=(i < rows)[:, None] & (column < DIM)[None, :], other=0.0)
+
+
+@functools.lru_cache(maxsize=64)
+def hilbert(heads: int, tiles: int, device: torch.device) -> Tensor:
+    """(heads * tiles,) int32: programs head * tiles + tile along Hilbert curves over squares of as many heads as tiles."""
+    side = triton.next_power_of_2(tiles)
+    curve = torch.arange(side * side)
+    x, y, rest, width = torch.zeros_like(curve), torch.zeros_like(curve), curve, 1
+    while width < side:
+        right, up = rest // 2 % 2, (rest ^ rest // 2) % 2
+        turned, mirrored = up == 0, (up == 0) & (right == 1)
+        x, y = torch.where(mirrored, width - 1 - x, x), torch.where(mirrored, width - 1 - y, y)
+        x, y = torch.where(turned, y, x) + width * right, torch.where(turned, x, y) + width * up
+        rest, width = rest // 4, width * 2
+    first = torch.arange(0, heads, side)[:, None]
+    order = torch.where((first + x < heads) & (y < tiles), (first + x) * tiles + y, -1).flatten()
+    return order[order >= 0].to(torch.int32).to(device)
 
 
 def dropping(drop: Drop | None, q: Tensor) -> dict[str, object]:

@@ -56,19 +56,15 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int, options: BlockOptions) -> None:
         super().__init__()
-        self.gated = options.ffn == "swiglu"
-        self.fc1 = nn.Linear(dim, 2 * hidden if self.gated else hidden, bias=options.bias)
+        # of its own rather than half of fc1: the gradient of a chunk is one more pass over the widest activation
+        self.gate = nn.Linear(dim, hidden, bias=options.bias) if options.ffn == "swiglu" else None
+        self.fc1 = nn.Linear(dim, hidden, bias=options.bias)
         self.norm = nn.LayerNorm(hidden) if options.sub_layernorm else nn.Identity()
         self.fc2 = nn.Linear(hidden, dim, bias=options.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, N, E) to (B, N, E)."""
-        x = self.fc1(x)
-        if self.gated:
-            gate, x = x.chunk(2, -1)
-            x = nn.functional.silu(gate) * x
-        else:
-            x = nn.functional.gelu(x)
+        x = nn.functional.gelu(self.fc1(x)) if self.gate is None else nn.functional.silu(self.gate(x)) * self.fc1(x)
         return self.fc2(self.norm(x))
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import dilated_attention, engines
 from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.engines import math as math_engine
 from lightning_dilated.attention.engines.base import unsupported
@@ -24,7 +24,11 @@ PATTERN = DilatedPattern.longnet([8, 24], [1, 3])
 
 
 def test_the_table():
-    assert set(ENGINES) == {"cudnn", "flash", "cpu_flash", "triton", "math"} and CPU_ENGINES == ["cpu_flash", "math"]
+    orders = {f"triton:{order}" for order in ("linear", "hilbert", "sawtooth")}
+    assert set(ENGINES) == {"cudnn", "flash", "cpu_flash", "triton", "math"} | orders and CPU_ENGINES == [
+        "cpu_flash",
+        "math",
+    ]
     assert all(ENGINES[name].name == name for name in ENGINES)
     assert engine_names() == [*FAMILIES, *ENGINES]
     assert all(name in ENGINES for family in FAMILIES.values() for name in family)
@@ -126,8 +130,31 @@ def test_auto_follows_the_request(monkeypatch):
     assert math.forward and math.backward and not flash.tensors
 
 
+def test_another_flash_attention_goes_first(monkeypatch):
+    """Only where a user has activated one in torch, and only in families."""
+    request = Request(CUDA, torch.bfloat16, 64)
+    for name in ("cudnn", "flash"):
+        monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
+    assert choose("auto", request).name == choose("sdpa", request).name == "cudnn"
+    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: "FA3", raising=False)
+    assert choose("auto", request).name == choose("sdpa", request).name == "flash"
+    assert (
+        choose("cudnn", request).name == "cudnn" and choose("auto", Request(CPU, torch.float32, 8)).name == "cpu_flash"
+    )
+
+
+def test_auto_is_logged_once(caplog):
+    engines._say.cache_clear()
+    with caplog.at_level("INFO", "lightning_dilated.attention.engines"):
+        for _ in range(3):
+            choose("auto", Request(CPU, torch.float32, 24))
+            choose("math", Request(CPU, torch.float32, 24))
+        choose("auto", Request(CPU, torch.float64, 24))
+    assert [("float32" in m, "float64" in m, "cpu_flash" in m) for m in caplog.messages] == [(1, 0, 1), (0, 1, 1)]
+
+
 def test_unknown_engine():
-    with pytest.raises(ValueError, match=r"engine must be one of sdpa, auto, .*math; got 'triton2'"):
+    with pytest.raises(ValueError, match=r"engine must be one of sdpa, auto, .*math.*; got 'triton2'"):
         choose("triton2", Request(CPU, torch.float32, 64))
 
 

@@ -219,12 +219,12 @@ def test_dropout_mask_is_the_cpus():
 
 
 @pytest.mark.parametrize("engine", ["cudnn", "flash", "math"])
-def test_ten_branches_peak_like_one(engine):
+def test_ten_branches_peak_like_three(engine):
     peaks = {}
-    for branches in (1, 10):
+    for branches in (3, 10):  # one or two would be held and combined at once
         q, k, v = (torch.randn(1, 16384, 4, 64, device="cuda", dtype=torch.bfloat16).requires_grad_() for _ in "qkv")
         pattern = DilatedPattern([(512 + i, 1) for i in range(branches)])
         torch.cuda.reset_peak_memory_stats()
         dilated_attention(q, k, v, pattern, engine=engine).sum().backward()
         peaks[branches] = torch.cuda.max_memory_allocated()
-    assert peaks[10] < peaks[1] + (4 << 20), peaks
+    assert peaks[10] < peaks[3] + (4 << 20), peaks

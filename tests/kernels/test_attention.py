@@ -30,6 +30,55 @@ def test_random(interpreter, number, examples):
     interpreter.run(1, random_calls, number, examples)
 
 
+def pipelined_calls(rank, group, number, examples):
+    """The forward for Hopper over random views, against a softmax in float64."""
+    from lightning_dilated.kernels import pipelined
+
+    torch.use_deterministic_algorithms(True)
+    chosen, made = random.Random(number), torch.Generator().manual_seed(number)
+    for _ in range(examples):
+        causal, dim, rate = chosen.random() < 0.5, chosen.choice([8, 16, 24, 48]), chosen.choice([1, 2, 3])
+        groups, heads, n = chosen.randint(1, 3), chosen.randint(1, 2), chosen.randint(1, 100)
+        m = n if causal else chosen.randint(1, 100)
+        pipelined.CONFIGS = dict.fromkeys(pipelined.CONFIGS, (chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 2))
+        views = []
+        for rows in (n, m, m):
+            x = torch.randn(groups * rows * rate + rate, heads, dim, generator=made).half()
+            strides = rows * rate * heads * dim, dim, rate * heads * dim, 1
+            views.append(x.as_strided((groups, heads, rows, dim), strides, heads * dim * chosen.randrange(rate)))
+        assert pipelined.serves(*views, 0.3)
+        out, lse = pipelined.forward(*views, causal, 0.3)
+        scores = views[0].double() @ views[1].double().transpose(-1, -2) * 0.3
+        scores = scores.masked_fill(torch.ones(n, m, dtype=torch.bool).triu(1), -torch.inf) if causal else scores
+        torch.testing.assert_close(out.double(), scores.softmax(-1) @ views[2].double(), atol=4e-3, rtol=4e-3)
+        torch.testing.assert_close(lse.double(), scores.logsumexp(-1), atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 100, marks=pytest.mark.slow)])
+def test_pipelined(interpreter, number, examples):
+    interpreter.run(1, pipelined_calls, number, examples)
+
+
+def test_what_is_not_pipelined():
+    from lightning_dilated.kernels import pipelined
+
+    q = torch.zeros(2, 2, 8, 16, dtype=torch.float16)
+    odd = torch.zeros(2, 2, 8, 17, dtype=torch.float16)[..., :16]
+    wide = torch.zeros(2, 2, 8, 136, dtype=torch.float16)
+    assert pipelined.serves(q, q, q, 0.1)
+    for x, scale in (
+        (q, 0.0),
+        (q, -1.0),
+        (q, 1e-45),
+        (q.float(), 0.1),
+        (odd, 0.1),
+        (wide, 0.1),
+        (q.flatten()[1:-15].view(1, 1, -1, 16), 0.1),
+    ):
+        assert not pipelined.serves(x, x, x, scale)
+    assert not pipelined.serves(q, q[:, :1].expand(-1, 2, -1, -1), q, 0.1)  # a stride of 0
+
+
 def one_call(rank, group, case, dtype, dropout):
     """{name: (error, allowed)} against the math engine in float32, which is tested by itself."""
     q, k, v, grad = case.tensors(dtype)
@@ -59,6 +108,32 @@ def test_dtypes(interpreter, dtype, causal):
 def test_dropout(interpreter, causal):
     """The mask is that of every other engine: a hash of branch, head and global positions."""
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, lengths=(150, 70)), torch.float32, 0.4)
+
+
+def tile_orders(rank, group):
+    """out of each order of tiles, for rows of several tiles of keys."""
+    from lightning_dilated.kernels import forward
+
+    forward.WIDE = dict.fromkeys(forward.WIDE, (16, 16, 4, 1))
+    q, k, v, _ = LONGER.tensors(torch.float32)
+    return [LONGER.run(q, k, v, engine=f"triton:{order}").detach() for order in ("linear", "hilbert", "sawtooth")]
+
+
+def test_tile_orders(interpreter):
+    linear, hilbert, sawtooth = interpreter.run(1, tile_orders)[0]
+    assert torch.equal(linear, hilbert) and not torch.equal(linear, sawtooth)
+    torch.testing.assert_close(linear, sawtooth)
+
+
+@pytest.mark.parametrize("heads, tiles", [(1, 1), (5, 3), (12, 8), (7, 32)])
+def test_hilbert_curves_have_every_tile_once(heads, tiles):
+    from lightning_dilated.kernels.tiles import hilbert
+
+    order = hilbert(heads, tiles, torch.device("cpu"))
+    assert order.sort().values.tolist() == list(range(heads * tiles))
+    if (heads, tiles) == (12, 8):  # neighbours on a curve are neighbours
+        apart = torch.stack([order[:64] // 8, order[:64] % 8]).diff().abs().sum(0)
+        assert (apart == 1).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])

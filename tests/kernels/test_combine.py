@@ -1,6 +1,7 @@
 """The branches' parts combined by Triton, in its interpreter: the op against the oracle, with every stretch length."""
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import Branch, DilatedPattern, dilated_attention
-from lightning_dilated.attention import fused
+from lightning_dilated.attention import fused, stretches
+from lightning_dilated.attention.entries import entries
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.pattern.rows import blocks
 from lightning_dilated.sequence import SequenceGroup
@@ -36,35 +38,58 @@ def drawn(chosen):
     )  # fmt: skip
 
 
+def hold(*sizes):
+    """Set the limits of stretches: the forward's, the backward's of dense and of thin branches, and of calls left whole."""
+    fused.FORWARD, fused.DENSE, fused.THIN, fused.WHOLE = sizes
+
+
+def leaves(stretch):
+    """Where parts are combined."""
+    return [stretch] if not stretch.inner else [leaf for inner in stretch.inner for leaf in leaves(inner)]
+
+
 def random_calls(rank, group, number, examples):
-    """How many of the random calls took the kernels, and the most stretches; memory that nobody wrote is NaN."""
+    """How many of the random calls took the kernels, how many results were a part's memory, and the most stretches.
+
+    Memory that nobody wrote is NaN.
+    """
     from lightning_dilated.kernels import combine
 
     torch.use_deterministic_algorithms(True)  # fills what torch.empty makes
-    chosen, taken, stretches, real = random.Random(number), [], [], fused.layout
+    chosen, taken, cut, real, result, in_place = random.Random(number), [], [], fused.layout, fused._result, []
 
     def layout(*args):
-        stretches.append(len(real(*args).stretches))
+        cut.append(len(leaves(real(*args))))
         return real(*args)
 
-    fused.layout = layout
-    for _ in range(examples):
-        case, combine.CONFIG = drawn(chosen), (chosen.choice([8, 16, 64]), 4)
-        fused.HELD = chosen.choice([3, 8, 20, 10**6]) * case.batch * case.heads * case.head_dim
+    def counted(*args):
+        found = result(*args)
+        in_place.append(args[3] is not None and found.data_ptr() == args[3].data_ptr())
+        return found
+
+    fused.layout, fused._result = layout, counted
+    for i in range(examples):
+        case, combine.MERGE, combine.SUM = drawn(chosen), *((chosen.choice([8, 16, 64]), 4) for _ in range(2))
+        if i % 3 == 0:  # a branch with every row
+            pattern = replace(case.pattern, branches=(Branch(8, 1), *case.pattern.branches[:2]))
+            whole = {"seq_len": (case.seq_len + 7) // 8 * 8, "kv_heads": case.heads, "lengths": None, "documents": None}
+            case = replace(case, pattern=pattern, **whole)
+        unit = case.batch * case.heads * case.head_dim
+        hold(*(chosen.choice([3, 8, 20, 10**6]) * unit for _ in range(4)))
         taken.append(fused.serves(case.pattern, case.tensors(torch.float32)[0]))
-        check(case, "math", torch.float32, 1e-5)
-    return sum(taken), max(stretches)
+        check(case, chosen.choice(["math", "auto"]), torch.float32, 1e-5)
+    return sum(taken), sum(in_place), max(cut)
 
 
 @pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 150, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
-    taken, stretches = interpreter.run(1, random_calls, number, examples)[0]
-    assert taken > examples // 2 and stretches > 2
+    taken, in_place, cut = interpreter.run(1, random_calls, number, examples)[0]
+    assert taken > examples // 2 and in_place and cut > 2
 
 
 def attended(rank, group, n):
     """Zero pads that take softmax mass, in stretches."""
-    fused.HELD = 8 * 4 * 8
+    hold(*[8 * 4 * 8] * 4)
     pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
     case = Case(pattern, 1, n, 4, 4, 8)
     assert case.counts()[1].any()
@@ -89,7 +114,7 @@ def on_ranks(rank, group, exchange, causal):
     sequence = SequenceGroup(group, exchange=exchange)
     mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
     q, k, v = (x[:, mine].requires_grad_() for x in full[:3])
-    fused.HELD = 8 * 4 * 8
+    hold(*[8 * 4 * 8] * 4)
     out = dilated_attention(q, k, v, pattern, causal=causal, engine="math", sequence=sequence)
     got = [out, *torch.autograd.grad(out, (q, k, v), full[3][:, mine])]
     sequence.close()
@@ -101,6 +126,19 @@ def on_ranks(rank, group, exchange, causal):
 @pytest.mark.parametrize("exchange", ["gather", "switch", "ring"])
 def test_on_two_ranks(interpreter, exchange, causal):
     assert max(interpreter.run(2, on_ranks, exchange, causal)) < 1e-5
+
+
+def samples_apart(rank, group):
+    """Samples that one branch's blocks fold into one axis, and another's (with a short last segment) do not."""
+    torch.use_deterministic_algorithms(True)
+    case = Case(DilatedPattern([(8, 1), (16, 2)]), 2, 40, 2, 2, 8)
+    check(case, "auto", torch.float32, 1e-5)
+    hold(*[8 * 2 * 8] * 4)
+    check(case, "auto", torch.float32, 1e-5)
+
+
+def test_samples_apart(interpreter):
+    interpreter.run(1, samples_apart)
 
 
 def with_nan(rank, group):
@@ -121,7 +159,7 @@ def test_a_nan_shows(interpreter):
 def test_segments_wider_than_32_bits():
     """A shard of a longer document: its one segment is as wide as the document."""
     part = blocks(DilatedPattern([(None, 3)]), 2**31, 2, 2, (5, 105))
-    table = fused.entries(part, 2, False, torch.device("cpu"), 100).table
+    table = entries(part, 2, False, torch.device("cpu"), 0, 100).table
     assert (table[:, 4] <= 105).all() and (table[:, 4] >= table[:, 2] + (table[:, 5] - 1) * 3 + 1 - table[:, 2]).all()
 
 
@@ -144,21 +182,45 @@ def test_narrow_types(interpreter, dtype, rounding):
         assert worst <= 4 * rounding * largest
 
 
-@given(patterns(4, 4), st.integers(1, 80), st.integers(1, 90), st.booleans())
+@given(
+    patterns(4, 4),
+    st.integers(1, 80),
+    st.integers(1, 90),
+    st.integers(1, 90),
+    st.booleans(),
+    st.integers(0, 3) | st.none(),
+)
 @settings(max_examples=200)
-def test_layout_has_every_row_once(pattern, seq_len, held, part):
-    """Stretches and wide segments together have the rows of the undivided blocks, each once."""
+def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
+    """Stretches have the rows of the undivided blocks, each once, and within their positions."""
     of = (seq_len // 3, seq_len) if part else (0, seq_len)
     key = pattern, seq_len, 4, 4, (0, 4), False
-    made = fused.layout(key, of, held)
-    assert [s.start for s in made.stretches] + [of[1] - of[0]] == [0] + [s.stop for s in made.stretches]
-    got = [row for b in made.wide for row in rows_of(b)]
-    for stretch in made.stretches:
-        inside = [row for b in stretch.blocks for row in rows_of(b)]
-        assert all(stretch.start <= p < stretch.stop for *_, p in inside)
-        got += inside
+    made = stretches.layout(key, of, (dense, thin), own)
+    ends = leaves(made)
+    assert [s.start for s in ends] + [of[1] - of[0]] == [0] + [s.stop for s in ends]
+    got = []
+
+    def look(stretch):
+        rows = [row for b in stretch.blocks for row in rows_of(b)]
+        assert all(stretch.start <= p < stretch.stop for *_, p in rows)
+        got.extend(rows)
+        for inner in stretch.inner:
+            look(inner)
+
+    look(made)
     want = [row for b in blocks(pattern, seq_len, 4, 4, of) for row in rows_of(b)]
     assert sorted(got) == sorted(want)
+
+
+def test_layout_of_the_paper():
+    """Dense branches in short stretches within longer ones of thin branches; wide segments for the whole."""
+    pattern = DilatedPattern.geometric(2048, 2**17)
+    made = stretches.layout((pattern, 2**17, 4, 4, (0, 4), False), (0, 2**17), (2**12, 2**14))
+    assert {b.branch for b in made.blocks} == {4, 5, 6} and [s.stop for s in made.inner] == [
+        2**14 * i for i in range(1, 9)
+    ]
+    assert all({b.branch for b in s.blocks} == {1, 2, 3} for s in made.inner)
+    assert all(s.stop - s.start == 2**12 and {b.branch for b in s.blocks} == {0} for s in leaves(made))
 
 
 def rows_of(b):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from lightning_dilated.attention import op
 from lightning_dilated.models.blocks import (
     BlockOptions,
     DilatedTransformer,
@@ -16,6 +17,7 @@ from lightning_dilated.models.blocks import (
     init_weights,
     make_norm,
 )
+from lightning_dilated.models.recompute import check_policy
 
 from . import PATTERN
 
@@ -53,8 +55,12 @@ def test_block_is_its_formula(ffn, norm):
     block = TransformerBlock(DIM, 4, 24, PATTERN, causal=False, options=BlockOptions(norm=norm, ffn=ffn, bias=True))
     x = torch.randn(2, 20, DIM)
     y = x + block.attention(block.attention_norm(x))[0]
-    h = nn.functional.linear(block.ffn_norm(y), block.ffn.fc1.weight, block.ffn.fc1.bias)
-    h = nn.functional.silu(h[..., :24]) * h[..., 24:] if ffn == "swiglu" else nn.functional.gelu(h)
+    z = block.ffn_norm(y)
+    h = nn.functional.linear(z, block.ffn.fc1.weight, block.ffn.fc1.bias)
+    if ffn == "swiglu":
+        h = nn.functional.silu(nn.functional.linear(z, block.ffn.gate.weight, block.ffn.gate.bias)) * h
+    else:
+        h = nn.functional.gelu(h)
     torch.testing.assert_close(block(x), y + nn.functional.linear(h, block.ffn.fc2.weight, block.ffn.fc2.bias))
     centred = x - x.mean(-1, keepdim=True) if norm == "layernorm" else x
     want = centred / (centred.square().mean(-1, keepdim=True) + (1e-5 if norm == "layernorm" else 1e-6)).sqrt()
@@ -153,3 +159,42 @@ def test_refused(name):
     options, text = REFUSED[name]
     with pytest.raises(ValueError, match=text):
         stack(**options)
+
+
+# -- activation recomputation ------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("policy, calls", [("block", 2), ("attention-kept", 1)])
+def test_recomputed_gradients_are_the_plain_ones(policy, calls, compiled, monkeypatch):
+    """Full recomputation runs the op twice, the other once; dropout draws the same masks in both."""
+    if compiled:  # torch's compiler draws other masks than torch itself
+        options, causal = BlockOptions(), True
+        torch._dynamo.reset()
+    else:
+        options, causal = BlockOptions(dropout=0.2, attention_dropout=0.3), False
+    ran, real = [], op.run_forward
+    monkeypatch.setattr(op, "run_forward", lambda *given: ran.append(given) or real(*given))
+    block, grads = TransformerBlock(DIM, 4, 24, PATTERN, causal=causal, options=options), []
+    x = torch.randn(2, 20, DIM)
+    if compiled:
+        block.compile(fullgraph=True)
+    for block.recompute in ("none", policy):
+        ran.clear()
+        torch.manual_seed(7)
+        leaf = x.clone().requires_grad_()
+        grads.append(torch.autograd.grad(block(leaf).square().sum(), [leaf, *block.parameters()]))
+    assert len(ran) == calls
+    for want, got in zip(*grads, strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_nothing_is_recomputed_without_a_gradient():
+    block = TransformerBlock(DIM, 4, 24, PATTERN, causal=True)
+    block.recompute = "block"
+    with torch.no_grad():
+        out = block(torch.randn(1, 20, DIM))
+    assert out.grad_fn is None
+
+
+def test_policy_is_checked():
+    with pytest.raises(ValueError, match="one of none, attention-kept, block; got 'full'"):
+        check_policy("full")

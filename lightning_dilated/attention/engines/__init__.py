@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass
 
 import torch
+import torch.nn.attention
 
 from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
-from lightning_dilated.attention.engines.triton import TRITON
+from lightning_dilated.attention.engines.triton import TILE_ORDERS, TRITON
 
 __all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "choose", "engine_names", "for_rows"]
 
+_log = logging.getLogger(__name__)
 #: every engine by its name
-ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH)}
+ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH, *TILE_ORDERS)}
 #: names that stand for the first of several engines that serves the call
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sdpa": ("cudnn", "flash", "cpu_flash"),
@@ -56,27 +60,40 @@ def check_name(name: str) -> str:
     return name
 
 
-def _unmeasured(candidate: str, request: Request) -> str | None:
-    """Why `auto` does not take an engine that would serve: nobody has seen it be right and fast there yet."""
-    if candidate == "triton" and request.device.type == "cuda" and (request.dtype == torch.float32 or request.dropout):
-        return "was not yet measured on a GPU for float32 or dropout (engine='triton' takes them)"
-    return None
+def _first_to_ask(name: str, request: Request) -> tuple[str, ...]:
+    """The engines of a name, in the order in which they are asked.
+
+    Where a user has activated another flash attention in torch (`torch.nn.attention.activate_flash_attention_impl("FA3")`,
+    torch 2.11), that is taken before cuDNN.
+    """
+    found = FAMILIES.get(check_name(name), (name,))
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    if len(found) > 1 and active is not None:
+        found = ("flash", *(e for e in found if e != "flash"))
+    return found
+
+
+@functools.cache
+def _say(choice: str, dtype: torch.dtype, device: str, head_dim: int) -> None:
+    """Log what auto picked, once for each kind of call."""
+    _log.info("engine for %s, head dim %d, on %s: %s", str(dtype).removeprefix("torch."), head_dim, device, choice)
 
 
 def choose(name: str, request: Request) -> Choice:
-    """The first engine of `name` that serves the request.
+    """The first engine of `name` that serves the request; what "auto" picks is logged once, at level INFO.
 
     Raises:
         ValueError: if none does, with the reason of each and one that would.
     """
     rejected: dict[str, str] = {}
-    for candidate in FAMILIES.get(check_name(name), (name,)):
+    for candidate in _first_to_ask(name, request):
         reason = ENGINES[candidate].why_not(request)
-        if reason is None and name == "auto":
-            reason = _unmeasured(candidate, request)
         if reason is None:
-            return Choice(ENGINES[candidate], rejected)
+            choice = Choice(ENGINES[candidate], rejected)
+            if name == "auto" and not torch.compiler.is_compiling():
+                _say(str(choice), request.dtype, request.device.type, request.head_dim)
+            return choice
         rejected[candidate] = reason
-    able = [e.name for e in ENGINES.values() if e.why_not(request) is None]
+    able = [e.name for e in ENGINES.values() if e.why_not(request) is None and ":" not in e.name]
     reasons = "; ".join(f"{n} {r}" for n, r in rejected.items())
     raise ValueError(f"engine={name!r} cannot serve this call: {reasons}. Use engine={' or '.join(map(repr, able))}.")

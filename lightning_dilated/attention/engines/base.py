@@ -51,6 +51,7 @@ class Engine:
         alignment: bytes that every row must be aligned to.
         deterministic: whether every run gives the same bits, backward too.
         any_scale: whether it is right for a scale of 0 or below, too.
+        rows_in_place: whether its results lie in memory as q's rows do, where those follow each other.
         min_rows: query rows and key rows it must be given; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
     """
@@ -67,6 +68,7 @@ class Engine:
     alignment: int = 1
     deterministic: bool = True
     any_scale: bool = True
+    rows_in_place: bool = False
     min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
 

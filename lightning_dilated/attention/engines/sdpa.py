@@ -123,6 +123,7 @@ CPU_FLASH = Engine(
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     any_scale=False,
+    rows_in_place=True,
     available=unsupported("_scaled_dot_product_flash_attention_for_cpu"),
 )
 CUDNN = Engine(
@@ -136,6 +137,7 @@ CUDNN = Engine(
     alignment=16,
     deterministic=False,
     any_scale=False,
+    rows_in_place=True,
     min_rows=2,
     available=_cudnn_available,
 )

@@ -6,6 +6,8 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +27,16 @@ def _drop(dropout: Any, device: Any) -> Any:
     return Drop(mask.state(dropout.number), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, tile_order: str | None = None
+) -> tuple[Tensor, Tensor]:
+    from lightning_dilated.kernels import pipelined
     from lightning_dilated.kernels.forward import forward
 
     with kernels.on(q.device):
-        return forward(q, k, v, causal, scale, _drop(dropout, q.device))
+        if tile_order is None and dropout is None and pipelined.serves(q, k, v, scale):
+            return pipelined.forward(q, k, v, causal, scale)
+        return forward(q, k, v, causal, scale, _drop(dropout, q.device), tile_order or "linear")
 
 
 def _backward(
@@ -49,4 +56,10 @@ TRITON = Engine(
     max_head_dim=256,
     dropout=True,
     available=kernels.why_not,
+)
+
+#: the same with another order of the forward's tiles, for benchmarks: see `kernels.forward.forward`
+TILE_ORDERS = tuple(
+    replace(TRITON, name=f"triton:{order}", forward=partial(_forward, tile_order=order))
+    for order in ("linear", "hilbert", "sawtooth")
 )

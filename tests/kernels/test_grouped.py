@@ -1,0 +1,218 @@
+"""The grouped launches in Triton's interpreter: the op against the oracle, and how many launches a call takes."""
+
+import contextlib
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated.attention import grouped
+from lightning_dilated.sequence import SequenceGroup
+
+from ..attention.reference import GRADIENTS, close, gradients, leaves
+from ..attention.strategies import LAYOUTS, Case
+from ..attention.test_equals_oracle import check
+from .test_combine import drawn
+
+
+class Launched:
+    """A kernel that writes its name down at every launch."""
+
+    def __init__(self, kernel, name, launches):
+        self.kernel, self.name, self.launches = kernel, name, launches
+
+    def __getitem__(self, grid):
+        self.launches.append(self.name)
+        return self.kernel[grid]
+
+
+@contextlib.contextmanager
+def counted():
+    """(launches by kernel name, whether each pass was grouped), lists that grow as calls are made."""
+    from lightning_dilated.kernels import backward, combine, forward, grouped_backward, grouped_combine, grouped_forward
+    from lightning_dilated.kernels import jobs as rows
+
+    kernels = {
+        forward: ["_forward"],
+        backward: ["_delta", "_backward_keys", "_backward_rows"],
+        combine: ["_merge", "_sum"],
+        grouped_forward: ["_grouped_forward"],
+        grouped_backward: ["_grouped_delta", "_grouped_keys", "_grouped_rows"],
+        grouped_combine: ["_grouped_merge", "_grouped_sum"],
+        rows: ["_positions"],
+    }
+    launches, plans, real = [], [], grouped.plan
+
+    def plan(*args):
+        plans.append((found := real(*args)) is not None)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped, "plan", plan)
+        for module, names in kernels.items():
+            for name in names:
+                patch.setattr(module, name, Launched(getattr(module, name), name, launches))
+        yield launches, plans
+
+
+def small_tiles(chosen):
+    """Tiles so small that loops have several turns."""
+    from lightning_dilated.kernels import backward, forward, grouped_combine
+
+    sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
+    forward.WIDE, backward.WIDE = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
+    grouped_combine.CONFIG = chosen.choice([8, 16, 64]), 4
+
+
+def random_calls(rank, group, number, examples):
+    """How many of the random calls were grouped."""
+    torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
+    chosen = random.Random(number)
+    with counted() as (_, plans):
+        for _ in range(examples):
+            small_tiles(chosen)
+            case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS))
+            if case.batch == 1 and chosen.random() < 0.5:  # many documents, some of them empty
+                cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(5))
+                case = replace(case, documents=(0, *cuts, case.seq_len))
+            with pytest.MonkeyPatch.context() as patch:
+                if chosen.random() < 0.3:  # as where rows are 2**31 elements apart
+                    patch.setattr("lightning_dilated.kernels.jobs.Work.far", lambda *given: True)
+                check(case, "triton", torch.float32, 1e-5)
+    return sum(plans) / 2
+
+
+@pytest.mark.parametrize("number, examples", [(0, 10), pytest.param(1, 80, marks=pytest.mark.slow)])
+def test_random(interpreter, number, examples):
+    assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
+
+
+def attended(rank, group, causal):
+    """Zero pads that take softmax mass."""
+    torch.use_deterministic_algorithms(True)
+    small_tiles(random.Random(0))
+    pattern = DilatedPattern([(8, 1), (16, 4), (64, 8)], offsets="blocked", padding="attended")
+    with counted() as (_, plans):
+        for scale in (None, 100.0):  # with large scores some rows see pads only
+            case = Case(pattern, 2, 45, 4, 4, 8, scale=scale, causal=causal, lengths=(45, 27))
+            assert case.counts()[1].any() != causal
+            check(case, "triton", torch.float32, 1e-5 if scale is None else 1e-3)
+    assert all(plans)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attended_pads(interpreter, causal):
+    interpreter.run(1, attended, causal)
+
+
+def dropped(rank, group, case):
+    """Against the math engine, whose mask is tested by itself."""
+    torch.use_deterministic_algorithms(True)
+    small_tiles(random.Random(1))
+    q, k, v, grad = case.tensors(torch.float32)
+    found = []
+    with counted() as (_, plans):
+        for engine in ("triton", "math"):
+            x = leaves(q, k, v)
+            torch.manual_seed(3)
+            out = case.run(*x, engine=engine, dropout=0.4)
+            found.append([out, *gradients(out, x, grad)])
+    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+        close(f"{name} of {case}", a, b, 1e-5, floor=1.0)
+    assert plans == [True, True, False, False]
+
+
+LONGER = Case(DilatedPattern([(16, 1), (40, 3)]), 1, 60, 4, 2, 24)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"batch": 2, "lengths": (60, 41)}, {"documents": (0, 9, 9, 41, 60), "causal": True}],
+    ids=["lengths", "documents"],
+)
+def test_dropout(interpreter, changes):
+    interpreter.run(1, dropped, LONGER.but(**changes))
+
+
+def on_ranks(rank, group, dropout):
+    """The largest errors of out and gradients on this rank: gradients are added to what other ranks sent."""
+    torch.use_deterministic_algorithms(True)
+    n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
+    made = torch.Generator().manual_seed(1)
+    *full, grad = (torch.randn(1, n, heads, 8, generator=made) for heads in (4, 2, 2, 4))
+
+    def call(engine, inputs, grad, **options):
+        torch.manual_seed(5)
+        inputs = leaves(*inputs)
+        out = dilated_attention(*inputs, pattern, causal=True, dropout=dropout, engine=engine, **options)
+        return [out, *gradients(out, inputs, grad)]
+
+    sequence = SequenceGroup(group, exchange="gather")
+    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
+    with counted() as (launches, plans):
+        got = call("triton", [x[:, mine] for x in full], grad[:, mine], sequence=sequence)
+    sequence.close()
+    assert all(plans) and launches.count("_grouped_sum") == 3
+    assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
+    return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_on_two_ranks(interpreter, dropout):
+    assert max(interpreter.run(2, on_ranks, dropout)) < 1e-5
+
+
+def launches_of(rank, group, documents):
+    with counted() as (launches, _):
+        check(LONGER.but(documents=documents, causal=True), "triton", torch.float32, 1e-5)
+    return launches
+
+
+@pytest.mark.parametrize("documents", [None, (0, 7, 20, 21, 33, 40, 60)])
+def test_documents_add_no_launches(interpreter, documents):
+    assert sorted(interpreter.run(1, launches_of, documents)[0]) == sorted(
+        [
+            "_grouped_forward",
+            "_grouped_merge",
+            "_grouped_delta",
+            "_grouped_keys",
+            "_grouped_rows",
+            *["_grouped_sum"] * 3,
+        ]
+    )
+
+
+def not_grouped(rank, group):
+    """The launches of a call above the limit, and of one that overlaps much."""
+    with counted() as (launches, plans):
+        check(LONGER.but(seq_len=20, pattern=DilatedPattern([(8, 1)] * 3)), "triton", torch.float32, 1e-5)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(grouped, "LIMIT", 10)
+            check(LONGER.but(seq_len=20), "triton", torch.float32, 1e-5)
+    assert plans and not any(plans)
+    return launches
+
+
+def test_large_calls_go_block_by_block(interpreter):
+    launches = interpreter.run(1, not_grouped)[0]
+    assert "_forward" in launches and not any("grouped" in name for name in launches)
+
+
+def narrow(rank, group):
+    """float16 with tiles of its own; bfloat16 is for a GPU, since the interpreter multiplies its bits as integers."""
+    q, k, v, grad = LONGER.tensors(torch.float16)
+    found = []
+    with counted() as (_, plans):
+        for engine, dtype in (("triton", torch.float16), ("math", torch.float32)):
+            x = leaves(q, k, v, dtype=dtype)
+            out = LONGER.run(*x, engine=engine)
+            found.append([out, *gradients(out, x, grad.to(dtype))])
+    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+        close(name, a, b, 4e-3, floor=1.0)
+    assert plans[:2] == [True, True]
+
+
+def test_float16(interpreter):
+    interpreter.run(1, narrow)
