@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib.figure
 import torch
 
-from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.engines import Request, choose, engine_names
 from lightning_dilated.generate import check_device
 from lightning_dilated.pattern import DilatedPattern
@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> 
             def both(options: dict = options) -> None:
                 torch.autograd.grad(dilated_attention(q, k, v, pattern, **options), (q, k, v), grad)
 
-            name = choose(engine, Request.of(q)).name
+            name = DilatedAttention(pattern, causal=causal, engine=engine).engine_choice(q).name
             seconds = seconds_of(both, device, args.repeats)
             alone = seconds_of(forward, device, args.repeats)
             ratio = None if dense is None else seconds / dense

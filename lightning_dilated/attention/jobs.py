@@ -53,7 +53,7 @@ def work_of(call: Call, found: Sequence[Span], device: torch.device, sizes: tupl
     return _work(of, tuple(map(_fields, found)), device, sizes, tokens)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.lru_cache(maxsize=64)
 def _work(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LookupError("no table yet")

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
 from lightning_dilated.attention.functional import autocast, dilated_attention
+from lightning_dilated.attention.grouped import block_flops
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
+from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.rows import check_padding
@@ -74,9 +76,11 @@ class DilatedAttention(nn.Module):
         )
 
     def engine_choice(self, q: Tensor) -> Choice:
-        """The engine that a call with this q would take, and why each one before it would not be."""
+        """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
         (q,) = autocast(q)
-        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale))
+        whole = spans(q.shape[0], q.shape[1], None, None)
+        flops = block_flops(self.pattern, whole, q.shape, q.shape[2], self.causal)
+        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
 
     def extra_repr(self) -> str:
         """The pattern and whatever differs from the defaults."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,6 +18,7 @@ from lightning_dilated.attention import switched
 from lightning_dilated.attention.blockwise import Call
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.engines import Request, choose
+from lightning_dilated.attention.grouped import block_flops
 from lightning_dilated.attention.local import local_backward, local_forward, local_gradients
 from lightning_dilated.attention.rowwise import add_batch, merge_batch
 from lightning_dilated.attention.views import Span, spans
@@ -102,13 +104,17 @@ def _place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
     """Where this call's work lies; on several ranks after all of them agreed on it."""
     heads, kv_heads = x.q.shape[2], x.k.shape[2]
     group = find_sequence(o.sequence) if o.sequence else None
-    request = o.engine, Request.of(x.q, o.dropout, o.scale)
+    pattern, found, flops = DilatedPattern.decode(o.pattern), [], math.inf
+    if group is None:
+        found = find_documents(x.q.shape[0], x.q.shape[1], o)
+        flops = block_flops(pattern, found, x.q.shape, kv_heads, o.causal)
+    request = o.engine, Request.of(x.q, o.dropout, o.scale, flops)
     engine = (choose(*request) if group is None else group.guard(choose, *request)).engine
     seed = 0 if o.seed is None else int(o.seed)
-    call = Call(engine, DilatedPattern.decode(o.pattern), heads, kv_heads, (0, heads), o.causal, o.scale)
+    call = Call(engine, pattern, heads, kv_heads, (0, heads), o.causal, o.scale)
     mask = lambda seed: Dropout(o.dropout, seed) if o.dropout > 0 and o.seed is not None else None  # noqa: E731
     if group is None:
-        return Place(replace(call, mask=mask(seed)), find_documents(x.q.shape[0], x.q.shape[1], o))
+        return Place(replace(call, mask=mask(seed)), found)
     agreed = group.agree(_facts(x, o, saved), x.q.shape[1], seed)
     found = find_documents(x.q.shape[0], agreed.seq_len, o)
     place = _shared_place(replace(call, mask=mask(agreed.seed)), group, found, agreed.lengths, x, saved is not None)

@@ -143,8 +143,24 @@ def test_another_flash_attention_goes_first(monkeypatch):
     )
 
 
+@pytest.mark.parametrize("flops, want", [(1e9, "triton"), (1e12, "cudnn"), (float("inf"), "cudnn")])
+def test_small_blocks_are_launched_at_once(flops, want, monkeypatch):
+    """Below what was measured; the other engines say why they were passed over."""
+    for name in ("cudnn", "triton"):
+        monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
+    monkeypatch.setattr(engines, "TRITON", ENGINES["triton"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    request = Request(CUDA, torch.bfloat16, 64, block_flops=flops)
+    choice = choose("auto", request)
+    assert choice.name == want and ("runs those below" in str(choice)) == (want == "triton")
+    assert choose("sdpa", request).name == "cudnn"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert choose("auto", request).name == "cudnn"  # nothing was measured there
+
+
 def test_auto_is_logged_once(caplog):
-    engines._say.cache_clear()
+    engines._seen.clear()
     with caplog.at_level("INFO", "lightning_dilated.attention.engines"):
         for _ in range(3):
             choose("auto", Request(CPU, torch.float32, 24))

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.engines import ENGINES, Request, choose
+from lightning_dilated.attention import DilatedAttention, dilated_attention, grouped
+from lightning_dilated.attention.engines import ENGINES, Request, choose, measured
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .recorder import record
@@ -89,18 +89,30 @@ def test_oracle_wide(name, engine, dtype):
     [
         (torch.bfloat16, 0.0, "cudnn"),
         (torch.float16, 0.0, "cudnn"),
-        (torch.float32, 0.0, "math"),
+        (torch.float32, 0.0, "triton"),
         (torch.float64, 0.0, "math"),
-        (torch.bfloat16, 0.1, "math"),
+        (torch.bfloat16, 0.1, "triton"),
     ],
     ids=["bf16", "fp16", "float32", "float64", "dropout"],
 )
 def test_auto(dtype, dropout, want, monkeypatch):
+    monkeypatch.setattr(measured, "GROUPED_BELOW", {})
+    monkeypatch.setattr(grouped, "plan", lambda *given: None)  # blocks go to their engine one by one
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want
     calls = {name: record(monkeypatch, name) for name in ENGINES}
     dilated_attention(q, q, q, PATTERN, dropout=dropout).sum().backward()
     assert {name for name, c in calls.items() if c.tensors} == {want}
+
+
+@pytest.mark.parametrize("tokens, want", [(4096, "triton"), (200000, "cudnn")])
+def test_auto_launches_small_blocks_at_once(tokens, want, monkeypatch):
+    pattern, plans, real = DilatedPattern.geometric(1024, 4096), [], grouped.plan
+    monkeypatch.setattr(grouped, "plan", lambda *given: plans.append(real(*given)) or plans[-1])
+    q = torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    assert DilatedAttention(pattern, causal=True).engine_choice(q).name == want
+    dilated_attention(q, q, q, pattern, causal=True).sum().backward()
+    assert [p is not None for p in plans] == [want == "triton"] * 2
 
 
 @pytest.mark.parametrize("engine", ["cudnn", "flash", "sdpa"])

@@ -22,7 +22,7 @@ def random_calls(rank, group, number, examples):
     for _ in range(examples):
         sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
         forward.WIDE, backward.WIDE = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
-        check(drawn(chosen), "triton", torch.float32, 1e-5)
+        check(drawn(chosen), "triton:linear", torch.float32, 1e-5)  # block by block
 
 
 @pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 60, marks=pytest.mark.slow)])
@@ -83,7 +83,7 @@ def one_call(rank, group, case, dtype, dropout):
     """{name: (error, allowed)} against the math engine in float32, which is tested by itself."""
     q, k, v, grad = case.tensors(dtype)
     found = []
-    for engine, wide in (("triton", dtype), ("math", torch.float32)):
+    for engine, wide in (("triton:linear", dtype), ("math", torch.float32)):
         x = leaves(q, k, v, dtype=wide)
         torch.manual_seed(3)
         out = case.run(*x, engine=engine, dropout=dropout)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from dataclasses import dataclass
+from math import inf  # `math` is an engine here
 
 import torch
 import torch.nn.attention
 
+from lightning_dilated.attention.engines import measured
 from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
@@ -73,10 +74,30 @@ def _first_to_ask(name: str, request: Request) -> tuple[str, ...]:
     return found
 
 
-@functools.cache
-def _say(choice: str, dtype: torch.dtype, device: str, head_dim: int) -> None:
+def _grouped(request: Request) -> str | None:
+    """Why the triton engine's grouped launch is taken before engines that are called block by block, if it is."""
+    if request.device.type != "cuda" or request.block_flops == inf or not torch.cuda.is_available():
+        return None
+    limit = measured.GROUPED_BELOW.get(torch.cuda.get_device_capability(request.device), measured.DEFAULT)
+    if request.block_flops >= limit:
+        return None
+    return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
+
+
+def _said(choice: Choice, request: Request) -> Choice:
+    if not torch.compiler.is_compiling():
+        _say(choice.name, str(choice), request.dtype, request.device.type, request.head_dim)
+    return choice
+
+
+_seen: set[tuple] = set()
+
+
+def _say(name: str, text: str, dtype: torch.dtype, device: str, head_dim: int) -> None:
     """Log what auto picked, once for each kind of call."""
-    _log.info("engine for %s, head dim %d, on %s: %s", str(dtype).removeprefix("torch."), head_dim, device, choice)
+    if (kind := (name, dtype, device, head_dim)) not in _seen:
+        _seen.add(kind)
+        _log.info("engine for %s, head dim %d, on %s: %s", str(dtype).removeprefix("torch."), head_dim, device, text)
 
 
 def choose(name: str, request: Request) -> Choice:
@@ -86,13 +107,13 @@ def choose(name: str, request: Request) -> Choice:
         ValueError: if none does, with the reason of each and one that would.
     """
     rejected: dict[str, str] = {}
+    if name == "auto" and (reason := _grouped(request)) is not None and TRITON.why_not(request) is None:
+        return _said(Choice(ENGINES["triton"], dict.fromkeys(("cudnn", "flash"), reason)), request)
     for candidate in _first_to_ask(name, request):
         reason = ENGINES[candidate].why_not(request)
         if reason is None:
             choice = Choice(ENGINES[candidate], rejected)
-            if name == "auto" and not torch.compiler.is_compiling():
-                _say(str(choice), request.dtype, request.device.type, request.head_dim)
-            return choice
+            return _said(choice, request) if name == "auto" else choice
         rejected[candidate] = reason
     able = [e.name for e in ENGINES.values() if e.why_not(request) is None and ":" not in e.name]
     reasons = "; ".join(f"{n} {r}" for n, r in rejected.items())

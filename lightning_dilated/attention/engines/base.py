@@ -5,6 +5,7 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,18 +20,22 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of an engine."""
+    """What a call asks of an engine.
+
+    `block_flops`: FLOPs of forward and backward of its blocks, on the mean, where all of them fit into few launches.
+    """
 
     device: torch.device
     dtype: torch.dtype
     head_dim: int
     dropout: bool = False
     scale: float = 1.0
+    block_flops: float = math.inf
 
     @classmethod
-    def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None) -> Request:
+    def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:
         """The request that attention over `q` (B, N, H, D) makes."""
-        return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale)
+        return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale, block_flops)
 
 
 @dataclass(frozen=True)
