@@ -15,6 +15,7 @@ from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.grouped import block_flops
+from lightning_dilated.attention.padding import lengths_of
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
@@ -237,10 +238,20 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as views of one projection: (B, N, H, D) and twice (B, N, K, D)."""
+        """q, k, v: (B, N, H, D) and twice (B, N, K, D).
+
+        Views of one projection; with rotary positions v is one of its own, because q and k are turned into new tensors, and
+        a view would keep the unturned ones until the backward.
+        """
         kv = self.num_kv_heads * self.head_dim
-        qkv = nn.functional.linear(x, self.in_proj_weight, self.in_proj_bias)
-        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in qkv.split((self.embed_dim, kv, kv), -1))
+        weight, bias, linear = self.in_proj_weight, self.in_proj_bias, nn.functional.linear
+        if self.rotary is None:
+            found = linear(x, weight, bias).split((self.embed_dim, kv, kv), -1)
+        else:
+            biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
+            q, k = linear(x, weight[:-kv], biases[0]).split((self.embed_dim, kv), -1)
+            found = q, k, linear(x, weight[-kv:], biases[1])
+        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in found)
 
     def _table(self, positions: Tensor | RotaryTable | None, q: Tensor, start: int) -> RotaryTable:
         if isinstance(positions, RotaryTable):
@@ -275,26 +286,3 @@ class MultiheadDilatedAttention(nn.Module):
     def extra_repr(self) -> str:
         """Sizes."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
-
-
-def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
-    """(B,) lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
-
-    Raises:
-        ValueError: for another shape, other values, or padding that is not all on the right.
-    """
-    if mask.shape != shape:
-        raise ValueError(f"key_padding_mask must be (B, N) = {tuple(shape)}, got {tuple(mask.shape)}.")
-    pad = mask
-    if mask.is_floating_point():
-        pad = mask == -torch.inf
-        if not bool((pad | (mask == 0)).all()):
-            raise ValueError("a floating key_padding_mask may hold 0 and -inf only; a bias on keys is not offered.")
-    elif mask.dtype != torch.bool:
-        raise ValueError(f"key_padding_mask must be bool (True at padding) or floating, got {mask.dtype}.")
-    if bool((pad[:, :-1] & ~pad[:, 1:]).any()):
-        raise ValueError(
-            "key_padding_mask has real tokens after padding: only padding on the right is offered. "
-            "Move the padding to the end, or pack the pieces with cu_seqlens."
-        )
-    return (~pad).sum(1)

@@ -214,14 +214,14 @@ def test_sub_layernorm_comes_before_the_projection():
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["none", "rotary"])
 def test_projection_is_not_copied(monkeypatch, rotary):
-    """q, k, v reach the engine as views of one fused projection; rotary has to write q and k anew, v stays."""
+    """q, k, v reach the engine as views of one projection; with rotary v has its own, which keeps no unturned q and k."""
     calls, projected, linear = record(monkeypatch, "math"), [], nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: projected.append(linear(*args)) or projected[-1])
     layer(num_kv_heads=2, engine="math", position_encoding="rotary" if rotary else "none")(rand(2, 32))
     storage = lambda x: x.untyped_storage().data_ptr()  # noqa: E731
     assert calls.forward
     for q, k, v in calls.forward:
-        assert storage(v) == storage(projected[0])
+        assert storage(v) == storage(projected[int(rotary)])
         assert (storage(q) == storage(k) == storage(v)) != rotary
 
 
