@@ -1,6 +1,6 @@
 """The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, where the time goes.
 
-    python benchmarks/training_step.py --seq-len 262144
+    PYTHONPATH=. python benchmarks/training_step.py --seq-len 262144
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
     python benchmarks/training_step.py --seq-len 131072 --attention torchscale --torchscale path/to/torchscale
     python benchmarks/training_step.py --seq-len 262144 --attention dense

@@ -8,15 +8,17 @@ Prints milliseconds and the ratio of cuDNN's time to ours. Shape letters: G segm
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from lightning_dilated.attention.engines.sdpa import CUDNN
-from lightning_dilated.kernels import backward, forward
+from lightning_dilated.kernels import backward, forward, pipelined
 from lightning_dilated.planning import seconds_of
 
 ROWS, SEGMENTS = 2048, 128
 FORWARD = [(128, 64, 4, 3), (128, 64, 8, 3), (128, 128, 8, 2), (64, 64, 4, 3), (128, 32, 4, 4), (64, 128, 4, 2)]
+PIPELINED = [(64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 2), (128, 128, 8, 2)]
 OVER_KEYS = [(64, 128, 8, 2), (64, 64, 4, 2), (32, 128, 8, 2), (64, 128, 4, 2), (32, 64, 4, 3), (32, 128, 4, 2)]
 OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2), (128, 32, 4, 3), (64, 128, 4, 2)]
 
@@ -30,7 +32,7 @@ def milliseconds(run: Callable[[], object]) -> float:
         return float("nan")
 
 
-def tried(table: dict[int, tuple[int, ...]], dim: int, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
+def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
     """Each of the tiles, set in a kernel's table; as it was afterwards."""
     before = table[dim]
     for tile in tiles:
@@ -39,14 +41,20 @@ def tried(table: dict[int, tuple[int, ...]], dim: int, tiles: list[tuple[int, ..
     table[dim] = before
 
 
-def case(dim: int, heads: int, causal: bool) -> None:
+def case(dim: int, heads: int, causal: bool, rate: int) -> None:
     """All tiles of one case."""
-    make = lambda: torch.randn(SEGMENTS, ROWS, heads, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2)  # noqa: E731
+    shape = SEGMENTS, ROWS * rate, heads, dim
+    make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, ::rate].transpose(1, 2)  # noqa: E731
     q, k, v, grad = make(), make(), make(), make()
     scale = dim**-0.5
     out, lse = CUDNN.forward(q, k, v, causal, scale, None)
     theirs = milliseconds(lambda: CUDNN.forward(q, k, v, causal, scale, None))
-    print(f"D={dim} causal={causal}: cuDNN forward {theirs:.3f} ms")
+    print(f"D={dim} causal={causal} dilation {rate}: cuDNN forward {theirs:.3f} ms")
+    for tile in tried(pipelined.CONFIGS, (dim, causal), PIPELINED):
+        ours = milliseconds(lambda: pipelined.forward(q, k, v, causal, scale))
+        print(f"  pipelined forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
+    if rate > 1:
+        return
     for tile in tried(forward.CONFIGS, dim, FORWARD):
         ours = milliseconds(lambda: forward.forward(q, k, v, causal, scale))
         print(f"  forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
@@ -62,4 +70,5 @@ def case(dim: int, heads: int, causal: bool) -> None:
 if __name__ == "__main__":
     for dim, heads in ((64, 12), (128, 6)):
         for causal in (False, True):
-            case(dim, heads, causal)
+            for rate in (1, 4):
+                case(dim, heads, causal, rate)

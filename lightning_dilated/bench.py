@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import platform
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +108,7 @@ def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> 
             def both(options: dict = options) -> None:
                 torch.autograd.grad(dilated_attention(q, k, v, pattern, **options), (q, k, v), grad)
 
-            name = DilatedAttention(pattern, causal=causal, engine=engine).engine_choice(q).name
+            name = DilatedAttention(pattern, causal=causal, engine=engine).engine_choice(q, args.kv_heads).name
             seconds = seconds_of(both, device, args.repeats)
             alone = seconds_of(forward, device, args.repeats)
             ratio = None if dense is None else seconds / dense
@@ -160,7 +159,6 @@ def run(argv: list[str]) -> None:
     pattern.check_heads(args.heads, args.kv_heads)
     device = torch.device(args.device)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
-    print(choose(args.engines[0], Request(device, getattr(torch, args.dtype), args.head_dim)), file=sys.stderr)
     rows = [row for n in args.seq_len for row in measure(args, pattern, n)]
     text = "\n".join(
         [

@@ -100,7 +100,7 @@ def test_names_are_public(name: str) -> None:
 
 
 def test_engine_table_matches_the_registry() -> None:
-    listed = set(re.findall(r"^\| `(\w+)` \| (?:CUDA|CPU|any)", TEXT, re.M))
+    listed = set(re.findall(r"^\| `([\w:]+)` \| (?:CUDA|CPU|any)", TEXT, re.M))
     assert listed == set(ENGINES)
 
 

@@ -32,10 +32,10 @@ def entries(
     for number, b in enumerate(found):
         for j in range(b.heads):
             head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
-            first = b.first + j * b.position_step
+            first, rate = b.first + j * b.position_step, b.row_stride if b.rows > 1 else 1
             # one segment may be wider than these positions, and than 32 bits
-            width = b.segment_stride if b.segments > 1 else first + b.rows * b.row_stride
-            rows[head].append((number, j, first, b.segments, width, b.rows, b.row_stride))
+            width = b.segment_stride if b.segments > 1 else first + b.rows * rate
+            rows[head].append((number, j, first, b.segments, width, b.rows, rate))
     step = _step(found, length)
     classes = [
         [(*x, step // x[6] * (step % x[6] == 0)) for x in of_head if _meets(x, start + residue, step)]

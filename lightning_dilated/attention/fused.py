@@ -160,6 +160,7 @@ def forward(call: Call, found: list[Span], inputs: list[Tensor], final: bool) ->
         if out is None:
             out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
         _descend(q.device, made, make, functools.partial(_merge, own, span, out, lse), parts)
+        del parts  # before those of the next span are made
     return torch.zeros_like(q, dtype=dtype) if out is None else out, lse
 
 
@@ -194,6 +195,7 @@ def backward(
             likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
             total = [_result(x.shape, x.dtype, x.device, p, _covered(found, q)) for x, p in likes]
         _descend(q.device, made, make, functools.partial(_sum, own, span, total, add), parts)
+        del parts
     return total or [torch.zeros_like(x) for x in tensors[1:4]]
 
 

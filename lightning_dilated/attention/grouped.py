@@ -59,21 +59,23 @@ def fits(found: Sequence[Span], shape: Sequence[int]) -> bool:
 def block_flops(
     pattern: DilatedPattern, found: Sequence[Span], shape: Sequence[int], kv_heads: int, causal: bool
 ) -> float:
-    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where a span does not fit."""
+    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped."""
     if not found or not fits(found, shape):
         return math.inf
-    pairs, calls = 0, 0
+    pairs, calls, rows = 0, 0, 0
     for span in found:
-        of_span, of_calls = _work_of(pattern, span.document, shape[2], kv_heads, causal)
-        pairs, calls = pairs + span.batches * of_span, calls + of_calls
+        of_span, of_calls, of_rows = _work_of(pattern, span.document, shape[2], kv_heads, causal)
+        pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
+    if rows * shape[3] > fused.OVERLAP * math.prod(shape):
+        return math.inf
     return 14 * shape[3] * pairs / max(1, calls)
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, causal: bool) -> tuple[int, int]:
-    """(pairs, blocks) of a document."""
+def _work_of(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, causal: bool) -> tuple[int, int, int]:
+    """(pairs, blocks, rows) of a document."""
     found = blocks(pattern, tokens, heads, kv_heads)
-    return sum(b.pairs(causal) for b in found), len(found)
+    return sum(b.pairs(causal) for b in found), len(found), sum(b.segments * b.heads * b.rows for b in found)
 
 
 def _launches(found: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
@@ -131,8 +133,15 @@ def forward(call: Call, works: Sequence[Work], inputs: Sequence[Tensor], final: 
     lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
     with kernels.on(q.device):
         for work in works:
+            _wait(work, q.device)
             merge_jobs(out, lse, *run(*inputs, work, call.causal, call.scale, _drop(call, q.device)), work)
     return out, lse
+
+
+def _wait(work: Work, device: torch.device) -> None:
+    """Have this stream wait for the tables, which another may have sent; what is recorded began after all that was."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        work.wait()
 
 
 def _covered(works: Sequence[Work], q: Tensor) -> bool:
@@ -149,6 +158,7 @@ def backward(
         total = [_empty(_covered(works, q), x, x.dtype) for x in tensors[1:4]]
     with kernels.on(q.device):
         for work in works:
+            _wait(work, q.device)
             _sum(call, work, tensors, lse, total, add)
     return total
 

@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -76,11 +77,13 @@ class DilatedAttention(nn.Module):
             sequence=sequence,
         )
 
-    def engine_choice(self, q: Tensor) -> Choice:
+    def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
         """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
         (q,) = autocast(q)
-        whole = spans(q.shape[0], q.shape[1], None, None)
-        flops = block_flops(self.pattern, whole, q.shape, q.shape[2], self.causal)
+        flops = math.inf
+        if active_sequence() is None:
+            whole = spans(q.shape[0], q.shape[1], None, None)
+            flops = block_flops(self.pattern, whole, q.shape, num_kv_heads or q.shape[2], self.causal)
         return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
 
     def extra_repr(self) -> str:

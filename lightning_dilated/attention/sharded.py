@@ -107,7 +107,8 @@ def _place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
     pattern, found, flops = DilatedPattern.decode(o.pattern), [], math.inf
     if group is None:
         found = find_documents(x.q.shape[0], x.q.shape[1], o)
-        flops = block_flops(pattern, found, x.q.shape, kv_heads, o.causal)
+        if o.engine == "auto" and x.q.device.type == "cuda":
+            flops = block_flops(pattern, found, x.q.shape, kv_heads, o.causal)
     request = o.engine, Request.of(x.q, o.dropout, o.scale, flops)
     engine = (choose(*request) if group is None else group.guard(choose, *request)).engine
     seed = 0 if o.seed is None else int(o.seed)

@@ -21,22 +21,23 @@ class ActivationRecompute(pl.Callback):
 
     def __init__(self, policy: str = "block") -> None:
         self.policy = check_policy(policy)
-
-    def _set(self, pl_module: pl.LightningModule, policy: str) -> int:
-        found = [m for m in pl_module.modules() if isinstance(m, TransformerBlock)]
-        for block in found:
-            block.recompute = policy
-        return len(found)
+        self._before: list[tuple[TransformerBlock, str]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the blocks."""
-        if not self._set(pl_module, self.policy):
+        found = [m for m in pl_module.modules() if isinstance(m, TransformerBlock)]
+        if not found:
             raise ValueError(
                 f"ActivationRecompute recomputes TransformerBlocks, and {type(pl_module).__name__} has none. Build it of "
                 "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
             )
 
+        self._before = [(block, block.recompute) for block in found]
+        for block in found:
+            block.recompute = self.policy
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""
-        if stage == "fit":
-            self._set(pl_module, "none")
+        for block, policy in self._before:
+            block.recompute = policy
+        self._before = []

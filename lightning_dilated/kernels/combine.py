@@ -69,7 +69,8 @@ def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     more, of_row = t * 0, t * apart
     there = t < 0
     if (x >= 0) & (apart > 0) & (rest + step * (TOKENS - 1) < width):
-        if segment < segments:
+        # where the rate does not divide the width, a class has rows in some segments only
+        if (segment < segments) & (row * rate == rest):
             there = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
     else:
         at_x = x + step * t
@@ -184,7 +185,7 @@ def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch
     if device.type != "cuda" or not found:
         return torch.tensor(found, dtype=torch.int64, device=device)
     # pinned, so that the host does not wait for the device
-    return torch.tensor(found, dtype=torch.int64, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(found, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
 
 
 def _launch(

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_dilated.attention import DilatedAttention, dilated_attention, grouped
+from lightning_dilated.attention import DilatedAttention, dilated_attention, fused, grouped
 from lightning_dilated.attention.engines import ENGINES, Request, choose, measured
 from lightning_dilated.pattern import Branch, DilatedPattern
 
@@ -18,6 +18,7 @@ pytestmark = pytest.mark.gpu
 PATTERN = DilatedPattern([(32, 1), Branch(64, 2, shift=11), (128, 4), (None, 8)])
 BASE = Case(PATTERN, 1, 256, 4, 4, 64)
 CASES = {
+    "odd widths": Case(DilatedPattern([(205, 3), (1025, 8)]), 1, 2050, 2, 2, 64),
     "no tokens": BASE.but(seq_len=0),
     "one token": BASE.but(seq_len=1),
     "segments of one token": BASE.but(pattern=DilatedPattern([(1, 1), (7, 7)]), seq_len=33),
@@ -215,6 +216,46 @@ def test_deterministic():
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(torch.equal(a, b) for again in runs[1:] for a, b in zip(runs[0], again, strict=True))
+
+
+@pytest.mark.parametrize("engine", ["triton", "cudnn"])
+def test_cuda_graph(engine):
+    """A recorded forward, replayed with other numbers."""
+    q = torch.randn(1, 4096, 4, 64, device="cuda", dtype=torch.bfloat16)
+    pattern, side, graph = DilatedPattern.geometric(512, 2048), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    call = lambda: dilated_attention(q, q, q, pattern, causal=True, engine=engine)  # noqa: E731
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        out = call()
+    q.copy_(torch.randn_like(q))
+    graph.replay()
+    close("out", out, call(), 1e-2)
+
+
+@pytest.mark.parametrize("engine", ["triton", "triton:linear", "cudnn"])
+def test_long_calls(engine):
+    """Stretches on two streams, results in place, and several launches, beside the same call in one piece of torch."""
+    for batch, tokens in ((1, 9 * 4096), (2, 5 * 4096)):
+        q, k, v, grad = (torch.randn(batch, tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+        pattern, unit = DilatedPattern.geometric(512, 8192), batch * 4 * 64 * 4096
+        for sizes in ((unit, unit, 2 * unit, unit), (2 * unit, unit, unit, unit), (fused.FORWARD,) * 4):
+            with pytest.MonkeyPatch.context() as patch:
+                for name, size in zip(("FORWARD", "DENSE", "THIN", "WHOLE"), sizes, strict=True):
+                    patch.setattr(fused, name, size)
+                patch.setattr(grouped, "LIMIT", 2 * unit)
+                x = leaves(q, k, v)
+                got = dilated_attention(*x, pattern, causal=True, engine=engine)
+                got = [got, *gradients(got, x, grad)]
+                patch.setattr(fused, "OVERLAP", 0.0)
+                patch.setattr(grouped, "LIMIT", 0)
+                x = leaves(q, k, v)
+                want = dilated_attention(*x, pattern, causal=True, engine="cudnn")
+                want = [want, *gradients(want, x, grad)]
+            for name, a, b in zip(("out", *GRADIENTS), got, want, strict=True):
+                close(f"{name} of {sizes}", a, b, 2e-2, 1.0)
 
 
 def test_dropout_mask_is_the_cpus():

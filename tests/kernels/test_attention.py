@@ -25,7 +25,7 @@ def random_calls(rank, group, number, examples):
         check(drawn(chosen), "triton:linear", torch.float32, 1e-5)  # block by block
 
 
-@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 60, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     interpreter.run(1, random_calls, number, examples)
 
@@ -104,7 +104,7 @@ def test_dtypes(interpreter, dtype, causal):
     assert interpreter.run(1, one_call, LONGER.but(causal=causal), dtype, 0.0)[0] > 0
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_dropout(interpreter, causal):
     """The mask is that of every other engine: a hash of branch, head and global positions."""
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, lengths=(150, 70)), torch.float32, 0.4)

@@ -141,6 +141,17 @@ def test_samples_apart(interpreter):
     interpreter.run(1, samples_apart)
 
 
+def odd_widths(rank, group):
+    """Segments longer than a program's rows, of a width that the rate does not divide: their classes move."""
+    torch.use_deterministic_algorithms(True)
+    for width, tokens in ((205, 620), (401, 802)):
+        check(Case(DilatedPattern([(width, 3)]), 1, tokens, 1, 1, 8), "math", torch.float32, 1e-5)
+
+
+def test_odd_widths(interpreter):
+    interpreter.run(1, odd_widths)
+
+
 def with_nan(rank, group):
     """Where lse is NaN and where it is -inf, with the kernels and without."""
     q, found = torch.randn(1, 20, 2, 8, generator=torch.Generator().manual_seed(0)), []

@@ -84,7 +84,7 @@ def random_calls(rank, group, number, examples):
     return sum(plans) / 2
 
 
-@pytest.mark.parametrize("number, examples", [(0, 10), pytest.param(1, 80, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 7), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
 
@@ -102,7 +102,7 @@ def attended(rank, group, causal):
     assert all(plans)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_attended_pads(interpreter, causal):
     interpreter.run(1, attended, causal)
 

@@ -75,7 +75,12 @@ def test_float64(pools, alone, run, way):
 
 
 FSDP = [("plain", "2"), ("plain", "4, head 2"), ("accumulate and clip", "2"), ("accumulate and clip", "4, data 2")]
-FSDP += [("compiled", "2"), ("masked labels", "4"), ("documents", "2"), ("fewer tokens than ranks", "4")]
+FSDP += [
+    pytest.param("compiled", "2", marks=pytest.mark.slow),
+    ("masked labels", "4"),
+    ("documents", "2"),
+    ("fewer tokens than ranks", "4"),
+]
 
 
 @pytest.mark.parametrize("run, way", FSDP)
