@@ -168,6 +168,6 @@ def on_two_ranks(rank, group, dropout):
     return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call(full, grad), strict=True))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_two_ranks, dropout)) < 1e-5

@@ -129,7 +129,10 @@ LONGER = Case(DilatedPattern([(16, 1), (40, 3)]), 1, 60, 4, 2, 24)
 
 @pytest.mark.parametrize(
     "changes",
-    [{"batch": 2, "lengths": (60, 41)}, {"documents": (0, 9, 9, 41, 60), "causal": True}],
+    [
+        pytest.param({"batch": 2, "lengths": (60, 41)}, marks=pytest.mark.slow),
+        {"documents": (0, 9, 9, 41, 60), "causal": True},
+    ],
     ids=["lengths", "documents"],
 )
 def test_dropout(interpreter, changes):
@@ -159,7 +162,7 @@ def on_ranks(rank, group, dropout):
     return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.4])
+@pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
 def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_ranks, dropout)) < 1e-5
 
