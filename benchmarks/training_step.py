@@ -1,6 +1,6 @@
 """The whole training step of a LongNetLM on one device, through the Trainer: tokens a second, memory, where the time goes.
 
-    PYTHONPATH=. python benchmarks/training_step.py --seq-len 262144
+    python benchmarks/training_step.py --seq-len 262144
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
     python benchmarks/training_step.py --seq-len 131072 --attention torchscale --torchscale path/to/torchscale
     python benchmarks/training_step.py --seq-len 262144 --attention dense
@@ -20,11 +20,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from peers import Dense, Torchscale
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from benchmarks.peers import Dense, Torchscale
 
 #: kinds of kernels, by what their names hold; the first that fits
 KINDS = {

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lightning_dilated.kernels import send
 from lightning_dilated.pattern.rows import Block
 
 if TYPE_CHECKING:
@@ -28,14 +29,7 @@ def entries(
     """
     from lightning_dilated.kernels.combine import COLUMNS, Entries
 
-    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
-    for number, b in enumerate(found):
-        for j in range(b.heads):
-            head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
-            first, rate = b.first + j * b.position_step, b.row_stride if b.rows > 1 else 1
-            # one segment may be wider than these positions, and than 32 bits
-            width = b.segment_stride if b.segments > 1 else first + b.rows * rate
-            rows[head].append((number, j, first, b.segments, width, b.rows, rate))
+    rows = rows_by_head(found, heads, kv)
     step = _step(found, length)
     classes = [
         [(*x, step // x[6] * (step % x[6] == 0)) for x in of_head if _meets(x, start + residue, step)]
@@ -43,10 +37,28 @@ def entries(
         for of_head in rows
     ]
     begins = list(itertools.accumulate(map(len, classes), initial=0))
-    tensor = lambda x: torch.tensor(x, dtype=torch.int32).to(device)  # noqa: E731
-    table = torch.tensor([x for c in classes for x in c], dtype=torch.int32).reshape(-1, COLUMNS).to(device)
+    tensor = lambda x: send(torch.tensor(x, dtype=torch.int32, device="cpu"), device)  # noqa: E731
+    table = tensor([x for c in classes for x in c]).reshape(-1, COLUMNS)
     several = [i for i, c in enumerate(classes) if len(c) > 1]
     return Entries(table, tensor(begins), tensor(several), tensor(range(len(classes))), step)
+
+
+def rows_by_head(found: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
+    """By output head (kv head with `kv`): (block, head in it, first position, segments, width, rows, rate) of its blocks."""
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
+    for number, b in enumerate(found):
+        for j in range(b.heads):
+            head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
+            first = b.first + j * b.position_step
+            # one segment may be wider than these positions, and than 32 bits
+            width = b.segment_stride if b.segments > 1 else first + b.rows * rate_of(b)
+            rows[head].append((number, j, first, b.segments, width, b.rows, rate_of(b)))
+    return rows
+
+
+def rate_of(b: Block) -> int:
+    """Positions between a block's rows; any where it has but one."""
+    return b.row_stride if b.rows > 1 else 1
 
 
 def _step(found: tuple[Block, ...], length: int) -> int:

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.blockwise import Call
+from lightning_dilated.attention.entries import rate_of, rows_by_head
 from lightning_dilated.attention.views import Span
+from lightning_dilated.kernels import send
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks
 
@@ -105,11 +107,6 @@ def _join(tables: list[Tensor], columns: int) -> Tensor:
     return torch.cat(tables) if tables else torch.zeros(0, columns, dtype=torch.int64)
 
 
-def send(x: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the CPU on the device; pinned, so that the host does not wait for it."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
 def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor]) -> Grid:
     """Programs of tiles of `size` rows, the jobs of most rows first: short ones fill the gaps at the end."""
     from lightning_dilated.kernels.jobs import Grid
@@ -146,12 +143,12 @@ def _document(
     found = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
     length, group = (part[1] - part[0] if part else document), num_heads // num_kv_heads
     jobs = [
-        (0, b.segments, b.first, b.segment_stride, b.rows, _rate(b), b.heads, b.head, b.head_step, b.kv_head,
+        (0, b.segments, b.first, b.segment_stride, b.rows, rate_of(b), b.heads, b.head, b.head_step, b.kv_head,
          b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in found
     ]  # fmt: skip
     kv_heads = -(-heads[1] // group) - heads[0] // group
     step = 1
-    for rate in sorted({_rate(b) for b in found}):
+    for rate in sorted({rate_of(b) for b in found}):
         together = math.lcm(step, rate)
         step = together if together <= 64 and together * tokens <= length else step
     tiles = -(-length // (tokens * step)) * step
@@ -159,20 +156,8 @@ def _document(
     return _Document(table, (_rows(found, heads[1] - heads[0], False), _rows(found, kv_heads, True)), step, tiles)
 
 
-def _rate(b: Block) -> int:
-    """Positions between a block's rows; any where it has but one."""
-    return b.row_stride if b.rows > 1 else 1
-
-
 def _rows(found: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
     """Entries by output head (kv head with `kv`) as `Outputs` has them, and how many each head has."""
-    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
-    for number, b in enumerate(found):
-        for j in range(b.heads):
-            head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
-            first = b.first + j * b.position_step
-            # one segment may be wider than these positions, and than 32 bits
-            width = b.segment_stride if b.segments > 1 else first + b.rows * _rate(b)
-            rows[head].append((number, j, first, b.segments, width, b.rows, _rate(b)))
+    rows = rows_by_head(found, heads, kv)
     table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(of_head) for of_head in rows], dtype=torch.int64)

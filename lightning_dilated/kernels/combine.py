@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lightning_dilated.kernels import send
+
 #: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
 #: neighbouring rows of a program (0 where the rate does not divide the step)
 COLUMNS = 8
@@ -182,10 +184,7 @@ def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch
         [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
     ]
-    if device.type != "cuda" or not found:
-        return torch.tensor(found, dtype=torch.int64, device=device)
-    # pinned, so that the host does not wait for the device
-    return torch.tensor(found, dtype=torch.int64, device="cpu", pin_memory=True).to(device, non_blocking=True)
+    return send(torch.tensor(found, dtype=torch.int64, device="cpu"), device)
 
 
 def _launch(
