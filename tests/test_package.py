@@ -27,7 +27,7 @@ each = pytest.mark.parametrize("name", MODULES)
 MAY = {
     "kernels": set(),
     "pattern": set(),
-    "sequence": {"pattern"},
+    "sequence": {"pattern", "kernels"},
     "attention": {"pattern", "kernels", "sequence"},
     "data": {"pattern", "sequence"},
     "models": {"pattern", "sequence", "attention"},

@@ -209,9 +209,7 @@ class MultiheadDilatedAttention(nn.Module):
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
-        q, k, v = self._project(query)
-        if self.rotary is not None:
-            q, k = self._table(positions, q, 0 if cache is None else cache.length).rotate(q, k)
+        q, k, v = self._project(query, positions, 0 if cache is None else cache.length)
         causal = self.attention.causal or is_causal
         if cache is None:
             out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
@@ -240,21 +238,21 @@ class MultiheadDilatedAttention(nn.Module):
                 "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
             )
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v: (B, N, H, D) and twice (B, N, K, D).
+    def _project(self, x: Tensor, positions: Tensor | RotaryTable | None, start: int) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v: (B, N, H, D) and twice (B, N, K, D), rotated where positions are rotary.
 
         Views of one projection; with rotary positions v is one of its own, because q and k are turned into new tensors, and
         a view would keep the unturned ones until the backward.
         """
         kv = self.num_kv_heads * self.head_dim
         weight, bias, linear = self.in_proj_weight, self.in_proj_bias, nn.functional.linear
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
         if self.rotary is None:
-            found = linear(x, weight, bias).split((self.embed_dim, kv, kv), -1)
-        else:
-            biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
-            q, k = linear(x, weight[:-kv], biases[0]).split((self.embed_dim, kv), -1)
-            found = q, k, linear(x, weight[-kv:], biases[1])
-        return tuple(y.unflatten(-1, (-1, self.head_dim)) for y in found)
+            return tuple(heads(y) for y in linear(x, weight, bias).split((self.embed_dim, kv, kv), -1))
+        biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
+        joint = heads(linear(x, weight[:-kv], biases[0]))
+        q, k = self._table(positions, joint, start).split(joint, self.num_heads)
+        return q, k, heads(linear(x, weight[-kv:], biases[1]))
 
     def _table(self, positions: Tensor | RotaryTable | None, q: Tensor, start: int) -> RotaryTable:
         if isinstance(positions, RotaryTable):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.attention.turn import rotate, turn
 from lightning_dilated.sequence.group import active_sequence
 
 #: xPos: channel pair i decays by ((2i/D + GAMMA) / (1 + GAMMA)) ^ (distance / scale_base)
@@ -29,17 +30,15 @@ class RotaryTable:
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
-        if self.scale is None:
-            return _rotate(q, self.cos, self.sin), _rotate(k, self.cos, self.sin)
-        up, down = self.scale, 1 / self.scale
-        return _rotate(q, self.cos * up, self.sin * up), _rotate(k, self.cos * down, self.sin * down)
+        return rotate(q, k, *(None if x is None else x.to(q.device) for x in (self.cos, self.sin, self.scale)))
 
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    cos, sin = cos.unsqueeze(-2).to(x.device), sin.unsqueeze(-2).to(x.device)
-    wide = torch.promote_types(x.dtype, torch.float32)
-    a, b = x.to(wide).chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+    def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        """q (B, N, heads, D) and k (B, N, K, D), rotated, of one projection (B, N, heads + K, D)."""
+        if joint.device.type == "cuda":
+            return turn(
+                joint, *(None if x is None else x.to(joint.device) for x in (self.cos, self.sin, self.scale)), heads
+            )
+        return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 
 
 class Rotary(nn.Module):

@@ -15,7 +15,7 @@ from lightning_dilated.attention.engines import for_rows
 from lightning_dilated.attention.engines.base import Engine
 from lightning_dilated.attention.merge import attend_pads
 from lightning_dilated.sequence.exchange.indices import Batch
-from lightning_dilated.sequence.exchange.run import take
+from lightning_dilated.sequence.exchange.rows import take
 
 
 def _parts(call: Call, batch: Batch) -> tuple[Engine, BatchDropout | None]:
@@ -37,8 +37,11 @@ def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge a batch into the running out (B, L, H, D), contiguous, and lse (B, H, L)."""
     engine, keep = _parts(call, batch)
-    k, v = _keys(rows, batch)
-    part, part_lse = engine.forward(take(q, batch.queries)[:, None], k, v, batch.causal, call.scale, keep)
+    given = take(q, batch.queries)[:, None], *_keys(rows, batch), batch.causal, call.scale, keep
+    if engine.forward_into is not None:
+        engine.forward_into(*given, (out, lse, batch.queries[:, None], batch.pads))
+        return
+    part, part_lse = engine.forward(*given)
     if batch.pads:
         part, part_lse = attend_pads(part, part_lse, batch.pads)
     merge_rows(batch.queries, part[:, 0], part_lse[:, 0], out, lse)

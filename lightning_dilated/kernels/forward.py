@@ -5,6 +5,7 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -67,12 +68,22 @@ def _forward_over(
     return acc, most, total
 
 
-@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
+@triton.jit
+def _places(into, rows, mask, all_heads, length):
+    """(flat rows of a running out (B, L, H, D), places in its lse (B, H, L)) of query rows."""
+    at = tl.load(into + rows, mask=mask, other=0)
+    token, head = at // all_heads, at % all_heads
+    return at, (token // length * all_heads + head) * length + token % length
+
+
+@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold", "all_heads", "length"])
 def _forward(
     out, lse, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn,
     heads, n, m, tiles, order, scale, state, threshold, keep, sample, head, queries, keys,
+    into, all_heads, length, pads,
     CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr,
+    CHAIN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
     if ORDER == "hilbert":
@@ -90,6 +101,19 @@ def _forward(
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
+    rows, mask = at * n + i, (i < n)[:, None] & (column < DIM)[None, :]
+    at_lse = rows
+    if CHAIN:  # the state so far is what earlier tiles of keys would have left
+        rows, at_lse = _places(into, rows, i < n, all_heads, length)
+        most = tl.load(lse + at_lse, mask=i < n, other=0.0) * LOG2E
+        total = tl.where(most > float("-inf"), 1.0, 0.0)
+        acc = tl.load(out + rows[:, None] * DIM + column[None, :], mask=mask, other=0.0) / keep
+        if pads > 0:  # zero keys with zero values: scores of 0
+            top = tl.maximum(most, 0.0)
+            rescale = tl.exp2(most - top)
+            total = total * rescale + pads * tl.exp2(-top)
+            acc = acc * rescale[:, None]
+            most = top
     high = m
     whole = m // KEYS * KEYS
     if CAUSAL:
@@ -107,10 +131,24 @@ def _forward(
         CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
     acc = acc * (keep / total)[:, None]
-    rows = at * n + i
-    mask = (i < n)[:, None] & (column < DIM)[None, :]
     tl.store(out + rows[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
-    tl.store(lse + rows, (most + tl.log2(total)) * LN2, mask=i < n)
+    tl.store(lse + at_lse, (most + tl.log2(total)) * LN2, mask=i < n)
+
+
+@dataclass(frozen=True)
+class Into:
+    """A running state to go on from, in place.
+
+    Attributes:
+        out, lse: (B, L, H, D) and (B, H, L), float32, contiguous; 0 and -inf where nothing was attended yet.
+        rows: (G, J, n) int64, the flat row of out, as in (B, L, H), of each query row; none occurs twice.
+        pads: zero keys with zero values that each row attends besides.
+    """
+
+    out: Tensor
+    lse: Tensor
+    rows: Tensor
+    pads: int = 0
 
 
 def forward(
@@ -121,23 +159,31 @@ def forward(
     scale: float,
     drop: Drop | None = None,
     tile_order: TileOrder = "linear",
+    into: Into | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
 
     Any strides, but 1 along D. The log-sum-exp is that without dropout. `tile_order`: programs run head by head and tile by
     tile ("linear"); along Hilbert curves over heads and tiles ("hilbert"), to the same bits; or every second tile takes its
-    keys from the last to the first ("sawtooth", arXiv 2601.16032), to the same result but for rounding.
+    keys from the last to the first ("sawtooth", arXiv 2601.16032), to the same result but for rounding. With `into` the
+    attention goes on from its state, which is changed and returned: no merge is needed afterwards.
     """
     groups, heads, n, dim = q.shape
     block = block_dim(dim)
     rows, keys, warps, stages = (WIDE if q.dtype == torch.float32 else CONFIGS)[block]
-    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if into is None:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        chain = {"into": q, "all_heads": 1, "length": 1, "pads": 0, "CHAIN": False}
+    else:
+        out, lse = into.out, into.lse
+        chain = {"into": into.rows.contiguous(), "all_heads": lse.shape[1], "length": lse.shape[2], "CHAIN": True}
+        chain["pads"] = into.pads
     tiles = triton.cdiv(n, rows)
     _forward[(groups * heads * tiles,)](
         out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], heads, n, k.shape[2], tiles,
         hilbert(groups * heads, tiles, q.device) if tile_order == "hilbert" else q, scale * LOG2E.value,
-        **dropping(drop, q), CAUSAL=causal, PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block,
+        **dropping(drop, q), **chain, CAUSAL=causal, PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block,
         ORDER=tile_order, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse

@@ -281,3 +281,21 @@ def test_ten_branches_peak_like_three(engine):
         dilated_attention(q, k, v, pattern, engine=engine).sum().backward()
         peaks[branches] = torch.cuda.max_memory_allocated()
     assert peaks[10] < peaks[3] + (4 << 20), peaks
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.mem_get_info()[1] < 100e9, reason="needs 100 GB")
+def test_four_million_tokens():
+    """Offsets beyond 2**31: with this package's kernels alone and with cuDNN's, which agree only where both are right."""
+    pattern, made = DilatedPattern.longnet([2048, 32768], [1, 16]), torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (
+        torch.randn(1, 2**22, 12, 64, device="cuda", dtype=torch.bfloat16, generator=made) for _ in range(4)
+    )
+    found = []
+    for engine in ("triton", "cudnn"):
+        x = leaves(q, k, v)
+        out = dilated_attention(*x, pattern, causal=True, engine=engine)
+        found.append([out.detach(), *gradients(out, x, grad)])
+        del out, x
+    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+        for i in range(0, 2**22, 2**20):
+            close(f"{name} from {i}", a[:, i : i + 2**20], b[:, i : i + 2**20], 2e-2, 1.0)

@@ -1,5 +1,6 @@
 """The triton engine in Triton's interpreter: against the oracle, and with dropout against the math engine's mask."""
 
+import itertools
 import random
 
 import pytest
@@ -171,3 +172,50 @@ def on_two_ranks(rank, group, dropout):
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_on_two_ranks(interpreter, dropout):
     assert max(interpreter.run(2, on_two_ranks, dropout)) < 1e-5
+
+
+def chained(rank, group, number, examples, device="cpu"):
+    """The forward over keys in several calls, each going on from the state of the one before, with pads and dropout.
+
+    Against one call over all keys, scattered to the same rows.
+    """
+    from lightning_dilated.kernels.forward import Into, forward
+    from lightning_dilated.kernels.tiles import Drop
+
+    torch.use_deterministic_algorithms(True)
+    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    for _ in range(examples):
+        groups, heads, n, m = (chosen.randint(1, most) for most in (2, 2, 40, 60))
+        dim = chosen.choice([5, 16, 20])
+        q, k, v = (torch.randn(groups, heads, rows, dim, generator=made, device=device) for rows in (n, m, m))
+        at = torch.randperm(groups * heads * n + 4, generator=made, device=device)[: groups * heads * n].view(
+            groups, heads, n
+        )
+        batch, all_heads = chosen.choice([(b, h) for b in (1, 2) for h in (1, 2) if (at.numel() + 4) % (b * h) == 0])
+        length = (at.numel() + 4) // batch // all_heads
+        whole = at.new_zeros(batch, length, all_heads, dim).float(), at.new_zeros(batch, all_heads, length).float()
+        whole[1].fill_(-torch.inf)
+        pads, dropped = chosen.choice([0, 0, 3]), chosen.random() < 0.5
+        numbers = torch.arange(groups * heads, device=device).view(groups, heads)
+        keys = torch.arange(m, device=device).expand(groups, heads, m)
+        drop = lambda part: Drop(7, 2**31, 2.0, numbers, numbers, at, part.contiguous()) if dropped else None  # noqa: B023, E731
+        cuts = sorted({0, m, chosen.randint(0, m), chosen.randint(0, m)})
+        for first, stop in itertools.pairwise(cuts):
+            state = Into(*whole, at, pads if stop == m else 0)
+            forward(q, k[:, :, first:stop], v[:, :, first:stop], False, 0.3, drop(keys[..., first:stop]), into=state)
+        more = [torch.cat([x, x.new_zeros(groups, heads, pads, dim)], 2) for x in (k, v)]
+        out, lse = forward(q, *more, False, 0.3, drop(torch.cat([keys, keys[..., :1].expand(groups, heads, pads)], 2)))
+        out_rows, lse_rows = whole[0].view(-1, dim), whole[1].transpose(1, 2).flatten()
+        torch.testing.assert_close(out_rows[at], out, atol=2e-6, rtol=2e-6)
+        torch.testing.assert_close(lse_rows[at], lse, atol=2e-6, rtol=2e-6)
+        assert int(lse_rows.isneginf().sum()) == 4  # the other rows are as they were
+
+
+@pytest.mark.parametrize("number, examples", [(0, 10), pytest.param(1, 100, marks=pytest.mark.slow)])
+def test_chain(interpreter, number, examples):
+    interpreter.run(1, chained, number, examples)
+
+
+@pytest.mark.gpu
+def test_chain_on_a_gpu():
+    chained(0, None, 2, 20, "cuda")

@@ -57,6 +57,8 @@ class Engine:
         deterministic: whether every run gives the same bits, backward too.
         any_scale: whether it is right for a scale of 0 or below, too.
         rows_in_place: whether its results lie in memory as q's rows do, where those follow each other.
+        forward_into: None, or forward(..., into) that goes on, in place, from the running state into = (out (B, L, H, D),
+            lse (B, H, L), the flat row of out of each query row (G, J, n), zero keys to attend besides).
         min_rows: query rows and key rows it must be given; the op hands smaller blocks to the math engine.
         available: None, or why this build of torch lacks it.
     """
@@ -74,6 +76,7 @@ class Engine:
     deterministic: bool = True
     any_scale: bool = True
     rows_in_place: bool = False
+    forward_into: Forward | None = None
     min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
 

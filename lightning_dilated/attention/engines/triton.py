@@ -39,6 +39,13 @@ def _forward(
         return forward(q, k, v, causal, scale, _drop(dropout, q.device), tile_order or "linear")
 
 
+def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, into: Any) -> None:
+    from lightning_dilated.kernels.forward import Into, forward
+
+    with kernels.on(q.device):
+        forward(q, k, v, causal, scale, _drop(dropout, q.device), into=Into(*into))
+
+
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,6 +62,7 @@ TRITON = Engine(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     max_head_dim=256,
     dropout=True,
+    forward_into=_forward_into,
     available=kernels.why_not,
 )
 

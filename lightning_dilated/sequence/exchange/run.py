@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
+from lightning_dilated.sequence.exchange.rows import pack_rows
 from lightning_dilated.sequence.exchange.wire import Posted, Wire
 from lightning_dilated.sequence.problem import Problem, Want, wants
 from lightning_dilated.sequence.progressions import intersect
@@ -109,14 +110,6 @@ def _of_source(problem: Problem, waiting: list[Want], rank: int, hops: int) -> l
     return [want for want in cut if want.keys]
 
 
-def take(x: Tensor, rows: Tensor) -> Tensor:
-    """Rows (..., D) of a (B, L, heads, D) tensor of any strides, by their flat numbers."""
-    if x.is_contiguous():
-        return x.view(-1, x.shape[-1])[rows]
-    heads, length = x.shape[2], x.shape[1]
-    return x[rows // (heads * length), rows // heads % length, rows % heads]
-
-
 @dataclass
 class Arrival:
     """Batches that can be computed now, the rows (n, 2, D) they read, and (backward) where their gradients go, fp32."""
@@ -144,8 +137,7 @@ class Run:
         step = self.compiled.steps[number]
         pack = step.packing
         buffer = self.k.new_empty(sum(step.sends.values()), 2, self.k.shape[3])
-        for i, x in enumerate((self.k, self.v)):
-            buffer[pack.own_at, i] = take(x, pack.own)
+        pack_rows(self.k, self.v, pack.own, pack.own_at, buffer)
         if len(pack.store):
             buffer[pack.store_at] = before[pack.store]
         into = self.rows[step.start : step.stop] if self.compiled.keep else None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Round, count
-from lightning_dilated.sequence.exchange.run import take
+from lightning_dilated.sequence.exchange.rows import pair, take
 from lightning_dilated.sequence.exchange.switch import Switched
 from lightning_dilated.sequence.exchange.wire import Posted, Wire
 from lightning_dilated.sequence.problem import Problem
@@ -70,8 +70,7 @@ class SwitchRun:
     def post(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Send the rows of q, k and v to their owners."""
         keys, queries = self.compiled.keys, self.compiled.queries
-        rows = torch.stack([take(k, keys.rows), take(v, keys.rows)], 1)
-        self._posted = [self._out(keys, rows), self._out(queries, take(q, queries.rows))]
+        self._posted = [self._out(keys, pair(k, v, keys.rows)), self._out(queries, take(q, queries.rows))]
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """(query rows (m, D), key rows (n, 2, D)) that this rank owns."""
@@ -86,10 +85,10 @@ class SwitchRun:
     def _out(self, way: Way, rows: Tensor) -> Posted:
         return self.wire.post(rows, way.sends, way.receives)
 
-    def to_owners(self, *tensors: Tensor) -> Posted:
-        """Rows of (B, L, H, *) tensors, side by side, to the owners of their queries."""
+    def to_owners(self, x: Tensor, other: Tensor | None = None) -> Posted:
+        """Rows of a (B, L, H, *) tensor, or of two side by side, to the owners of their queries."""
         rows = self.compiled.queries.rows
-        return self._out(self.compiled.queries, torch.stack([take(x, rows) for x in tensors], 1))
+        return self._out(self.compiled.queries, take(x, rows)[:, None] if other is None else pair(x, other, rows))
 
     def home(self, rows: Tensor, keys: bool = False) -> Posted:
         """Rows that belong to received queries (or keys), back to where those came from."""
