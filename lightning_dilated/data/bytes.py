@@ -5,18 +5,14 @@ Shape letters: B batch, N tokens of a sequence (`seq_len`).
 
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
-from lightning.pytorch.trainer.states import TrainerFn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from lightning_dilated.data.bigram import bigram_counts, bits_per_byte
+from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import HINT, collect_files, path_list
-from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.stream import ByteStream
-from lightning_dilated.data.values import file_suffixes, flag, fraction, whole_number
-
-SPLITS = ("train", "val", "test")
+from lightning_dilated.data.values import file_suffixes, fraction, whole_number
 
 
 class ByteSequences(Dataset):
@@ -71,7 +67,7 @@ class ByteSequences(Dataset):
         return {"tokens": tokens, "labels": labels, "index": index}
 
 
-class ByteDataModule(pl.LightningDataModule):
+class ByteDataModule(SplitDataModule):
     """Text or binary files as one byte stream: the first part for training, then validation, then test.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
@@ -108,10 +104,9 @@ class ByteDataModule(pl.LightningDataModule):
         pin_memory: bool = False,
         suffixes: list[str] | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = path_list(paths)
         self.seq_len = whole_number("data.seq_len", seq_len, 1)
-        self.batch_size = whole_number("data.batch_size", batch_size, 1)
         self.val_fraction = fraction("data.val_fraction", val_fraction)
         self.test_fraction = fraction("data.test_fraction", test_fraction)
         if self.val_fraction + self.test_fraction >= 1:
@@ -120,15 +115,8 @@ class ByteDataModule(pl.LightningDataModule):
                 "which leaves nothing to train on: lower one of them"
             )
         self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
-        self.seed = whole_number("data.seed", seed, 0)
-        self.num_workers = whole_number("data.num_workers", num_workers, 0)
-        self.pin_memory = flag("data.pin_memory", pin_memory)
         self.suffixes = file_suffixes("data.suffixes", suffixes)
-        # a rank may have no sequence of a short validation split, as none is served twice
-        self.allow_zero_length_dataloader_with_multiple_devices = True
         self._stream: ByteStream | None = None
-        self._train_loader: ResumableLoader | None = None
-        self._resume_state: dict[str, Any] | None = None
         self._bigram: dict[str, Any] = {}
 
     def check(self) -> None:
@@ -142,17 +130,10 @@ class ByteDataModule(pl.LightningDataModule):
         if len(stream) == 0:
             raise ValueError(f"all files of data.paths are empty; {HINT}")
         for split, (start, stop) in self._bounds(len(stream)).items():
-            if split == "train" or getattr(self, f"{split}_fraction") > 0:
+            if self.wanted(split) is None:
                 self._check_split(split, stop - start, len(stream))
-        self._check_batch(len(self._sequences(stream, "train")), 1)
+        self.check_batch(len(self._sequences(stream, "train")), 1)
         self._stream = stream
-
-    def setup(self, stage: str | None = None) -> None:
-        """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
-        self.check()
-        if stage in (None, "fit"):
-            self._resume_state = None
-            self._train_loader = None
 
     @property
     def stream(self) -> ByteStream:
@@ -166,56 +147,6 @@ class ByteDataModule(pl.LightningDataModule):
         if split not in SPLITS:
             raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
         return self._sequences(self.stream, split)
-
-    def train_dataloader(self) -> ResumableLoader:
-        """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few sequences."""
-        rank, replicas = self._replica()
-        dataset = self.dataset("train")
-        self._check_batch(len(dataset), replicas)
-        loader = ResumableLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
-            drop_last=True,
-        )
-        loader.trainer = self.trainer
-        # Lightning itself restores loaders only in some resumed runs: not if the checkpoint ends an epoch, nor if
-        # configure_optimizers asked for trainer.estimated_stepping_batches
-        if self._resume_state is not None:
-            loader.load_state_dict(self._resume_state)
-            self._resume_state = None
-        self._train_loader = loader
-        return loader
-
-    def val_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The validation split in file order; an empty list for val_fraction = 0."""
-        return self._eval_loader("val", self.val_fraction)
-
-    def test_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The test split in file order; an empty list for test_fraction = 0."""
-        return self._eval_loader("test", self.test_fraction)
-
-    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The test split, as `test_dataloader`."""
-        return self._eval_loader("test", self.test_fraction)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The training position, for checkpoints; empty before training."""
-        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep a checkpoint's training position for the next `train_dataloader`; of no effect outside fit."""
-        state = state_dict.get("train")
-        if self.trainer is None:
-            self._resume_state = state
-        elif self.trainer.state.fn == TrainerFn.FITTING:
-            # a module may ask for the loader in configure_optimizers, before some strategies restore the data state
-            if state is not None and self._train_loader is not None:
-                self._train_loader.load_state_dict(state)
-            else:
-                self._resume_state = state
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
         """Bits per byte of an add-one bigram model of the training bytes on the pairs that the split's loader serves.
@@ -238,6 +169,22 @@ class ByteDataModule(pl.LightningDataModule):
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
 
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        return (
+            None
+            if split == "train" or getattr(self, f"{split}_fraction") > 0
+            else f"data.{split}_fraction is 0; set it above 0"
+        )
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        """The error where a batch needs more training sequences than there are."""
+        return (
+            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
     def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
         val, test = int(total * self.val_fraction), int(total * self.test_fraction)
         train = total - val - test
@@ -257,33 +204,4 @@ class ByteDataModule(pl.LightningDataModule):
         raise ValueError(
             f"the {split} split has {size} of the {total} bytes, but one sequence of data.seq_len = {self.seq_len} "
             f"needs {self.seq_len + 1}: pass more data in data.paths{shorter}, or {change}"
-        )
-
-    def _check_batch(self, count: int, replicas: int) -> None:
-        needed = self.batch_size * replicas
-        if count < needed:
-            raise ValueError(
-                f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-                f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-                "data.seq_len, use fewer ranks, or pass more data in data.paths"
-            )
-
-    def _replica(self) -> tuple[int, int]:
-        """This process's data-parallel rank and the number of ranks."""
-        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (0, 1) if not found else (found["rank"], found["num_replicas"])
-
-    def _eval_loader(self, split: str, share: float) -> DataLoader | list[DataLoader]:
-        if share == 0:
-            if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
-                raise ValueError(f"there is no {split} split to run on: data.{split}_fraction is 0; set it above 0")
-            return []
-        rank, replicas = self._replica()
-        dataset = self.dataset(split)
-        return DataLoader(
-            dataset,
-            batch_size=self.batch_size,
-            sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
-            num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
         )

@@ -1,0 +1,152 @@
+"""What the DataModules share: train, validation and test splits behind loaders that resume exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.values import flag, whole_number
+
+SPLITS = ("train", "val", "test")
+
+
+class SplitDataModule(pl.LightningDataModule):
+    """Base of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
+
+    Training order depends on `seed` and the epoch alone and is continued exactly from a checkpoint; validation and test
+    come in the dataset's order. No sample is served twice in an epoch.
+
+    Args:
+        batch_size: B, samples of a batch on each device.
+        seed: fixes the training order.
+        num_workers: processes that load batches; 0 loads in the main process.
+        pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
+
+    Raises: TypeError or ValueError for values outside these ranges.
+    """
+
+    #: makes a batch of samples; None is torch's default
+    collate: Callable[[list[Any]], Any] | None = None
+
+    def __init__(self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool = False) -> None:
+        super().__init__()
+        self.batch_size = whole_number("data.batch_size", batch_size, 1)
+        self.seed = whole_number("data.seed", seed, 0)
+        self.num_workers = whole_number("data.num_workers", num_workers, 0)
+        self.pin_memory = flag("data.pin_memory", pin_memory)
+        # a rank may have no sample of a short validation split, as none is served twice
+        self.allow_zero_length_dataloader_with_multiple_devices = True
+        self._train_loader: ResumableLoader | None = None
+        self._resume_state: dict[str, Any] | None = None
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Look at the data on disk, once; raise OSError or ValueError saying what was found and what to change."""
+        raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
+
+    def dataset(self, split: str) -> Dataset:
+        """The samples of "train", "val" or "test"."""
+        raise TypeError(f"{type(self).__name__} must define dataset(split).")
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        return None
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        """The error where a batch needs more training samples than there are."""
+        return (
+            f"the train split has {count} samples, but one batch takes {needed} (data.batch_size = {self.batch_size} on "
+            f"{replicas} data-parallel ranks): lower data.batch_size, use fewer ranks, or pass more data"
+        )
+
+    # -- what Lightning calls ------------------------------------------------------------------------------------------
+    def setup(self, stage: str | None = None) -> None:
+        """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
+        self.check()
+        if stage in (None, "fit"):
+            self._resume_state = None
+            self._train_loader = None
+
+    def train_dataloader(self) -> ResumableLoader:
+        """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
+        rank, replicas = self._replica()
+        dataset = self.dataset("train")
+        self.check_batch(len(dataset), replicas)
+        loader = ResumableLoader(
+            dataset,
+            batch_size=self.batch_size,
+            collate_fn=self.collate,
+            sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+            drop_last=True,
+        )
+        loader.trainer = self.trainer
+        # Lightning itself restores loaders only in some resumed runs: not if the checkpoint ends an epoch, nor if
+        # configure_optimizers asked for trainer.estimated_stepping_batches
+        if self._resume_state is not None:
+            loader.load_state_dict(self._resume_state)
+            self._resume_state = None
+        self._train_loader = loader
+        return loader
+
+    def val_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The validation split in order; an empty list where there is none."""
+        return self._eval_loader("val")
+
+    def test_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The test split in order; an empty list where there is none."""
+        return self._eval_loader("test")
+
+    def predict_dataloader(self) -> DataLoader | list[DataLoader]:
+        """The test split, as `test_dataloader`."""
+        return self._eval_loader("test")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The training position, for checkpoints; empty before training."""
+        return {} if self._train_loader is None else {"train": self._train_loader.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep a checkpoint's training position for the next `train_dataloader`; of no effect outside fit."""
+        state = state_dict.get("train")
+        if self.trainer is None:
+            self._resume_state = state
+        elif self.trainer.state.fn == TrainerFn.FITTING:
+            # a module may ask for the loader in configure_optimizers, before some strategies restore the data state
+            if state is not None and self._train_loader is not None:
+                self._train_loader.load_state_dict(state)
+            else:
+                self._resume_state = state
+
+    def check_batch(self, count: int, replicas: int) -> None:
+        """Raise ValueError where `count` training samples do not make one batch for every replica."""
+        needed = self.batch_size * replicas
+        if count < needed:
+            raise ValueError(self.too_few(count, needed, replicas))
+
+    def _replica(self) -> tuple[int, int]:
+        """This process's data-parallel rank and the number of ranks."""
+        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (0, 1) if not found else (found["rank"], found["num_replicas"])
+
+    def _eval_loader(self, split: str) -> DataLoader | list[DataLoader]:
+        missing = self.wanted(split)
+        if missing is not None:
+            if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
+                raise ValueError(f"there is no {split} split to run on: {missing}")
+            return []
+        rank, replicas = self._replica()
+        dataset = self.dataset(split)
+        return DataLoader(
+            dataset,
+            batch_size=self.batch_size,
+            collate_fn=self.collate,
+            sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
+            num_workers=self.num_workers,
+            pin_memory=self.pin_memory,
+        )
