@@ -35,7 +35,9 @@ def test_gradcheck(name, engine):
     assert torch.autograd.gradcheck(lambda *x: CHECKED[name].run(*x, engine=engine), (q, k, v), nondet_tol=0.0)
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "gqa", "lengths", "documents"])
+@pytest.mark.parametrize(
+    "name", ["gqa", "lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "causal", "documents"))]
+)
 def test_gradcheck_dropout(name):
     q, k, v, _ = CHECKED[name].tensors()
 

@@ -57,11 +57,14 @@ def check(found, want, tol, logged=None):
 CASES = [("plain", way) for way in WAYS] + [
     (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled")
 ]
-CASES += [("workers", "2"), ("compiled", "2")]
+CASES += [pytest.param("workers", "2", marks=pytest.mark.slow), ("compiled", "2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
-CASES = [c if c[1] != "4" or c[0] in CI else pytest.param(*c, marks=pytest.mark.slow) for c in CASES]
+CASES = [
+    c if not isinstance(c, tuple) or c[1] != "4" or c[0] in CI else pytest.param(*c, marks=pytest.mark.slow)
+    for c in CASES
+]
 
 
 @pytest.mark.parametrize("run, way", CASES)

@@ -76,8 +76,9 @@ def whole(parts, name, step=0, dim=1):
     return torch.cat([seen[step][name] for seen, *_ in parts], dim)
 
 
-@pytest.mark.parametrize("seed", [True, False], ids=["seeded", "unseeded"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    "workers, seed", [(0, True), (0, False), (1, True), pytest.param(1, False, marks=pytest.mark.slow)]
+)
 def test_augmentation_is_that_of_the_sample(pools, workers, seed):
     """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, also where nobody set a seed."""
     parts = pools(2).run(2, plain, {}, {"layout": "contiguous"}, workers, seed)
