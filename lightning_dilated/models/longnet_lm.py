@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
+from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.models.generation import generate
 from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.pattern import DilatedPattern
@@ -39,6 +39,8 @@ class LongNetLM(DilatedModule):
             engine: see `models.blocks.BlockOptions`.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
+            nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
         compile_blocks: compile every block by torch.compile when it is first run; generation stays uncompiled.
         optimizer, lr_scheduler: see `DilatedModule`.
 
@@ -70,6 +72,8 @@ class LongNetLM(DilatedModule):
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
         compile_blocks: bool = False,
+        shift_layers: Literal["none", "odd"] = "none",
+        shift_below: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -85,6 +89,9 @@ class LongNetLM(DilatedModule):
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
+        self.shift_layers, self.shift_below = shift_layers, shift_below
+        #: the pattern of layers 1, 3, ...; None where it is `pattern`
+        self.odd_pattern = odd_pattern(self.pattern, shift_layers, shift_below)
         _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
         self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
         self.compile_blocks = compile_blocks
@@ -107,6 +114,7 @@ class LongNetLM(DilatedModule):
         return DilatedTransformer(
             self.dim, depth, self.num_heads, self.pattern,
             causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+            shift_layers=self.shift_layers, shift_below=self.shift_below,
         )  # fmt: skip
 
     def build(self) -> None:

@@ -18,6 +18,7 @@ RUNS = {
     "lengths": Run(kind="lengths", batch_size=2),
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
+    "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -55,9 +56,9 @@ def check(found, want, tol, logged=None):
 
 
 CASES = [("plain", way) for way in WAYS] + [
-    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled")
+    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled", "shifted documents")
 ]
-CASES += [("workers", "2"), ("compiled", "2")]
+CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
