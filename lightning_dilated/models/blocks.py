@@ -231,7 +231,7 @@ class DilatedTransformer(nn.Module):
 
     def new_caches(self) -> list[KVCache]:
         """An empty cache for every block."""
-        return [KVCache() for _ in self.blocks]
+        return [block.attention.new_cache() for block in self.blocks]
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

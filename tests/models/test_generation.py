@@ -14,6 +14,7 @@ PROMPT = torch.tensor([[1, 2, 3], [7, 0, 10]])
 MODELS = {
     "longnet": {},
     "shifted": {"pattern": PATTERN.shifted()},
+    "shifted layers": {"shift_layers": "odd", "num_kv_heads": 2},
     "head groups, blocked": {"pattern": DilatedPattern.head_groups([4, 16], [1, 3], 4, offsets="blocked")},
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},
