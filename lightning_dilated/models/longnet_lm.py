@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights, odd_pattern
-from lightning_dilated.models.generation import generate
+from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -137,12 +137,16 @@ class LongNetLM(DilatedModule):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N); `caches` holds the tokens before these (see `generate`)."""
+        """Logits (B, N, V) from tokens (B, N), or with `last_only` the last token's (B, 1, V).
+
+        `caches` holds the tokens before these: `model.transformer.new_caches()`, or what earlier calls left in them.
+        """
         self.configure_model()
         x = self.dropout(self.embedding(tokens))
         x = self.transformer(x, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
-        return self.head(x)
+        return self.head(x[:, -1:] if last_only else x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
@@ -175,17 +179,14 @@ class LongNetLM(DilatedModule):
         index = {"index": batch["index"]} if "index" in batch else {}
         return {**index, "tokens": counted, "bits_per_byte": bits}
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Tokens (B, N + max_new_tokens): the prompt (B, N >= 1) and its continuation; see `models.generation`."""
-        return generate(
-            self, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation, by `max_new_tokens` or up to a stop token.
+
+        Args:
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk; see `models.generation.generate_stream`.
+        """
+        return generate(self, tokens, max_new_tokens, **options)
+
+    def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
+        """The continuation as it is drawn: (B,) tokens a step; the same tokens and options as `generate`."""
+        return generate_stream(self, tokens, max_new_tokens, **options)
