@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import codecs
+import itertools
 import sys
+from collections.abc import Iterable
 
 import torch
 
@@ -20,6 +23,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest bytes only")
     p.add_argument("--top_p", type=float, help="draw from the likeliest bytes that hold this probability")
+    p.add_argument("--stop", help=r"a character of one byte that ends the text, such as '\n'")
+    p.add_argument("--stream", action="store_true", help="print bytes as they are drawn")
     p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
     return p
@@ -35,6 +40,27 @@ def check_device(name: str) -> None:
         raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
 
 
+def stop_byte(text: str | None) -> int | None:
+    """The byte that ends the text, from a character or its escape."""
+    if text is None:
+        return None
+    try:
+        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+    except UnicodeDecodeError:
+        found = ""
+    if len(found.encode()) != 1:
+        raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
+    return ord(found)
+
+
+def print_bytes(chunks: Iterable[bytes]) -> None:
+    """Print UTF-8 text as its bytes come; what is no text is shown as the replacement character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for chunk in chunks:
+        print(decoder.decode(chunk), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
 def run(argv: list[str]) -> None:
     """Parse, load, generate, and print the prompt with its continuation."""
     args = parser().parse_args(argv)
@@ -46,16 +72,12 @@ def run(argv: list[str]) -> None:
     check_sampling(args.temperature, args.top_k, args.top_p)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
+    stop = stop_byte(args.stop)
     check_device(args.device)
     model = load_byte_model(args.ckpt_path).to(args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = torch.tensor(list(prompt), device=args.device)[None]
-    out = model.generate(
-        tokens,
-        args.max_new_bytes,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        generator=generator,
-    )
-    print(bytes(out[0].tolist()).decode(errors="replace"))
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    drawn = model.generate_stream(tokens, args.max_new_bytes, **options, generator=generator, stop=stop)
+    following = (bytes(step.tolist()) for step in drawn)
+    print_bytes(itertools.chain([prompt], following) if args.stream else [prompt + b"".join(following)])

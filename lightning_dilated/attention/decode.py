@@ -1,87 +1,256 @@
-"""Decoding: one new token against the cache of keys and values, equal to the last row of the full sequence.
+"""Decoding: new tokens against a bounded cache of keys and values, equal to the same rows of the full sequence.
 
-Shape letters: B batch, T tokens so far (the new one included), H query heads, K kv heads, D head dim.
+In a branch a head can only ever use its own residue of the current segment, so a cache keeps no more than that: at most
+ceil(w / r) rows a branch, kv head and residue, whatever the number of tokens.
+Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one
+residue's rows of one kv head); w segment length, r dilation rate.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
+from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern.branch import LARGEST
+from lightning_dilated.pattern.rows import check_padding, count_rows
+
+#: rows that a buffer begins with, where its branch may hold as many
+SMALLEST = 64
+#: scores of cached keys that are formed at once
+SCORES = 1 << 26
+
+
+@dataclass(frozen=True)
+class _Lane:
+    """One residue of a branch: its slots, their kv heads, and the query heads that use them, slot by slot.
+
+    Slots have equally many query heads: where fewer use one, a head stands there twice and gets the same result twice.
+    """
+
+    slots: slice
+    kv_heads: tuple[int, ...]
+    heads: tuple[int, ...]
+
+
+def _lanes(pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> dict[int, _Lane]:
+    """Residue -> its lane, for every residue that some head uses."""
+    users: dict[tuple[int, int], list[int]] = {}
+    for h in range(num_heads) if branch.heads is None else branch.heads:
+        residue = pattern.offset(branch, h, num_heads, num_kv_heads)
+        users.setdefault((residue, h * num_kv_heads // num_heads), []).append(h)
+    slots, lanes = sorted(users), {}
+    for residue in sorted({o for o, _ in slots}):
+        mine = [i for i, (o, _) in enumerate(slots) if o == residue]
+        most = max(len(users[slots[i]]) for i in mine)
+        heads = tuple(h for i in mine for h in (users[slots[i]] * most)[:most])
+        lanes[residue] = _Lane(slice(mine[0], mine[-1] + 1), tuple(slots[i][1] for i in mine), heads)
+    return lanes
+
+
+class _BranchRows:
+    """The rows of one branch's current segment: k and v (B, S, capacity, D), grown by doubling up to ceil(w / r) rows."""
+
+    def __init__(self, pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> None:
+        self.width, self.shift, self.rate = branch.segment_length, branch.shift, branch.dilation_rate
+        self.lanes = _lanes(pattern, branch, num_heads, num_kv_heads)
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def first(self, position: int) -> int:
+        """The position of index 0 of the segment that holds `position`; below 0 in a first segment that a shift cuts."""
+        return 0 if self.width is None else (position + self.shift) // self.width * self.width - self.shift
+
+    def held(self, residue: int, first: int, stop: int) -> int:
+        """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
+        return count_rows(max(first, 0), stop, self.rate, first + residue)
+
+    def append(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Keep what positions from `start` on may still use of their (B, n, K, D) keys and values; earlier segments go."""
+        stop = start + k.shape[1]
+        first = self.first(stop - 1)
+        begin = max(first, start)
+        self._make_room(k, -(-(stop - max(first, 0)) // self.rate))
+        for skip in range(min(stop - begin, self.rate)):
+            residue = (begin + skip - first) % self.rate
+            lane = self.lanes.get(residue)
+            if lane is None:
+                continue
+            at = self.held(residue, first, begin)
+            for kept, new in ((self.k, k), (self.v, v)):
+                rows = new[:, begin - start + skip :: self.rate]
+                rows = rows[:, :, _index(lane.kv_heads, k.device)].transpose(1, 2)
+                kept[:, lane.slots, at : at + rows.shape[2]] = rows
+
+    def _make_room(self, like: Tensor, rows: int) -> None:
+        old = 0 if self.k is None else self.k.shape[2]
+        if rows <= old:
+            return
+        most = rows if self.width is None else -(-self.width // self.rate)
+        size = max(rows, 2 * old, SMALLEST)
+        size = size if self.width is None else min(size, most)
+        slots = sum(len(lane.kv_heads) for lane in self.lanes.values())
+        for name in ("k", "v"):
+            new = like.new_empty((like.shape[0], slots, size, like.shape[3]))
+            if old:
+                new[:, :, :old] = getattr(self, name)
+            setattr(self, name, new)
+
+    def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int) -> None:
+        """Merge what scaled queries (B, n, H, D) from position `start` on see of the rows below `stop` into out and lse.
+
+        All of those rows must lie at or before the queries. out (B, n, H, D) and lse (B, n, H) change in place.
+        """
+        first = self.first(stop - 1)
+        end = q.shape[1] if self.width is None else min(q.shape[1], first + self.width - start)
+        for skip in range(min(end, self.rate)):
+            residue = (start + skip - first) % self.rate
+            lane, held = self.lanes.get(residue), self.held(residue, first, stop)
+            if lane is None or held == 0:
+                continue
+            heads = _index(lane.heads, q.device)
+            keys, values = (x[:, lane.slots, :held].to(q.dtype) for x in (self.k, self.v))
+            tile = max(1, SCORES // (len(lane.heads) * held * q.shape[0])) * self.rate
+            for at in range(skip, end, tile):
+                rows = slice(at, min(at + tile, end), self.rate)
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
 
 
 class KVCache:
-    """Keys and values of the tokens so far: (B, capacity, K, D), grown by doubling."""
+    """The keys and values that later tokens may still use, for one layer; `length` tokens have gone in.
 
-    def __init__(self) -> None:
+    Args:
+        pattern, num_heads, num_kv_heads: those of the layer.
+
+    Memory: (rows of the widest residue) x slots a branch, so O(sum of w / r) rows a kv head; branches over the whole
+    sequence (segment_length None) keep every row of the residues in use.
+    """
+
+    def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int | None = None) -> None:
+        self.pattern = pattern
+        self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
         self.length = 0
-        self._k: Tensor | None = None
-        self._v: Tensor | None = None
+        self._shape: tuple[int, int, int] | None = None
+        self._branches = [_BranchRows(pattern, b, self.num_heads, self.num_kv_heads) for b in pattern.branches]
 
     def append(self, k: Tensor, v: Tensor) -> None:
-        """Add (B, n, K, D) keys and values."""
-        stop = self.length + k.shape[1]
-        self._k, self._v = self._room(self._k, k, stop), self._room(self._v, v, stop)
-        self._k[:, self.length : stop], self._v[:, self.length : stop] = k, v
-        self.length = stop
+        """Add (B, n, K, D) keys and values, already rotated."""
+        shape = (k.shape[0], *k.shape[2:])
+        if k.shape != v.shape or k.shape[2] != self.num_kv_heads or shape != (self._shape or shape):
+            expected = self._shape or ("B", self.num_kv_heads, "D")
+            raise ValueError(
+                f"the cache takes k and v of (B, n, kv heads, D) with (B, kv heads, D) = {expected}; "
+                f"got {tuple(k.shape)} and {tuple(v.shape)}. Every sequence takes a cache of its own."
+            )
+        self._shape = shape
+        if k.shape[1]:
+            for branch in self._branches:
+                branch.append(k, v, self.length)
+        self.length += k.shape[1]
 
-    def _room(self, old: Tensor | None, like: Tensor, stop: int) -> Tensor:
-        if old is not None and old.shape[1] >= stop:
-            return old
-        size = max(stop, 2 * self.length, 64)
-        new = like.new_empty((like.shape[0], size, *like.shape[2:]))
-        if old is not None:
-            new[:, : self.length] = old[:, : self.length]
-        return new
+    def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int) -> None:
+        """Merge what scaled queries (B, n, H, D) from position `start` on see of the cache into out and lse, in place."""
+        for branch in self._branches if self.length else ():
+            branch.attend(q, out, lse, start, self.length)
 
-    def upto(self, length: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `length` keys and values."""
-        if self._k is None or self._v is None or length > self.length:
-            raise ValueError(f"the cache holds {self.length} tokens, so {length} cannot be read from it.")
-        return self._k[:, :length], self._v[:, :length]
+    def rows(self) -> list[dict[int, int]]:
+        """For each branch: kv head -> rows held, over all residues that it keeps."""
+        found = []
+        for branch in self._branches:
+            count: Counter[int] = Counter()
+            first = branch.first(self.length - 1)
+            for residue, lane in branch.lanes.items():
+                count.update(dict.fromkeys(lane.kv_heads, branch.held(residue, first, self.length)))
+            found.append(dict(count))
+        return found
 
-
-def visible(branch: Branch, position: int) -> slice:
-    """The keys a query at `position` sees in a causal branch that its head uses there: from the segment's start, by r."""
-    width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length
-    index = (position + branch.shift) % width
-    oldest = max(position - index, 0)
-    first = position - (position - oldest) // branch.dilation_rate * branch.dilation_rate
-    return slice(first, position + 1, branch.dilation_rate)
-
-
-def using_heads(pattern: DilatedPattern, branch: Branch, position: int, num_heads: int, num_kv_heads: int) -> list[int]:
-    """The query heads that use `position` in the branch."""
-    width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length
-    residue = (position + branch.shift) % width % branch.dilation_rate
-    served = range(num_heads) if branch.heads is None else branch.heads
-    return [h for h in served if pattern.offset(branch, h, num_heads, num_kv_heads) == residue]
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffers."""
+        return sum(x.nbytes for b in self._branches for x in (b.k, b.v) if x is not None)
 
 
-def decode_attention(q: Tensor, k: Tensor, v: Tensor, pattern: DilatedPattern, scale: float | None = None) -> Tensor:
-    """Causal dilated attention of the last token: q (B, 1, H, D) against k and v (B, T, K, D), in O(sum of w/r).
+def decode_attention(
+    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scale: float | None = None, engine: str = "auto"
+) -> Tensor:
+    """Causal dilated attention of n new tokens that follow those in `cache`, which takes them in.
+
+    One token costs O(sum of w / r) a head. Several (a prompt, or its next chunk) see each other through `dilated_attention`
+    and the cache by plain matrix products, merged by their log-sum-exp.
+
+    Args:
+        q: (B, n, H, D); k, v: (B, n, K, D), rotated to their global positions where positions are rotary.
+        scale, engine: as in `dilated_attention`.
 
     Returns:
-        (B, 1, H, D) in q's dtype; 0 for a head that no branch serves at this position.
+        (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
+
+    Raises:
+        ValueError: for a cache of other sizes, and for tensors that want a gradient.
     """
-    batch, _, heads, dim = q.shape
-    kv_heads, position = k.shape[2], k.shape[1] - 1
-    group = heads // kv_heads
+    q, k, v = autocast(q, k, v)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
+        raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
+    start, new = cache.length, q.shape[1]
+    check_padding(cache.pattern, start + new)
     wide = torch.promote_types(q.dtype, torch.float32)
-    query = q[:, 0].to(wide) * (dim**-0.5 if scale is None else scale)
-    out = torch.zeros(batch, heads, dim, dtype=wide, device=q.device)
-    lse = torch.full((batch, heads), -torch.inf, dtype=wide, device=q.device)
-    for branch in pattern.branches:
-        rows = visible(branch, position)
-        using = using_heads(pattern, branch, position, heads, kv_heads)
-        for kv in sorted({h // group for h in using}):
-            mine = [h for h in using if h // group == kv]
-            s = query[:, mine] @ k[:, rows, kv].to(wide).transpose(-1, -2)
-            part_lse = torch.logsumexp(s, -1)
-            part = torch.softmax(s, -1) @ v[:, rows, kv].to(wide)
-            total = torch.logaddexp(lse[:, mine], part_lse)
-            old, new = torch.exp(lse[:, mine] - total), torch.exp(part_lse - total)
-            out[:, mine] = out[:, mine] * old[..., None] + part * new[..., None]
-            lse[:, mine] = total
-    return out[:, None].to(q.dtype)
+    query = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if new == 1:
+        cache.append(k, v)
+        out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
+        cache.attend(query, out, lse, start)
+        return out.to(q.dtype)
+    pattern = _continued(cache.pattern, start)
+    found, lse = dilated_attention(q, k, v, pattern, causal=True, scale=scale, return_lse=True, engine=engine)
+    if start:
+        out, lse = found.to(wide), lse.transpose(1, 2).contiguous()
+        cache.attend(query, out, lse, start)
+        found = out.to(q.dtype)
+    cache.append(k, v)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern:
+    """The pattern as tokens from position `start` on see it, counted from 0; causal, where padding means nothing."""
+    if start == 0:
+        return pattern
+    cut = lambda b: b.segment_length or LARGEST["segment_length"]  # noqa: E731 - a whole sequence is a segment without end
+    branches = (replace(b, segment_length=cut(b), shift=(b.shift + start) % cut(b)) for b in pattern.branches)
+    return replace(pattern, branches=tuple(branches), padding="masked")
+
+
+@functools.lru_cache(maxsize=4096)
+def _index(heads: tuple[int, ...], device: torch.device) -> slice | Tensor:
+    """What picks these heads out of an axis: a slice where their numbers step evenly, for it makes views."""
+    step = heads[1] - heads[0] if len(heads) > 1 else 1
+    if step > 0 and heads == tuple(range(heads[0], heads[-1] + 1, step)):
+        return slice(heads[0], heads[-1] + 1, step)
+    return torch.tensor(heads, device=device)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out (B, n, S g, D), lse (B, n, S g)) of queries (B, n, S g, D) against k, v (B, S, rows, D), g queries a slot."""
+    batch, new, _, dim = q.shape
+    slots = k.shape[1]
+    grouped = q.unflatten(2, (slots, -1)).transpose(1, 2).reshape(batch, slots, -1, dim)
+    s = grouped @ k.transpose(-1, -2)
+    lse = torch.logsumexp(s, -1)
+    out = torch.softmax(s, -1) @ v
+    back = lambda x: x.unflatten(2, (new, -1)).transpose(1, 2).flatten(2, 3)  # noqa: E731
+    return back(out), back(lse)
+
+
+def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Merge the part of some heads into the running out (B, n, H, D) and lse (B, n, H), in place."""
+    old = lse[:, :, heads]
+    total = torch.logaddexp(old, part_lse)
+    out[:, :, heads] = (
+        out[:, :, heads] * torch.exp(old - total)[..., None] + part * torch.exp(part_lse - total)[..., None]
+    )
+    lse[:, :, heads] = total

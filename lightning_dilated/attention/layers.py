@@ -21,7 +21,6 @@ from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positi
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.pattern.rows import check_padding
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
@@ -193,7 +192,7 @@ class MultiheadDilatedAttention(nn.Module):
             lengths, cu_seqlens: as in `dilated_attention`.
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table; if None 0..N-1, or within an
                 active `SequenceGroup` those of this rank's tokens.
-            cache: keys and values of earlier tokens; the new ones are added. Causal only, on one rank.
+            cache: what `new_cache` made, with earlier tokens in it; the new ones are added. Causal only, on one rank.
 
         Returns:
             (out of query's shape, None).
@@ -273,16 +272,17 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
         if self.training and self.attention.dropout > 0:
             raise ValueError("a cache serves inference, without dropout: call .eval() first.")
-        start = cache.length
-        check_padding(self.attention.pattern, start + q.shape[1])
-        cache.append(k, v)
-        if start == 0:
-            return self.attention(q, k, v, causal=True)
-        steps = []
-        for i in range(q.shape[1]):
-            keys, values = cache.upto(start + i + 1)
-            steps.append(decode_attention(q[:, i : i + 1], keys, values, self.attention.pattern, self.attention.scale))
-        return torch.cat(steps, 1)
+        mine, its = ((x.num_heads, x.num_kv_heads) for x in (self, cache))
+        if cache.pattern != self.attention.pattern or mine != its:
+            raise ValueError(
+                f"this cache was made for {cache.pattern} and (heads, kv heads) {its}, but the layer has "
+                f"{self.attention.pattern} and {mine}. Make it by the layer's new_cache()."
+            )
+        return decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for this layer."""
+        return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads)
 
     def extra_repr(self) -> str:
         """Sizes."""

@@ -14,6 +14,8 @@ from rich.table import Table
 class RunReport(pl.Callback):
     """Writes `pattern.png` and `loss.png` into the run folder and prints validation beside the data's baseline.
 
+    Where odd layers have a pattern of their own (`shift_layers`), that is drawn as `pattern_odd_layers.png`.
+
     The baseline is what the DataModule's `bigram_bits_per_byte("val")` says, where it has one: a bigram model counted on
     the training bytes and scored on the validation bytes.
 
@@ -44,14 +46,17 @@ class RunReport(pl.Callback):
         seq_len = getattr(trainer.datamodule, "seq_len", None)
         if seq_len is None or not all(hasattr(m, x) for x in ("pattern", "num_heads", "num_kv_heads", "depth")):
             return
-        pattern = m.pattern
-        seen = pattern.explain(seq_len, m.num_heads, m.depth, causal=causal, num_kv_heads=m.num_kv_heads)
+        patterns = {"pattern": m.pattern, "pattern_odd_layers": getattr(m, "odd_pattern", None)}
+        seen = m.pattern.explain(seq_len, m.num_heads, m.depth, causal, m.num_kv_heads, patterns["pattern_odd_layers"])
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
             from lightning_dilated.pattern.picture import LONGEST
 
-            target = str(self.folder / "pattern.png")
-            pattern.plot(min(seq_len, LONGEST), m.num_heads, causal, target, num_kv_heads=m.num_kv_heads)
+            length = min(seq_len, LONGEST)
+            for name, pattern in patterns.items():
+                if pattern is not None:
+                    target = str(self.folder / f"{name}.png")
+                    pattern.plot(length, m.num_heads, causal, target, num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

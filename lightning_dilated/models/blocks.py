@@ -134,8 +134,45 @@ class TransformerBlock(nn.Module):
         return x + self.dropout(self.ffn(self.ffn_norm(x)))
 
 
+def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
+    """The pattern of layers 1, 3, ... where they have one of their own, else None.
+
+    With "odd" their segments of w < `shift_below` (all finite ones if None) move by w // 2, whatever the sequence's length:
+    no position is a wall for every layer then.
+
+    Raises:
+        ValueError: for another word, for a pattern that a shift is not defined for, and where nothing would move.
+    """
+    if shift_layers not in ("none", "odd"):
+        raise ValueError(f"shift_layers must be none or odd; got {shift_layers!r}.")
+    if shift_layers == "none":
+        if shift_below is not None:
+            raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
+        return None
+    if pattern.padding == "attended":
+        raise ValueError(
+            'shift_layers="odd" needs padding="masked": padding="attended" reproduces releases whose layers are unshifted.'
+        )
+    if any(b.shift for b in pattern.branches):
+        raise ValueError(
+            f'shift_layers="odd" shifts a pattern that has no shift of its own, got {pattern}. Leave its shifts out, or '
+            'use shift_layers="none".'
+        )
+    odd = pattern.shifted(0.5, shift_below)
+    if odd == pattern:
+        raise ValueError(
+            f'shift_layers="odd" would move no branch of {pattern}: it takes finite segments of at least 2 tokens'
+            + ("" if shift_below is None else f", below shift_below={shift_below}")
+            + '. Use shift_layers="none".'
+        )
+    return odd
+
+
 class DilatedTransformer(nn.Module):
-    """`depth` blocks and a last norm; positions are turned into one rotary table for all of them."""
+    """`depth` blocks and a last norm; positions are turned into one rotary table for all of them.
+
+    `shift_layers`, `shift_below`: see `odd_pattern`.
+    """
 
     def __init__(
         self,
@@ -148,14 +185,17 @@ class DilatedTransformer(nn.Module):
         hidden: int | None = None,
         num_kv_heads: int | None = None,
         options: BlockOptions | None = None,
+        shift_layers: Literal["none", "odd"] = "none",
+        shift_below: int | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
         integer(depth, "depth", 1)
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
+        odd = odd_pattern(pattern, shift_layers, shift_below)
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=options)
-            for _ in range(depth)
+            TransformerBlock(dim, num_heads, hidden, which, causal=causal, num_kv_heads=num_kv_heads, options=options)
+            for which in (odd if odd and i % 2 else pattern for i in range(depth))
         )
         self.norm = make_norm(options.norm, dim)
         self.rotary: Rotary | None = self.blocks[0].attention.rotary
@@ -191,7 +231,7 @@ class DilatedTransformer(nn.Module):
 
     def new_caches(self) -> list[KVCache]:
         """An empty cache for every block."""
-        return [KVCache() for _ in self.blocks]
+        return [block.attention.new_cache() for block in self.blocks]
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:

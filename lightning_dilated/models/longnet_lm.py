@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -14,8 +14,8 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
-from lightning_dilated.models.generation import generate
+from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights, odd_pattern
+from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -39,6 +39,8 @@ class LongNetLM(DilatedModule):
             engine: see `models.blocks.BlockOptions`.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
+            nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
         compile_blocks: compile every block by torch.compile when it is first run; generation stays uncompiled.
         optimizer, lr_scheduler: see `DilatedModule`.
 
@@ -70,6 +72,8 @@ class LongNetLM(DilatedModule):
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
         compile_blocks: bool = False,
+        shift_layers: Literal["none", "odd"] = "none",
+        shift_below: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -85,6 +89,9 @@ class LongNetLM(DilatedModule):
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
+        self.shift_layers, self.shift_below = shift_layers, shift_below
+        #: the pattern of layers 1, 3, ...; None where it is `pattern`
+        self.odd_pattern = odd_pattern(self.pattern, shift_layers, shift_below)
         _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
         self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
         self.compile_blocks = compile_blocks
@@ -107,6 +114,7 @@ class LongNetLM(DilatedModule):
         return DilatedTransformer(
             self.dim, depth, self.num_heads, self.pattern,
             causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+            shift_layers=self.shift_layers, shift_below=self.shift_below,
         )  # fmt: skip
 
     def build(self) -> None:
@@ -129,12 +137,16 @@ class LongNetLM(DilatedModule):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         caches: list[KVCache] | None = None,
+        last_only: bool = False,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N); `caches` holds the tokens before these (see `generate`)."""
+        """Logits (B, N, V) from tokens (B, N), or with `last_only` the last token's (B, 1, V).
+
+        `caches` holds the tokens before these: `model.transformer.new_caches()`, or what earlier calls left in them.
+        """
         self.configure_model()
         x = self.dropout(self.embedding(tokens))
         x = self.transformer(x, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
-        return self.head(x)
+        return self.head(x[:, -1:] if last_only else x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
@@ -167,17 +179,14 @@ class LongNetLM(DilatedModule):
         index = {"index": batch["index"]} if "index" in batch else {}
         return {**index, "tokens": counted, "bits_per_byte": bits}
 
-    def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        """Tokens (B, N + max_new_tokens): the prompt (B, N >= 1) and its continuation; see `models.generation`."""
-        return generate(
-            self, tokens, max_new_tokens, temperature=temperature, top_k=top_k, top_p=top_p, generator=generator
-        )
+    def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+        """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation, by `max_new_tokens` or up to a stop token.
+
+        Args:
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk; see `models.generation.generate_stream`.
+        """
+        return generate(self, tokens, max_new_tokens, **options)
+
+    def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
+        """The continuation as it is drawn: (B,) tokens a step; the same tokens and options as `generate`."""
+        return generate_stream(self, tokens, max_new_tokens, **options)

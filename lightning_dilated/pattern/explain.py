@@ -5,7 +5,7 @@ Shape letters: N tokens, H query heads, w segment length, r dilation rate, t shi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -32,8 +32,10 @@ class Explanation:
         reach: share of the positions the last token may see (all, or the past) that reach it through `depth` layers;
             None beyond `REACH_LIMIT` tokens.
         layers_to_full_reach: layers until the last token is reached from everywhere; None where that never happens.
-        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D.
+        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. The mean of
+            the layers, rounded, where odd layers have a pattern of their own, as are `uncovered` and `keys_per_row`.
         keys_per_row: mean keys of a query in a head.
+        odd_layers: the pattern of layers 1, 3, ...; None where it is that of all others.
     """
 
     pattern: DilatedPattern
@@ -48,6 +50,7 @@ class Explanation:
     layers_to_full_reach: int | None
     pairs: int
     keys_per_row: float
+    odd_layers: DilatedPattern | None = None
 
     def flops(self, head_dim: int, backward: bool = False) -> int:
         """FLOPs of one layer's attention, forward, or forward and backward."""
@@ -62,7 +65,7 @@ class Explanation:
                 f"{len(self.walls)} wall(s): tokens never cross position {self.walls[0]}"
                 + (f", {self.walls[1]}, ..." if len(self.walls) > 1 else "")
                 + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or use pattern.shifted() on "
-                "every other layer."
+                'every other layer (shift_layers="odd" of the models).'
             )
         for i, residues in self.dead_residues.items():
             r = self.pattern.branches[i].dilation_rate
@@ -77,7 +80,8 @@ class Explanation:
         if not found and self.reach is not None and self.layers_to_full_reach is None:
             found.append(
                 "some positions never reach the last token at any depth: no branch joins their residues across segments. "
-                "Use a lower dilation rate, or pattern.shifted() on every other layer."
+                "Use a lower dilation rate"
+                + (", or pattern.shifted() on every other layer." if self.odd_layers is None else ".")
             )
         return tuple(found)
 
@@ -91,6 +95,7 @@ class Explanation:
         )
         lines = [
             f"{self.pattern}",
+            *([] if self.odd_layers is None else [f"  odd layers       {self.odd_layers}"]),
             f"  {self.seq_len} tokens, {self.num_heads} heads, {self.depth} layers, {kind}",
             f"  keys a row       {self.keys_per_row:.1f}; {against}",
             f"  forward FLOPs    {4 * self.pairs:.3e} x head dim, a layer",
@@ -106,28 +111,45 @@ class Explanation:
 
 
 def explain(
-    pattern: DilatedPattern, seq_len: int, num_heads: int, depth: int, causal: bool, num_kv_heads: int | None = None
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    depth: int,
+    causal: bool,
+    num_kv_heads: int | None = None,
+    odd_layers: DilatedPattern | None = None,
 ) -> Explanation:
     """See `DilatedPattern.explain`."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
     num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
+    layers = _layers(pattern, odd_layers, depth)
+    for other in layers[1:]:
+        other.check_heads(num_heads, num_kv_heads)
+    every = replace(pattern, branches=tuple(b for layer in layers for b in layer.branches))
     residues = [_residues(pattern, b, num_heads, num_kv_heads) for b in pattern.branches]
-    reach, full = _reach(pattern, residues, seq_len, depth, causal)
-    total = count_pairs(pattern, seq_len, num_heads, num_kv_heads, causal)
+    reach, full = _reach([_classes_of(x, seq_len, num_heads, num_kv_heads) for x in layers], seq_len, depth, causal)
+    mean = lambda of: sum(of(layers[i % len(layers)]) for i in range(depth)) / depth  # noqa: E731
+    total = round(mean(lambda x: count_pairs(x, seq_len, num_heads, num_kv_heads, causal)))
     return Explanation(
         pattern=pattern,
         seq_len=seq_len,
         num_heads=num_heads,
         depth=depth,
         causal=causal,
-        walls=walls(pattern, seq_len),
+        walls=walls(every, seq_len),
         dead_residues={i: dead for i, b in enumerate(pattern.branches) if (dead := _dead(b, residues[i], seq_len))},
-        uncovered=_uncovered(pattern, seq_len, num_heads, num_kv_heads),
+        uncovered=mean(lambda x: _uncovered(x, seq_len, num_heads, num_kv_heads)),
         reach=reach,
         layers_to_full_reach=full,
         pairs=total,
         keys_per_row=total / (num_heads * seq_len),
+        odd_layers=layers[1] if len(layers) > 1 else None,
     )
+
+
+def _layers(pattern: DilatedPattern, odd: DilatedPattern | None, depth: int) -> list[DilatedPattern]:
+    """The patterns that take turns, from layer 0 on."""
+    return [pattern] if odd is None or odd == pattern or depth == 1 else [pattern, odd]
 
 
 def walls(pattern: DilatedPattern, seq_len: int) -> tuple[int, ...]:
@@ -171,21 +193,32 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
     return missing / (num_heads * seq_len)
 
 
+def _classes_of(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int
+) -> list[tuple[torch.Tensor, int]]:
+    """`_classes` of every branch; none beyond `REACH_LIMIT`."""
+    branches = pattern.branches if seq_len <= REACH_LIMIT else ()
+    return [_classes(b, _residues(pattern, b, num_heads, num_kv_heads), seq_len) for b in branches]
+
+
 def _reach(
-    pattern: DilatedPattern, residues: list[frozenset[int]], seq_len: int, depth: int, causal: bool
+    layers: list[list[tuple[torch.Tensor, int]]], seq_len: int, depth: int, causal: bool
 ) -> tuple[float | None, int | None]:
-    """(share of positions that reach the last token in `depth` layers, layers until all do or None)."""
+    """(share of positions that reach the last token in `depth` layers, layers until all do or None).
+
+    `layers` take turns from layer 0 on; the way leads down from the last one, and on in turns below layer 0.
+    """
     if seq_len > REACH_LIMIT:
         return None, None
     reached = torch.zeros(seq_len, dtype=torch.bool)
     reached[-1] = True
-    classes = [_classes(b, used, seq_len) for b, used in zip(pattern.branches, residues, strict=True)]
-    share, layer = 1 / seq_len, 0
+    share, layer, still = 1 / seq_len, 0, 0
     while not bool(reached.all()):
         grown = reached.clone()
-        for group, size in classes:
+        for group, size in layers[(depth - 1 - layer) % len(layers)]:
             grown |= _sources(reached, group, size, causal)
-        if bool((grown == reached).all()):
+        still = still + 1 if bool((grown == reached).all()) else 0
+        if still == len(layers):
             return (share if layer >= depth else float(reached.float().mean())), None
         reached, layer = grown, layer + 1
         if layer <= depth:

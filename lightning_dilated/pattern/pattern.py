@@ -226,12 +226,21 @@ class DilatedPattern:
         return counts(self, seq_len, num_heads, causal, num_kv_heads, cu_seqlens)
 
     def explain(
-        self, seq_len: int, num_heads: int, depth: int, causal: bool, num_kv_heads: int | None = None
+        self,
+        seq_len: int,
+        num_heads: int,
+        depth: int,
+        causal: bool,
+        num_kv_heads: int | None = None,
+        odd_layers: DilatedPattern | None = None,
     ) -> Explanation:
-        """Walls, dead residues, layers to full reach, FLOPs and keys a row at this length; `print` it."""
+        """Walls, dead residues, layers to full reach, FLOPs and keys a row at this length; `print` it.
+
+        `odd_layers`: the pattern of layers 1, 3, ... where it is another one (see `shifted`).
+        """
         from lightning_dilated.pattern.explain import explain
 
-        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
+        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads, odd_layers)
 
     def plot(
         self,

@@ -1,11 +1,13 @@
-"""Decoding with a cache equals the full sequence, row by row, and reads only the keys that a row may see."""
+"""Decoding equals the full sequence, row by row, reads only the keys that a row may see, and keeps no others for long."""
+
+import itertools
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.attention import MultiheadDilatedAttention, dilated_attention
+from lightning_dilated.attention import MultiheadDilatedAttention, decode, dilated_attention
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
@@ -23,9 +25,48 @@ def qkv(heads, kv_heads, length=LONGEST, batch=1):
     return rand(batch, length, heads, D), rand(batch, length, kv_heads, D), rand(batch, length, kv_heads, D)
 
 
+def run(q, k, v, pattern, chunks, check=None, **options):
+    """The outputs of decoding chunk by chunk; `check(cache)` after each."""
+    cache, out = KVCache(pattern, q.shape[2], k.shape[2]), []
+    for parts in zip(*(x.split(chunks, 1) for x in (q, k, v)), strict=True):
+        out.append(decode_attention(*parts, cache, **options))
+        if check:
+            check(cache)
+    assert cache.length == q.shape[1]
+    return torch.cat(out, 1)
+
+
 def last(q, k, v, pattern, length, **options):
-    """decode_attention of the last of `length` tokens."""
-    return decode_attention(q[:, length - 1 : length], k[:, :length], v[:, :length], pattern, **options)
+    """decode_attention of the last of `length` tokens, after all others at once."""
+    q, k, v = (x[:, :length] for x in (q, k, v))
+    return run(q, k, v, pattern, [length - 1, 1], **options)[:, -1:]
+
+
+def bounded(pattern, heads, kv_heads, row):
+    """Assert that a cache holds at most ceil(w / r) rows for every residue that a kv head keeps, in each branch.
+
+    Its buffers are no larger either: `row` bytes a row, with room to double where the whole sequence is one segment.
+    """
+    kept = []
+    for branch in pattern.branches:
+        of = {}
+        for h in range(heads) if branch.heads is None else branch.heads:
+            of.setdefault(h // (heads // kv_heads), set()).add(pattern.offset(branch, h, heads, kv_heads))
+        kept.append({kv: len(residues) for kv, residues in of.items()})
+    sizes = [(b.segment_length, b.dilation_rate) for b in pattern.branches]
+
+    def check(cache):
+        for branch, residues, rows in zip(pattern.branches, kept, cache.rows(), strict=True):
+            reach = cache.length if branch.segment_length is None else min(branch.segment_length, cache.length)
+            most = -(-reach // branch.dilation_rate)
+            assert rows.keys() == residues.keys()
+            assert all(rows[kv] <= most * count for kv, count in residues.items()), (branch, cache.length, rows)
+        assert cache.nbytes <= row * sum(
+            sum(residues.values()) * (max(64, 2 * -(-cache.length // r)) if w is None else -(-w // r))
+            for (w, r), residues in zip(sizes, kept, strict=True)
+        )
+
+    return check
 
 
 @st.composite
@@ -34,14 +75,34 @@ def shaped_patterns(draw):
     return heads, kv, draw(patterns(heads, kv))
 
 
-@given(shaped_patterns())
-@settings(max_examples=40)
-def test_every_length(case):
+@st.composite
+def chunkings(draw):
+    """A prompt, then tokens one by one, with chunks between."""
+    cuts = draw(st.sets(st.integers(1, LONGEST - 1), max_size=4))
+    bounds = [0, *sorted(cuts), LONGEST]
+    sizes = [b - a for a, b in itertools.pairwise(bounds)]
+    return [x for size in sizes for x in ([size] if draw(st.booleans()) else [1] * size)]
+
+
+@given(shaped_patterns(), chunkings())
+@settings(max_examples=100)
+def test_every_row_and_the_bound(case, chunks):
+    """Whatever the chunks, the rows are those of the full sequence, and the cache keeps no more than it says."""
     heads, kv_heads, pattern = case
     q, k, v = qkv(heads, kv_heads)
     want = dilated_attention(q, k, v, pattern, causal=True)
-    got = torch.cat([last(q, k, v, pattern, n) for n in range(1, LONGEST + 1)], 1)
+    got = run(q, k, v, pattern, chunks, bounded(pattern, heads, kv_heads, 2 * D * 8))
     torch.testing.assert_close(got, want, **TOL)
+
+
+@given(shaped_patterns(), st.integers(1, LONGEST))
+@settings(max_examples=40)
+def test_prompt_then_one_by_one_in_float32(case, prompt):
+    heads, kv_heads, pattern = case
+    q, k, v = (x.float() for x in qkv(heads, kv_heads, batch=2))
+    check = bounded(pattern, heads, kv_heads, 2 * 2 * D * 4)
+    got = run(q, k, v, pattern, [prompt] + [1] * (LONGEST - prompt), check)
+    torch.testing.assert_close(got, dilated_attention(q, k, v, pattern, causal=True), rtol=1e-5, atol=1e-5)
 
 
 NAMED = {
@@ -84,27 +145,79 @@ def test_dtype_and_uncovered_heads(dtype):
     assert (even[:, :, 1] == 0).all() and (odd == 0).all()
 
 
-def test_cache_grows_by_doubling():
-    cache, k, v = KVCache(), rand(2, 300, 2, D), rand(2, 300, 2, D)
-    start, buffers = 0, set()
-    for n in [1, 5, 1, 70, 0, *[1] * 223]:
-        cache.append(k[:, start : start + n], v[:, start : start + n])
-        start += n
-        assert cache.length == start
-        buffers.add(cache.upto(1)[0].untyped_storage().nbytes())
-    assert start == 300 and len(buffers) <= 5  # copies of the whole cache: a logarithm of its length
-    for length in (0, 1, 299, 300):
-        got = cache.upto(length)
-        assert torch.equal(got[0], k[:, :length]) and torch.equal(got[1], v[:, :length])
+def test_rows_of_a_cache_by_hand():
+    """Heads 0..3 over kv heads 0, 0, 1, 1 with offsets 0, 1, 2, 0 in a rate of 3: kv head 0 keeps two residues of three."""
+    pattern = DilatedPattern([(9, 3), Branch(4, 1, shift=3, heads=[2]), Branch(None, 2, offset=1)])
+    q, k, v = qkv(4, 2, 11)
+    cache, held = KVCache(pattern, 4, 2), []
+    assert cache.rows() == [{0: 0, 1: 0}, {1: 0}, {0: 0, 1: 0}] and cache.nbytes == 0
+    for i in range(11):
+        decode_attention(*(x[:, i : i + 1] for x in (q, k, v)), cache)
+        held.append([rows.get(1, 0) for rows in cache.rows()])
+    assert cache.rows()[0] == {0: 2, 1: 1}  # index 0 and 1 of the second segment: residues 0 and 1, and residue 0
+    assert [row[1] for row in held] == [1, 1, 2, 3, 4, 1, 2, 3, 4, 1, 2]
+    assert [row[2] for row in held] == [0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
+    assert [row[0] for row in held] == [1, 1, 2, 3, 3, 4, 5, 5, 6, 1, 1]
 
 
-@pytest.mark.parametrize("held", [0, 3])
-def test_cache_refuses_to_read_beyond_its_end(held):
-    cache = KVCache()
-    if held:
-        cache.append(rand(1, held, 1, D), rand(1, held, 1, D))
-    with pytest.raises(ValueError, match=f"the cache holds {held} tokens, so 4 cannot be read"):
-        cache.upto(4)
+def test_buffers_stop_growing():
+    """Doubling up to ceil(w / r) rows, and not a byte more however long the sequence."""
+    pattern, n = DilatedPattern.longnet([32, 600], [1, 4]), 3000
+    q, k, v = qkv(4, 2, n, batch=2)
+    sizes = []
+    cache = KVCache(pattern, 4, 2)
+    for start in range(0, n, 10):
+        decode_attention(*(x[:, start : start + 10] for x in (q, k, v)), cache)
+        sizes.append(cache.nbytes)
+    row = 2 * 2 * D * 8  # k and v, two samples, float64
+    assert sizes[-1] == row * (2 * 32 + 4 * 150) and len(set(sizes)) == 3
+
+
+def test_a_long_prompt_leaves_the_bound_only():
+    pattern = DilatedPattern.longnet([32, 256], [1, 4])
+    q, k, v = qkv(4, 4, 4096)
+    cache = KVCache(pattern, 4)
+    decode_attention(q, k, v, cache)
+    assert cache.nbytes == 2 * D * 8 * (4 * 32 + 4 * 64)
+
+
+@pytest.mark.parametrize("budget", [1, 100])
+def test_cached_scores_in_tiles(budget, monkeypatch):
+    monkeypatch.setattr(decode, "SCORES", budget)
+    q, k, v = qkv(4, 2, batch=2)
+    for pattern in NAMED.values():
+        got = run(q, k, v, pattern, [17, 30, 1, 32])
+        torch.testing.assert_close(got, dilated_attention(q, k, v, pattern, causal=True), **TOL)
+
+
+def test_no_tokens_change_nothing():
+    q, k, v = qkv(4, 2)
+    want = run(q, k, v, NAMED["longnet"], [LONGEST])
+    torch.testing.assert_close(run(q, k, v, NAMED["longnet"], [0, 20, 0, 60, 0]), want, **TOL)
+
+
+def test_attended_padding_is_checked_at_each_length():
+    """The release has no right answer where r does not divide w and a second segment begins."""
+    pattern, (q, k, v) = DilatedPattern([(8, 3)], padding="attended"), qkv(4, 4, 9)
+    with pytest.raises(ValueError, match="not a multiple of"):
+        run(q, k, v, pattern, [8, 1])
+
+
+WRONG = {
+    "another batch": (qkv(4, 2, 1, batch=2), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
+    "other kv heads": (qkv(4, 4, 1), r"\(B, kv heads, D\) = \(1, 2, 3\)"),
+    "a gradient": (tuple(x.requires_grad_() for x in qkv(4, 2, 1)), "call under torch.no_grad"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_calls(name):
+    tensors, text = WRONG[name]
+    cache = KVCache(NAMED["longnet"], 4, 2)
+    decode_attention(*qkv(4, 2, 5), cache)
+    with pytest.raises(ValueError, match=text):
+        decode_attention(*tensors, cache)
+    assert cache.length == 5
 
 
 LAYERS = {
@@ -118,10 +231,11 @@ LAYERS = {
 @pytest.mark.parametrize(
     "chunks", [[1] * 40, [17] + [1] * 23, [5, 1, 20, 14], [40]], ids=["ones", "prompt", "any", "all"]
 )
+@torch.no_grad()
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer_step_by_step(name, chunks):
     layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"].shifted(0.25), dtype=torch.float64, **LAYERS[name])
-    x, cache = rand(2, 40, 16), KVCache()
+    x, cache = rand(2, 40, 16), layer.new_cache()
     want = layer(x, is_causal=True)[0]
     got = torch.cat([layer(part, is_causal=True, cache=cache)[0] for part in x.split(chunks, 1)], 1)
     torch.testing.assert_close(got, want, **TOL)
@@ -138,7 +252,24 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_layer_refuses(name):
-    layer, cache = MultiheadDilatedAttention(16, 4, NAMED["longnet"]), KVCache()
+    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
+    cache = layer.new_cache()
     with pytest.raises(ValueError, match=r"cache serves causal attention .* no lengths, no cu_seqlens"):
         layer(torch.randn(1, 3, 16), cache=cache, **REFUSED[name])
     assert cache.length == 0
+
+
+OTHERS = {
+    "another pattern": (KVCache(NAMED["shifted"], 4), "this cache was made for DilatedPattern"),
+    "other kv heads": (KVCache(NAMED["longnet"], 4, 2), r"\(heads, kv heads\) \(4, 2\), but .* \(4, 4\)"),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", OTHERS)
+def test_layer_refuses_the_cache_of_another(name):
+    """A layer of shifted segments would read the rows of an unshifted one without any complaint of shapes."""
+    cache, text = OTHERS[name]
+    layer = MultiheadDilatedAttention(16, 4, NAMED["longnet"])
+    with pytest.raises(ValueError, match=text):
+        layer(torch.randn(1, 3, 16), is_causal=True, cache=cache)

@@ -67,6 +67,16 @@ def test_a_run_explains_itself(tmp_path, capsys):
     assert f"bigram of the training bytes │ {data.bigram_bits_per_byte('val'):.3f}" in out
 
 
+def test_shifted_layers_are_explained_as_they_are(tmp_path, capsys):
+    """The pattern alone has walls at 16 and no way past them; the model has none."""
+    fit(RunReport(), lm(depth=2, shift_layers="odd"), text(tmp_path), tmp_path / "odd")
+    out = words(capsys)
+    assert "odd layers DilatedPattern([Branch(4, 1, shift=2), Branch(16, 2, shift=8)])" in out and "wall(s)" not in out
+    assert pictured(tmp_path / "odd" / "pattern_odd_layers.png")
+    fit(RunReport(), lm(depth=2), text(tmp_path), tmp_path / "none")
+    assert "1 wall(s)" in words(capsys) and not (tmp_path / "none" / "pattern_odd_layers.png").exists()
+
+
 def test_without_a_logger(tmp_path, capsys):
     fit(RunReport(), data=text(tmp_path), folder=tmp_path / "runs")
     assert pictured(tmp_path / "runs" / "loss.png") and pictured(tmp_path / "runs" / "pattern.png")

@@ -9,6 +9,7 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.cli import HELP, PROG, DilatedCLI
+from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
@@ -152,6 +153,28 @@ def test_generate_draws_by_seed(cli, fitted):
     assert sample("--seed", 1) == sample("--seed", 1) != sample("--seed", 2)
     assert sample("--seed", 0) == sample() and sample().startswith("ab")
     assert sample("--top_k", 1) == sample("--temperature", 0) == sample("--top_p", 1e-9)
+
+
+@pytest.mark.parametrize("options", [(), ("--max_new_bytes", 0), ("--top_k", 3)], ids=str)
+def test_generate_streams_the_same_text(cli, fitted, options):
+    """Bytes of random weights are rarely UTF-8: broken characters come out alike, and so do whole ones in two steps."""
+    arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "the é ", "--max_new_bytes", 60, *options)
+    assert cli(*arguments, "--stream").out == cli(*arguments).out
+
+
+def test_generate_prints_as_it_goes(monkeypatch, capsys):
+    seen = []
+    monkeypatch.setattr("builtins.print", lambda text, **options: seen.append((text, options.get("flush", False))))
+    print_bytes([b"a", "é".encode()[:1], "é".encode()[1:], b"\xff", b"\xc3"])
+    assert seen == [("a", True), ("", True), ("é", True), ("\ufffd", True), ("", True), ("\ufffd", False)]
+
+
+def test_generate_stops(cli, fitted):
+    arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", "--max_new_bytes", 60, "--temperature", 0)
+    free = cli(*arguments).out[2:-1]
+    stop = next(c for c in free if c.isascii())
+    for given in (stop, f"\\x{ord(stop):02x}"):
+        assert cli(*arguments, "--stop", given).out == "ab" + free[: free.index(stop) + 1] + "\n"
 
 
 def test_generate_reads_standard_input(cli, fitted):

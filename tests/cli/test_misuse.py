@@ -244,6 +244,9 @@ GENERATE = {
     "seed": (["--seed", str(2**70)], ["--seed"]),
     "a GPU that is not there": (["--device", "cuda"], ["no CUDA device", "Leave --device out"]),
     "a device that is none": (["--device", "gpu"], ["--device gpu", "cpu"]),
+    "stop of two bytes": (["--stop", "é"], ["--stop takes one character of one byte", "'é'"]),
+    "stop of nothing": (["--stop", ""], ["--stop takes one character of one byte"]),
+    "stop of a broken escape": (["--stop", "\\x"], ["--stop takes one character of one byte"]),
     "unknown option": (["--promt", "a"], ["--promt"]),
 }
 

@@ -7,7 +7,6 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
@@ -66,7 +65,7 @@ def refusals(rank, group):
         told = []
         for encoding, options in (
             ("none", {"key_padding_mask": torch.zeros(x.shape[:2], dtype=torch.bool)}),
-            ("none", {"cache": KVCache()}),
+            ("none", {"cache": layer("none").new_cache()}),
         ):
             try:
                 layer(encoding).eval()(x, **options)

@@ -14,6 +14,7 @@ PROMPT = torch.tensor([[1, 2, 3], [7, 0, 10]])
 MODELS = {
     "longnet": {},
     "shifted": {"pattern": PATTERN.shifted()},
+    "shifted layers": {"shift_layers": "odd", "num_kv_heads": 2},
     "head groups, blocked": {"pattern": DilatedPattern.head_groups([4, 16], [1, 3], 4, offsets="blocked")},
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},
@@ -74,6 +75,67 @@ def test_seeds_repeat():
     assert torch.equal(model.generate(PROMPT, 20), first)
 
 
+# -- streams -----------------------------------------------------------------------------------------------------------
+STREAMS = {"greedy": {"temperature": 0}, "drawn": {"top_k": 5, "top_p": 0.9, "temperature": 1.3}}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_stream_yields_what_generate_returns(name):
+    model, options = lively(), STREAMS[name]
+    made = torch.Generator().manual_seed(3)
+    stream = model.generate_stream(PROMPT, 20, generator=made, **options)
+    steps = torch.stack(list(stream), 1)
+    assert torch.equal(torch.cat([PROMPT, steps], 1), generate(model, 3, **options))
+
+
+def test_stream_draws_one_at_a_time():
+    """A step is computed when it is asked for, and the model is left as it was between two."""
+    model, calls = lively(dropout=0.5).train(), []
+    model.register_forward_hook(lambda *given: calls.append(model.training))
+    stream = model.generate_stream(PROMPT, 20)
+    assert calls == []
+    first = next(stream)
+    assert first.shape == (2,) and calls == [False] and model.training and model.dropout.training
+    loss = model(PROMPT).sum()  # whoever draws as the training goes on has gradients in between
+    assert loss.requires_grad and calls == [False, True]
+    next(stream)
+    assert calls == [False, True, False] and model.training
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 30, 1000])
+def test_prompt_in_chunks(chunk):
+    """A prompt of 30 is past every segment of 4 and of 16."""
+    model, prompt = lively(shift_layers="odd"), torch.randint(11, (2, 30))
+    want = model.generate(prompt, 12, temperature=0)
+    assert torch.equal(model.generate(prompt, 12, temperature=0, prompt_chunk=chunk), want)
+
+
+def test_last_only():
+    model, tokens = lively(), torch.randint(11, (2, 30))
+    torch.testing.assert_close(model(tokens, last_only=True), model(tokens)[:, -1:])
+
+
+@pytest.mark.parametrize("many", [False, True], ids=["a token", "a list"])
+def test_stop(many):
+    """A row ends with its stop token and repeats it; the others go on as without, and all ends with the last of them."""
+    model = lively()
+    free = generate(model, temperature=0)
+    for token in free[:, 3:].unique().tolist():
+        got = generate(model, temperature=0, stop=[token, token] if many else token)
+        ends = [next((i + 1 for i in range(3, 23) if row[i] == token), 23) for row in free]
+        assert got.shape[1] == max(ends)
+        for row, want, end in zip(got, free, ends, strict=True):
+            assert torch.equal(row[:end], want[:end]) and (row[end:] == token).all()
+
+
+def test_stop_leaves_the_draws_alone():
+    model = tiny()
+    free, got = generate(model, 2), generate(model, 2, stop=int(generate(model, 2)[0, 8]))
+    for row, want in zip(got, free, strict=True):
+        end = next((i for i in range(3, len(row)) if row[i] != want[i]), len(row))
+        assert torch.equal(row[:end], want[:end]) and (row[end:] == row[-1]).all()
+
+
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
 SHARES = {
     "as they are": ({}, [0.5, 0.25, 0.15, 0.1]),
@@ -132,6 +194,11 @@ REFUSED = {
     "top_k a float": ((PROMPT, 1), {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
     "top_p 0": ((PROMPT, 1), {"top_p": 0}, ValueError, r"top_p must lie in \(0, 1\], got 0"),
     "top_p 2": ((PROMPT, 1), {"top_p": 2}, ValueError, r"top_p must lie in \(0, 1\], got 2"),
+    "stop a str": ((PROMPT, 1), {"stop": "a"}, TypeError, "stop must be a token, a list of tokens or None, got 'a'"),
+    "stop a float": ((PROMPT, 1), {"stop": [1.5]}, TypeError, "stop must be an integer, got 1.5"),
+    "stop negative": ((PROMPT, 1), {"stop": -1}, ValueError, "stop must be at least 0, got -1"),
+    "stop too large": ((PROMPT, 1), {"stop": [3, 11]}, ValueError, "stop must lie below vocab_size=11, got 11"),
+    "prompt_chunk": ((PROMPT, 1), {"prompt_chunk": 0}, ValueError, "prompt_chunk must be at least 1, got 0"),
     "top_p nan": ((PROMPT, 1), {"top_p": math.nan}, ValueError, "top_p must lie in"),
 }
 
@@ -141,3 +208,5 @@ def test_refused(name):
     args, options, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
         tiny().generate(*args, **options)
+    with pytest.raises(error, match=text):
+        tiny().generate_stream(*args, **options)  # at the call, not at the first token

@@ -16,7 +16,9 @@ PATTERNS = {
     "shifted": PATTERN.shifted(),
     "whole sequence": DilatedPattern([(4, 1), (None, 3)]),
     "blocked": DilatedPattern.longnet([4, 16], [1, 3], offsets="blocked"),
+    "shifted layers": PATTERN,
 }
+OPTIONS = {"shifted layers": {"shift_layers": "odd"}}
 
 
 def gradients(model, loss):
@@ -32,7 +34,7 @@ def same(got, want, tol=1e-6):
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos", "num_kv_heads": 2}], ids=["rotary", "xpos, gqa"])
 def test_no_token_sees_a_later_one(name, options):
-    model, tokens = tiny(PATTERNS[name], **options), torch.randint(10, (1, 40))
+    model, tokens = tiny(PATTERNS[name], **options, **OPTIONS.get(name, {})), torch.randint(10, (1, 40))
     want = model(tokens)
     for t in range(0, 40, 3):
         changed = tokens.clone()
@@ -43,7 +45,7 @@ def test_no_token_sees_a_later_one(name, options):
 
 @pytest.mark.parametrize("name", PATTERNS)
 def test_padded_batch_equals_single_samples(name):
-    model, lengths = tiny(PATTERNS[name]), [40, 23, 1]
+    model, lengths = tiny(PATTERNS[name], **OPTIONS.get(name, {})), [40, 23, 1]
     data = batch(3, 40)
     data["labels"][torch.arange(40) >= torch.tensor(lengths)[:, None]] = -100
     total, tokens = model.loss_terms({**data, "lengths": torch.tensor(lengths)})
@@ -56,15 +58,35 @@ def test_padded_batch_equals_single_samples(name):
         same(a, b)
 
 
+@pytest.mark.parametrize("num_kv_heads", [None, 2], ids=["mha", "gqa"])
 @pytest.mark.parametrize("position_encoding", ["none", "rotary", "xpos"])
 @pytest.mark.parametrize("name", PATTERNS)
-def test_packed_documents_equal_separate_ones(name, position_encoding):
+def test_packed_documents_equal_separate_ones(name, position_encoding, num_kv_heads):
     """Rotary and xPos see distances only, so a document's place in the pack does not matter."""
-    model, bounds = tiny(PATTERNS[name], position_encoding=position_encoding), [0, 17, 18, 40]
-    data = batch(1, 40)
+    model = tiny(
+        PATTERNS[name], position_encoding=position_encoding, num_kv_heads=num_kv_heads, **OPTIONS.get(name, {})
+    )
+    data, bounds = batch(1, 40), [0, 17, 18, 40]
     packed = {**data, "cu_seqlens": torch.tensor(bounds, dtype=torch.int32)}
     parts = [{k: v[:, a:b] for k, v in data.items()} for a, b in pairwise(bounds)]
     same(model.token_losses(packed), torch.cat([model.token_losses(p) for p in parts], 1))
+    total, singles = model.loss_terms(packed)[0], sum(model.loss_terms(p)[0] for p in parts)
+    for a, b in zip(gradients(model, total), gradients(model, singles), strict=True):
+        same(a, b)
+
+
+def test_shifted_layers_carry_over_the_wall():
+    """Past the last segment of 16, tokens 0..15 reach a prediction only where odd layers are shifted."""
+    tokens = torch.randint(10, (1, 32))
+    changed = tokens.clone()
+    changed[0, 15] = 10
+    for options, differs in (
+        ({}, False),
+        ({"shift_layers": "odd"}, True),
+        ({"shift_layers": "odd", "depth": 1}, False),
+    ):
+        model = tiny(**options)
+        assert torch.equal(model(tokens)[:, 16:], model(changed)[:, 16:]) != differs
 
 
 # -- the loss ----------------------------------------------------------------------------------------------------------
@@ -199,6 +221,7 @@ class Saver(LongNetLM):
 
 MADE = {
     "LongNetLM, pattern": lambda: LongNetLM(PATTERN.shifted(), **SIZES, bias=True),
+    "shifted layers": lambda: LongNetLM(PATTERN, **SIZES, shift_layers="odd", shift_below=16),
     "LongNetLM, mapping": lambda: LongNetLM({"segment_lengths": [4, 16], "dilation_rates": [1, 2]}, **SIZES),
     "with an optimizer": lambda: LongNetLM(PATTERN, **SIZES, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
     "subclass of other words": lambda: Wide(width=8),
@@ -241,6 +264,12 @@ REFUSED = {
     "depth": (make(depth=2.0), TypeError, "depth must be an integer, got 2.0"),
     "num_heads": (make(num_heads=0), ValueError, "num_heads must be at least 1"),
     "num_kv_heads": (make(num_kv_heads=3), ValueError, "num_kv_heads=3 must divide num_heads=4"),
+    "shift_layers": (make(shift_layers="all"), ValueError, "shift_layers must be none or odd; got 'all'"),
+    "shift of attended padding": (
+        make(pattern=DilatedPattern([(4, 1)], padding="attended"), shift_layers="odd"),
+        ValueError,
+        'shift_layers="odd" needs padding="masked"',
+    ),
     "norm": (make(norm="batch"), ValueError, "norm must be one of rmsnorm, layernorm"),
     "dropout": (make(dropout=1), ValueError, "dropout must be a probability"),
     "bytes_per_token": (make(bytes_per_token=0), ValueError, "bytes_per_token must be positive, got 0"),

@@ -26,15 +26,19 @@ def crossing(pairs):
     return tuple(x for x in range(1, len(pairs)) if not pairs[x:, :x].any())
 
 
-def brute_reach(pairs, depth):
-    """(share of positions in reach of the last after `depth` layers, layers until all are or None); layers keep x."""
-    step = (pairs | torch.eye(len(pairs), dtype=torch.bool)).double()
-    reached, shares = torch.zeros(1, len(pairs), dtype=torch.float64), []
+def brute_reach(layers, depth):
+    """(share of positions in reach of the last after `depth` layers, layers until all are or None); layers keep x.
+
+    `layers` are the pairs of layers 0, 1, ... in turns, and the way goes down from the last one.
+    """
+    n = len(layers[0])
+    steps = [(pairs | torch.eye(n, dtype=torch.bool)).double() for pairs in layers]
+    reached, shares = torch.zeros(1, n, dtype=torch.float64), []
     reached[0, -1] = 1
-    for _ in range(len(pairs) + 1):
+    for i in range(2 * n + 1):
         shares.append(reached.mean().item())
-        reached = ((reached @ step) > 0).double()
-    return shares[min(depth, len(pairs))], next((i for i, x in enumerate(shares) if x == 1), None)
+        reached = ((reached @ steps[(depth - 1 - i) % len(steps)]) > 0).double()
+    return shares[min(depth, 2 * n)], next((i for i, x in enumerate(shares) if x == 1), None)
 
 
 @st.composite
@@ -50,7 +54,7 @@ def test_equals_brute_force(case, depth):
     pattern, n, heads, kv, causal = case
     counts, pairs = pattern.counts(n, heads, causal, kv), sees(pattern, n, heads, causal, kv)
     got = pattern.explain(n, heads, depth, causal, kv)
-    reach, full = brute_reach(pairs, depth)
+    reach, full = brute_reach([pairs], depth)
     assert got.reach == pytest.approx(reach, rel=1e-6) and got.layers_to_full_reach == full
     assert got.pairs == counts.sum() and got.flops(5) == 4 * 5 * counts.sum()
     assert got.flops(5, backward=True) == 14 * 5 * counts.sum()
@@ -106,6 +110,31 @@ def test_shifted_layers_have_no_wall(pattern, causal):
     even, odd = (sees(p, 40, 4, causal) for p in (pattern, pattern.shifted()))
     assert crossing(even) and crossing(even | odd) == ()
     assert not set(pattern.explain(40, 4, 2, causal).walls) & set(pattern.shifted().explain(40, 4, 2, causal).walls)
+
+
+@given(st.integers(1, 5), cases())
+@settings(max_examples=100)
+def test_odd_layers_of_their_own(depth, case):
+    """Layers take turns: reach, walls, cost and coverage are those of both patterns."""
+    pattern, n, heads, kv, causal = case
+    odd = pattern.shifted(0.5, 16)
+    got = pattern.explain(n, heads, depth, causal, kv, odd_layers=odd)
+    turns = [pattern, odd] if depth > 1 else [pattern]
+    counts = [turns[i % len(turns)].counts(n, heads, causal, kv) for i in range(depth)]
+    pairs = [(c > 0).any(0) for c in counts[:2]]
+    reach, full = brute_reach(pairs, depth)
+    assert got.reach == pytest.approx(reach, rel=1e-6) and got.layers_to_full_reach == full
+    assert set(got.walls) <= set(crossing(torch.stack(pairs).any(0)))
+    assert got.pairs == round(sum(int(c.sum()) for c in counts) / depth)
+    bare = sum((c.diagonal(dim1=1, dim2=2) == 0).double().mean().item() for c in counts) / depth
+    assert got.uncovered == pytest.approx(bare)
+    assert got.odd_layers == (odd if depth > 1 and odd != pattern else None)
+
+
+def test_prints_odd_layers_and_no_wall():
+    plain, text = (str(GEOMETRIC.explain(64, 4, 4, True, odd_layers=o)) for o in (None, GEOMETRIC.shifted()))
+    assert "wall(s)" in plain and 'shift_layers="odd"' in plain
+    assert f"odd layers       {GEOMETRIC.shifted()}" in text and "no walls, no dead residues" in text
 
 
 DEAD = {

@@ -18,6 +18,7 @@ RUNS = {
     "lengths": Run(kind="lengths", batch_size=2),
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
+    "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -55,16 +56,14 @@ def check(found, want, tol, logged=None):
 
 
 CASES = [("plain", way) for way in WAYS] + [
-    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled")
+    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled", "shifted documents")
 ]
-CASES += [pytest.param("workers", "2", marks=pytest.mark.slow), ("compiled", "2")]
+CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
-CASES = [
-    c if not isinstance(c, tuple) or c[1] != "4" or c[0] in CI else pytest.param(*c, marks=pytest.mark.slow)
-    for c in CASES
-]
+SLOW = [c for c in CASES if c[0] == "workers" or (c[1] == "4" and c[0] not in CI)]
+CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 
 @pytest.mark.parametrize("run, way", CASES)

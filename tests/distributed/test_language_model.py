@@ -1,0 +1,72 @@
+"""LongNetLM within an active sequence: loss and gradients of all ranks together are one rank's, documents packed or not."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern
+
+from ..models import tiny
+from .calls import positions, sequence
+
+N = 37
+BOUNDS = [0, 9, 10, 23, N]
+LABELS_END = [i - 1 for i in BOUNDS[1:]]
+MODELS = {
+    "as they are": {},
+    "shifted layers": {"shift_layers": "odd"},
+    "shifted layers below 16, gqa": {"shift_layers": "odd", "shift_below": 16, "num_kv_heads": 2},
+}
+
+
+def model(options):
+    """The same weights on every rank."""
+    torch.manual_seed(6)
+    return tiny(DilatedPattern.longnet([4, 16], [1, 2]), **options)
+
+
+def data(packed):
+    """One row of tokens; the last label of a document has no next token."""
+    made = torch.Generator().manual_seed(8)
+    tokens, labels = (torch.randint(11, (1, N), generator=made) for _ in range(2))
+    labels[:, LABELS_END] = -100
+    return {
+        "tokens": tokens,
+        "labels": labels,
+        **({"cu_seqlens": torch.tensor(BOUNDS, dtype=torch.int32)} if packed else {}),
+    }
+
+
+def terms(made, batch):
+    """[loss sum, number of labels, and the gradient of every parameter]."""
+    total, count = made.loss_terms(batch)
+    return [total.detach(), count, *torch.autograd.grad(total, list(made.parameters()))]
+
+
+def part(rank, group, options, packed, layout):
+    with sequence(group, layout=layout) as ours, ours.active():
+        at = positions(ours, N)
+        batch = {k: v if k == "cu_seqlens" else v[:, at] for k, v in data(packed).items()}
+        return terms(model(options), batch)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_equal_one(pool, name, packed, ranks, layout):
+    want = terms(model(MODELS[name]), data(packed))
+    if packed:  # nor does packing change anything
+        whole = data(packed)
+        apart = [
+            terms(model(MODELS[name]), {k: whole[k][:, a:b] for k in ("tokens", "labels")}) for a, b in pairwise(BOUNDS)
+        ]
+        close([sum(column) for column in zip(*apart, strict=True)], want)
+    parts = pool.run(ranks, part, MODELS[name], packed, layout)
+    close([sum(column) for column in zip(*parts, strict=True)], want)
+
+
+def close(got, want):
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
