@@ -23,7 +23,7 @@ from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.generate import run as run_generate
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule, TokenModel
 
 PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
@@ -136,7 +136,7 @@ class DilatedCLI(LightningCLI):
         """Lightning's, with a writer for what a language model predicts unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        if self.subcommand == "predict" and isinstance(self.model, LongNetLM) and not writers:
+        if self.subcommand == "predict" and isinstance(self.model, TokenModel) and not writers:
             trainer.callbacks.append(PredictionWriter())
         return trainer
 

@@ -112,7 +112,10 @@ class DilatedModule(pl.LightningModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`."""
+        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`; and the
+        module's class is named, for who reads the file without knowing it.
+        """
+        checkpoint["class_path"] = f"{type(self).__module__}.{type(self).__qualname__}"
         hparams = checkpoint.get("hyper_parameters", {})
         plain = {k: v.to_dict() if isinstance(v, DilatedPattern) else v for k, v in hparams.items()}
         if plain:
