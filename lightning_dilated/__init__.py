@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -15,6 +15,7 @@ __all__ = [
     "DilatedModule",
     "DilatedPattern",
     "LongNetLM",
+    "LongNetMLM",
     "MultiheadDilatedAttention",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",

@@ -36,10 +36,10 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
 
 
 def model_config(stored: dict[str, Any]) -> dict[str, Any]:
-    """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where it was made without the command line."""
+    """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where an older one does not name its class."""
     hparams = {k: v for k, v in stored.get("hyper_parameters", {}).items() if not k.startswith("_")}
-    class_path = stored.get("hyper_parameters", {}).get("_class_path", "lightning_dilated.LongNetLM")
-    return {"class_path": class_path, "init_args": hparams}
+    class_path = stored.get("hyper_parameters", {}).get("_class_path") or stored.get("class_path")
+    return {"class_path": class_path or "lightning_dilated.LongNetLM", "init_args": hparams}
 
 
 def load_module(path: str | Path) -> DilatedModule:

@@ -1,4 +1,4 @@
-"""The command line: one LightningCLI, with `generate` and `bench` beside fit, validate, test and predict."""
+"""The command line: one LightningCLI, with other commands beside fit, validate, test and predict."""
 
 from __future__ import annotations
 
@@ -22,12 +22,13 @@ from lightning_dilated import __version__
 from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
+from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule, TokenModel
 
 PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
-OTHERS = {"generate": run_generate, "bench": run_bench}
+OTHERS = {"generate": run_generate, "explain": run_explain, "bench": run_bench}
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -41,6 +42,7 @@ commands:
   test       test loss of a checkpoint
   predict    bits per byte of every test sequence, as a CSV
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
+  explain    what a pattern can see: --config RECIPE.yaml
   bench      measure this machine: bench attention
 
 start here:
@@ -136,7 +138,7 @@ class DilatedCLI(LightningCLI):
         """Lightning's, with a writer for what a language model predicts unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        if self.subcommand == "predict" and isinstance(self.model, LongNetLM) and not writers:
+        if self.subcommand == "predict" and isinstance(self.model, TokenModel) and not writers:
             trainer.callbacks.append(PredictionWriter())
         return trainer
 
@@ -275,7 +277,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{PROG} {__version__}")
     elif argv[0] in OTHERS:
         with one_line_errors():
-            OTHERS[argv[0]](argv[1:])
+            OTHERS[argv[0]](with_recipes(argv)[1:])
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:

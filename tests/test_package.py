@@ -37,7 +37,12 @@ MAY = {
     "checkpoint": {"models", "strategy"},
     "generate": {"models", "checkpoint"},
     "bench": {"pattern", "attention", "planning", "generate"},
-    "cli": {"pattern", "data", "models", "strategy", "planning", "callbacks", "checkpoint", "generate", "bench", ""},
+    "explain": {"pattern", "models"},
+    "verify": {"pattern", "sequence", "attention", "models"},
+    "cli": {
+        *("pattern", "data", "models", "strategy", "planning", "callbacks"),
+        *("checkpoint", "generate", "explain", "verify", "bench", ""),
+    },
     "__main__": {"cli"},
     "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},
 }

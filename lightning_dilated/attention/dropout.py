@@ -17,7 +17,7 @@ from lightning_dilated.pattern.rows import Block
 
 _MASK = 0xFFFFFFFF
 _STEP = 0x9E3779B1
-_START = 0x243F6A88
+START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
@@ -27,8 +27,8 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _fold(state: Tensor, *values: Tensor | int) -> Tensor:
-    """Chain 64-bit values into a 32-bit state."""
+def fold(state: Tensor, *values: Tensor | int) -> Tensor:
+    """Chain 64-bit values into a 32-bit state; begin with START. int64 tensors that broadcast."""
     for value in values:
         state = _mix((state ^ (value & _MASK)) & _MASK)
         state = _mix((state + (value >> 32) + _STEP) & _MASK)
@@ -44,9 +44,9 @@ class Dropout:
 
     def keep(self, branch: Tensor | int, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         """bool, True where the pair stays; the arguments are int64 tensors that broadcast."""
-        start = torch.full((), _START, dtype=torch.int64, device=query.device)
-        row = _fold(start, self.seed, branch, sample, head, query)
-        return _fold(row, key) >= self.threshold
+        start = torch.full((), START, dtype=torch.int64, device=query.device)
+        row = fold(start, self.seed, branch, sample, head, query)
+        return fold(row, key) >= self.threshold
 
     @property
     def threshold(self) -> int:
@@ -59,8 +59,8 @@ class Dropout:
 
     def states(self, branches: int) -> Tensor:
         """`state` of each branch, (branches,) int64."""
-        start = torch.full((), _START, dtype=torch.int64, device="cpu")
-        return _fold(start, self.seed, torch.arange(branches, device="cpu"))
+        start = torch.full((), START, dtype=torch.int64, device="cpu")
+        return fold(start, self.seed, torch.arange(branches, device="cpu"))
 
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
         """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""

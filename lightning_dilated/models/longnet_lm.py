@@ -1,4 +1,4 @@
-"""LongNetLM: a causal language model with dilated attention.
+"""TokenModel, what the models over tokens share, and LongNetLM: a causal language model with dilated attention.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -25,11 +25,8 @@ from lightning_dilated.sequence import SequenceSpec, sequence_sum
 IGNORE = -100
 
 
-class LongNetLM(DilatedModule):
-    """Causal language model over tokens (bytes by default).
-
-    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
-    none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`.
+class TokenModel(DilatedModule):
+    """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
 
     Args:
         pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches.
@@ -49,6 +46,10 @@ class LongNetLM(DilatedModule):
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index", "lengths", "cu_seqlens"])
+    #: whether a token sees the past only
+    causal = True
+    #: arguments that a subclass settles, so that checkpoints do not name them
+    _settled: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -80,7 +81,7 @@ class LongNetLM(DilatedModule):
         super().__init__(optimizer, lr_scheduler)
         self.pattern = DilatedPattern.from_dict(pattern)
         # plain values only, so that checkpoints load anywhere; without what a subclass settles by itself
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", *self._settled])
         if was_given(self, "pattern"):
             self.save_hyperparameters({"pattern": self.pattern.to_dict()})
         self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
@@ -110,16 +111,21 @@ class LongNetLM(DilatedModule):
                 f"vocab_size={self.vocab_size} is below the data's {tokens} tokens. Set the model's vocab_size to {tokens}."
             )
 
+    @property
+    def embedded_tokens(self) -> int:
+        """Rows of the embedding."""
+        return self.vocab_size
+
     def _transformer(self, depth: int) -> DilatedTransformer:
         return DilatedTransformer(
             self.dim, depth, self.num_heads, self.pattern,
-            causal=True, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+            causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
             shift_layers=self.shift_layers, shift_below=self.shift_below,
         )  # fmt: skip
 
     def build(self) -> None:
         """Embedding, blocks and output projection, with fresh weights."""
-        self.embedding = nn.Embedding(self.vocab_size, self.dim)
+        self.embedding = nn.Embedding(self.embedded_tokens, self.dim)
         self.transformer = self._transformer(self.depth)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
         init_weights(self, self.depth)
@@ -128,6 +134,14 @@ class LongNetLM(DilatedModule):
         self.dropout = nn.Dropout(self.options.dropout)
         if self.compile_blocks:
             self.transformer.compile_blocks()
+
+
+class LongNetLM(TokenModel):
+    """Causal language model over tokens (bytes by default).
+
+    Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
+    none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
+    """
 
     def forward(
         self,

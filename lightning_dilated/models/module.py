@@ -12,9 +12,11 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_dilated.models.advice import advice, longest
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
@@ -48,6 +50,7 @@ class DilatedModule(pl.LightningModule):
         super().__init__()
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
+        self._explained: int | None = 0  # tokens of the longest sequence that the pattern was looked at for
         self.mean_loss = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
@@ -112,7 +115,10 @@ class DilatedModule(pl.LightningModule):
         )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`."""
+        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`; and the
+        module's class is named, for who reads the file without knowing it.
+        """
+        checkpoint["class_path"] = f"{type(self).__module__}.{type(self).__qualname__}"
         hparams = checkpoint.get("hyper_parameters", {})
         plain = {k: v.to_dict() if isinstance(v, DilatedPattern) else v for k, v in hparams.items()}
         if plain:
@@ -134,6 +140,17 @@ class DilatedModule(pl.LightningModule):
         for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
         return share
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Say once, after the first step (or one with a longer batch), what the pattern cannot do at that length."""
+        if self._explained is None:
+            return
+        seq_len = longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
+        if seq_len > self._explained:
+            found = advice(self, seq_len)
+            self._explained = None if found else seq_len
+            if found:
+                rank_zero_warn(found)
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         self.mean_loss[stage].update(*self.loss_terms(self._shifted(batch)))

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli import HELP, PROG, DilatedCLI
+from lightning_dilated.cli import HELP, OTHERS, PROG, DilatedCLI
 from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
-COMMANDS = ("fit", "validate", "test", "predict", "generate", "bench")
+COMMANDS = ("fit", "validate", "test", "predict", "generate", "explain", "bench")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -22,7 +22,7 @@ def test_help_fits_a_screen(cli, argv):
     result = cli(*argv)
     lines = result.out.splitlines()
     assert result.code == 0 and len(lines) <= 30 and max(map(len, lines)) <= 80
-    assert set(DilatedCLI.subcommands()) | {"generate", "bench"} == set(COMMANDS)
+    assert set(DilatedCLI.subcommands()) | set(OTHERS) == set(COMMANDS)
     for command in COMMANDS:
         assert any(line.split()[:1] == [command] for line in lines), command
 
@@ -39,7 +39,8 @@ def test_commands_of_the_help_parse(cli, line):
 def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
     assert result.code == 0 and command in result.out
-    assert ("--engines" if command == "bench" else "--ckpt_path") in result.out
+    own = {"bench": "--engines", "explain": "--segments"}
+    assert own.get(command, "--ckpt_path") in result.out
 
 
 def test_version(cli):

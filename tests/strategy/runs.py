@@ -37,6 +37,7 @@ class Run:
     kind: str = "whole"  # or "documents", "lengths", "unshifted"
     strategy: dict[str, Any] = field(default_factory=dict)
     model: dict[str, Any] = field(default_factory=dict)
+    cls: type = LongNetLM
     precision: str = "64-true"
     workers: int = 0
     fsdp: bool = False
@@ -163,7 +164,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
         callbacks=[record, *options.pop("callbacks", [])],
         **options,
     )
-    model = LongNetLM(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})
+    model = run.cls(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})
     return built, model.double() if run.double else model, Data(run), record
 
 

@@ -1,0 +1,159 @@
+"""`lightning-dilated explain`: what a pattern can and cannot see at a length, of a recipe or of given sizes, with the fixes.
+
+Shape letters: N tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.advice import removes_walls
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.explain import Explanation
+
+#: what the command line names, and what it is called in `Sizes`
+OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What there is to explain; None where neither recipe nor options say it."""
+
+    pattern: DilatedPattern | None = None
+    seq_len: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    depth: int | None = None
+    head_dim: int = 64
+    causal: bool = False
+    shifted: bool = False
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `explain`."""
+    p = argparse.ArgumentParser("lightning-dilated explain", description="What a pattern can and cannot see.")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--segments", type=int, nargs="+", help="segment lengths of the branches")
+    p.add_argument("--dilations", type=int, nargs="+", help="their dilation rates")
+    p.add_argument("--offsets", default="interleaved", help="interleaved or blocked (default %(default)s)")
+    p.add_argument("--seq_len", "--seq-len", type=int, help="tokens")
+    p.add_argument("--heads", type=int)
+    p.add_argument("--kv_heads", "--kv-heads", type=int)
+    p.add_argument("--head_dim", "--head-dim", type=int, help="for the FLOPs (default: the recipe's, else 64)")
+    p.add_argument("--depth", type=int, help="layers")
+    p.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else both directions)"
+    )
+    return p
+
+
+def of_recipe(path: Path) -> Sizes:
+    """The sizes of a recipe's model and data.
+
+    Raises:
+        ValueError: naming what the recipe lacks.
+    """
+    config = yaml.safe_load(path.read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(
+            f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
+        )
+    model = _made(path, config["model"])
+    if not isinstance(getattr(model, "pattern", None), DilatedPattern):
+        raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
+    heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
+    return Sizes(
+        model.pattern, _seq_len(path, config.get("data")), heads, getattr(model, "num_kv_heads", None),
+        getattr(model, "depth", None), dim // heads if dim and heads else 64, getattr(model, "causal", False),
+        removes_walls(model),
+    )  # fmt: skip
+
+
+def _class(path: Path, class_path: Any, package: str) -> Any:
+    """The class of a class_path; names without a module are the package's own."""
+    module, _, name = str(class_path).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module or package), name)
+    except (ImportError, AttributeError) as error:
+        raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
+
+
+def _made(path: Path, model: dict[str, Any]) -> DilatedModule:
+    cls = _class(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
+    given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
+    return cls(**given)
+
+
+def _seq_len(path: Path, data: Any) -> int | None:
+    """N of the recipe's data: its setting, else its class's default."""
+    data = data if isinstance(data, dict) else {}
+    cls = _class(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
+    default = inspect.signature(cls).parameters.get("seq_len")
+    found = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
+    return found if isinstance(found, int) else None
+
+
+def settled(args: argparse.Namespace) -> Sizes:
+    """The recipe's sizes, and over them those of the command line.
+
+    Raises:
+        ValueError: naming the options that are missing.
+    """
+    sizes = of_recipe(args.config) if args.config else Sizes()
+    if (args.segments is None) != (args.dilations is None):
+        raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
+    if args.segments:
+        made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
+        sizes = replace(sizes, pattern=made, shifted=False)
+    given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
+    given |= {"head_dim": args.head_dim, "causal": args.causal}
+    if args.heads and not args.kv_heads:
+        sizes = replace(sizes, num_kv_heads=None)
+    sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
+    missing = ["--segments and --dilations"] if sizes.pattern is None else []
+    missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
+    if missing:
+        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+    return sizes
+
+
+def table(sizes: Sizes, seen: Explanation) -> list[str]:
+    """The findings, one a line."""
+    dead = [
+        f"branches[{i}]: {len(x)} of {seen.pattern.branches[i].dilation_rate}" for i, x in seen.dead_residues.items()
+    ]
+    full = "never" if seen.layers_to_full_reach is None else f"{seen.layers_to_full_reach}"
+    reach = "not searched at this length" if seen.reach is None else f"{full} ({seen.reach:.1%} in {seen.depth})"
+    layer = seen.flops(sizes.head_dim)
+    dense = seen.num_heads * seen.seq_len * (seen.seq_len + 1 if seen.causal else 2 * seen.seq_len) / 2
+    walls = f"{len(seen.walls)}, the first at position {seen.walls[0]:,}" if seen.walls else "none"
+    times = dense / max(1, seen.pairs)
+    rows = {
+        "walls": "none, as odd layers are shifted" if sizes.shifted else walls,
+        "dead residues": "; ".join(dead) or "none",
+        "rows without any key": f"{seen.uncovered:.1%}" if seen.uncovered else "none",
+        "layers to full reach": reach,
+        "keys per row": f"{seen.keys_per_row:,.1f}, dense {dense / seen.num_heads / seen.seq_len:,.1f}",
+        "forward FLOPs": f"{layer:.3g} a layer, {layer * seen.depth:.3g} in all, dense {times:.1f} times",
+    }
+    kind = "causal" if seen.causal else "both directions"
+    head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
+    return [f"{seen.pattern}", head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
+
+
+def run(argv: list[str]) -> None:
+    """Parse, explain, and print the table, and what to change for each problem."""
+    sizes = settled(parser().parse_args(argv))
+    seen = sizes.pattern.explain(sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads)
+    print("\n".join([*table(sizes, seen), ""]))
+    if sizes.shifted:  # as the unshifted layers alone would have it
+        seen = replace(seen, walls=(), reach=None)
+    print("\n".join(f"  problem: {hint}" for hint in seen.hints) or "  no problems")

@@ -1,0 +1,91 @@
+"""`explain`: the numbers of a recipe or of given sizes, a line with the fix for each problem, and what it refuses."""
+
+import pytest
+import yaml
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.models.advice import advice
+
+from .test_recipes import RECIPES, SIZES, WRITTEN
+
+WALLS = ["--segments", 16, 32, "--dilations", 1, 2, "--seq-len", 100, "--heads", 4, "--depth", 3]
+
+
+def value(result, name):
+    """What the table says of something."""
+    (line,) = (line for line in result.out.splitlines() if line.strip().startswith(name))
+    return line.strip().removeprefix(name).strip()
+
+
+def test_of_a_recipe(cli):
+    result = cli("explain", "--config", "quickstart.yaml")
+    assert result.code == 0, result.err
+    length = WRITTEN["data"]["init_args"]["seq_len"]
+    seen = DilatedPattern.from_dict(SIZES["pattern"]).explain(length, 4, 4, causal=True)
+    head_dim = SIZES["dim"] // SIZES["num_heads"]
+    assert f"{length:,} tokens, 4 heads of {head_dim}, 4 layers, causal" in result.out
+    assert value(result, "walls") == value(result, "dead residues") == "none" and "no problems" in result.out
+    assert value(result, "layers to full reach") == f"{seen.layers_to_full_reach} (100.0% in 4)"
+    assert value(result, "keys per row").startswith(f"{seen.keys_per_row:,.1f}, dense 2,048.5")
+    assert value(result, "forward FLOPs").startswith(
+        f"{seen.flops(head_dim):.3g} a layer, {4 * seen.flops(head_dim):.3g} "
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_of_every_recipe(cli, recipe):
+    """Whatever its class; and no recipe of this package has walls."""
+    result = cli("explain", "--config", recipe)
+    assert result.code == 0 and value(result, "walls") == "none", result.out + result.err
+
+
+def test_the_quickstart_is_not_warned_of():
+    sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
+    assert advice(LongNetLM(**sizes), WRITTEN["data"]["init_args"]["seq_len"]) is None
+
+
+def test_the_command_line_wins(cli):
+    result = cli("explain", "--config", "quickstart.yaml", "--seq_len", 8192, "--heads", 2, "--depth", 1, "--no-causal")
+    assert "8,192 tokens, 2 heads of 32, 1 layers, both directions" in result.out
+    assert value(result, "walls") == "1, the first at position 4,096"
+    assert value(result, "dead residues") == "branches[2]: 2 of 4"
+    told = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
+    assert len(told) == 2 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
+
+
+def test_of_given_sizes(cli):
+    result = cli("explain", *WALLS, "--causal")
+    assert result.code == 0 and value(result, "walls") == "3, the first at position 32"
+    assert value(result, "layers to full reach").startswith("never")
+    assert "causal" in result.out and "both directions" in cli("explain", *WALLS).out
+    assert value(cli("explain", *WALLS, "--offsets", "blocked", "--heads", 1), "dead residues") == "branches[1]: 1 of 2"
+
+
+def test_a_model_of_another_class(cli, tmp_path):
+    model = {"class_path": "LongNetMLM", "init_args": {**SIZES, "mask_span": 3}}
+    (tmp_path / "own.yaml").write_text(yaml.safe_dump({"model": model, "data": {"init_args": {"seq_len": 512}}}))
+    result = cli("explain", "--config", "own.yaml")
+    assert "512 tokens" in result.out and "both directions" in result.out, result.err
+
+
+REFUSED = {
+    "nothing": ([], "explain needs --segments and --dilations, --seq_len, --heads, --depth, or a recipe"),
+    "half": (["--segments", 16], "--segments and --dilations belong together"),
+    "no depth": (WALLS[:-2], "explain needs --depth, or a recipe"),
+    "heads": ([*WALLS, "--heads", 0], "num_heads must be at least 1"),
+    "pattern": (["--segments", 16, "--dilations", 0], "dilation_rate must be at least 1"),
+    "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
+    "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
+    "no class": (["--config", "unknown.yaml"], "class_path nowhere.Model cannot be imported"),
+    "no pattern": (["--config", "other.yaml"], "has no pattern to explain"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(cli, tmp_path, name):
+    argv, says = REFUSED[name]
+    (tmp_path / "empty.yaml").write_text("trainer: {}\n")
+    (tmp_path / "unknown.yaml").write_text("model: {class_path: nowhere.Model}\n")
+    (tmp_path / "other.yaml").write_text("model: {class_path: lightning_dilated.DilatedModule}\n")
+    result = cli("explain", *argv)
+    assert result.code == 2 and says in result.err and result.out == "", result.err

@@ -1,0 +1,72 @@
+"""The line at the start of a fit: once, with the fix, for a pattern with walls or dead residues; none where it is fine."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
+
+from . import SIZES, batch, loader, trainer
+from .test_module import Line, points
+
+FINE = DilatedPattern.longnet([4, 40], [1, 2])
+WALLS = DilatedPattern.longnet([4, 16], [1, 2])
+MANY = DilatedPattern.longnet([4, 40, 40, 80], [1, 8, 16, 20])
+DEAD = DilatedPattern.longnet([4, 40], [1, 8])
+
+
+def told(model, *batches, epochs=1):
+    """The warnings of a fit about the pattern."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(max_epochs=epochs).fit(model, loader(*batches))
+    return [str(w.message) for w in found if "pattern" in str(w.message)]
+
+
+class Shifted(LongNetLM):
+    """One whose layers take turns."""
+
+    shift_layers = "odd"
+
+
+CASES = {
+    "fine": (LongNetLM, FINE, {}, None),
+    "walls": (LongNetLM, WALLS, {}, "2 wall(s): tokens never cross position 16, 32, ... at any depth. Add a branch"),
+    "walls, both directions": (LongNetMLM, WALLS, {}, "LongNetMLM.pattern at 40 tokens: 2 wall(s)"),
+    "dead": (LongNetLM, DEAD, {}, "branches[1] leaves 4 of 8 residues to no head. Use a dilation rate of at most"),
+    "dead in many": (
+        LongNetLM,
+        MANY,
+        {},
+        "branches[1] leaves 4 of 8 residues to no head. Use a dilation rate of at most the "
+        "number of heads it serves. Likewise residues of 2 more branches.",
+    ),
+    "shifted walls": (Shifted, WALLS, {}, None),
+    "shifted dead": (Shifted, DEAD, {}, "leaves 4 of 8"),
+    "short documents": (LongNetLM, WALLS, {"cu_seqlens": torch.tensor([0, 16, 30, 40], dtype=torch.int32)}, None),
+    "short lengths": (LongNetLM, WALLS, {"lengths": torch.tensor([16])}, None),
+    "long lengths": (LongNetLM, WALLS, {"lengths": torch.tensor([17])}, "at 17 tokens: 1 wall(s)"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_line(name):
+    cls, pattern, extra, says = CASES[name]
+    data = {**batch(1, 40), "index": torch.tensor([0]), **extra}
+    if "lengths" in extra:
+        data["labels"][:, int(extra["lengths"]) :] = -100
+    found = told(cls(pattern, **SIZES), data, data, epochs=2)
+    assert (found == []) if says is None else (len(found) == 1 and says in found[0] and "\n" not in found[0]), found
+
+
+def test_a_longer_batch_is_looked_at():
+    found = told(LongNetLM(WALLS, **SIZES), batch(1, 16), batch(1, 40), batch(1, 50))
+    assert len(found) == 1 and "at 40 tokens" in found[0]
+
+
+def test_a_module_without_a_pattern_says_nothing():
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        trainer(max_epochs=1).fit(Line(), points(32))
+    assert not [w for w in found if "pattern" in str(w.message)]
