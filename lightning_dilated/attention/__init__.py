@@ -2,5 +2,6 @@
 
 from lightning_dilated.attention.functional import dilated_attention
 from lightning_dilated.attention.layers import DilatedAttention, MultiheadDilatedAttention
+from lightning_dilated.attention.maps import attention_weights
 
-__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "dilated_attention"]
+__all__ = ["DilatedAttention", "MultiheadDilatedAttention", "attention_weights", "dilated_attention"]
