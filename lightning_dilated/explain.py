@@ -15,7 +15,6 @@ from typing import Any
 import yaml
 
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.advice import removes_walls
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation
 
@@ -34,7 +33,7 @@ class Sizes:
     depth: int | None = None
     head_dim: int = 64
     causal: bool = False
-    shifted: bool = False
+    odd: DilatedPattern | None = None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -73,7 +72,7 @@ def of_recipe(path: Path) -> Sizes:
     return Sizes(
         model.pattern, _seq_len(path, config.get("data")), heads, getattr(model, "num_kv_heads", None),
         getattr(model, "depth", None), dim // heads if dim and heads else 64, getattr(model, "causal", False),
-        removes_walls(model),
+        getattr(model, "odd_pattern", None),
     )  # fmt: skip
 
 
@@ -112,7 +111,7 @@ def settled(args: argparse.Namespace) -> Sizes:
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
         made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, pattern=made, shifted=False)
+        sizes = replace(sizes, pattern=made, odd=None)
     given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
     given |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
@@ -137,7 +136,7 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     walls = f"{len(seen.walls)}, the first at position {seen.walls[0]:,}" if seen.walls else "none"
     times = dense / max(1, seen.pairs)
     rows = {
-        "walls": "none, as odd layers are shifted" if sizes.shifted else walls,
+        "walls": walls + (", with odd layers shifted" if seen.odd_layers else ""),
         "dead residues": "; ".join(dead) or "none",
         "rows without any key": f"{seen.uncovered:.1%}" if seen.uncovered else "none",
         "layers to full reach": reach,
@@ -152,8 +151,7 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
 def run(argv: list[str]) -> None:
     """Parse, explain, and print the table, and what to change for each problem."""
     sizes = settled(parser().parse_args(argv))
-    seen = sizes.pattern.explain(sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads)
+    given = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
+    seen = sizes.pattern.explain(*given, sizes.odd)
     print("\n".join([*table(sizes, seen), ""]))
-    if sizes.shifted:  # as the unshifted layers alone would have it
-        seen = replace(seen, walls=(), reach=None)
     print("\n".join(f"  problem: {hint}" for hint in seen.hints) or "  no problems")

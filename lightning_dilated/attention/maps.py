@@ -16,10 +16,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.decode import using_heads
 from lightning_dilated.attention.functional import _checked, autocast
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.branch import Branch, integer
 from lightning_dilated.pattern.definition import check_bounds
 from lightning_dilated.pattern.rows import check_padding, count_rows, place, segment_bounds
 from lightning_dilated.sequence.group import active_sequence
@@ -149,10 +148,20 @@ def _sample_counts(
             width, shift = place(branch, size)
             low, high, first = segment_bounds(width, shift, size, p)
             rate, residue = branch.dilation_rate, (p - first) % branch.dilation_rate
-            using = using_heads(pattern, branch, p, heads, kv_heads)
+            using = _using_heads(pattern, branch, p, heads, kv_heads)
             keys = slice(start + low + (first + residue - low) % rate, start + (p + 1 if causal else high), rate)
             counts[using, i, keys] += 1
             if pattern.padding == "attended" and not causal:
                 slots = -(-min(width, size) // rate)
                 pads[using, i] += slots - count_rows(low, high, rate, first + residue)
     return counts, pads
+
+
+def _using_heads(
+    pattern: DilatedPattern, branch: Branch, position: int, num_heads: int, num_kv_heads: int
+) -> list[int]:
+    """The query heads that use `position` in the branch."""
+    width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length
+    residue = (position + branch.shift) % width % branch.dilation_rate
+    served = range(num_heads) if branch.heads is None else branch.heads
+    return [h for h in served if pattern.offset(branch, h, num_heads, num_kv_heads) == residue]

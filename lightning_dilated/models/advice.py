@@ -19,19 +19,15 @@ from lightning_dilated.sequence import SequenceSpec
 SHORT = 1 << 14
 
 
-def removes_walls(module: Any) -> bool:
-    """Whether layers take turns with shifted ones, so that no position is a wall in all of them."""
-    return getattr(module, "shift_layers", "none") != "none"
-
-
 def advice(module: Any, seq_len: int) -> str | None:
     """What to change about `module.pattern` for sequences of N tokens; None where nothing is wrong."""
     pattern, heads = getattr(module, "pattern", None), getattr(module, "num_heads", None)
     if not isinstance(pattern, DilatedPattern) or not isinstance(heads, int) or seq_len < 1:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
-    seen = pattern.explain(min(seq_len, SHORT), heads, 1, causal, kv_heads)
-    found = () if removes_walls(module) else walls(pattern, seq_len)
+    odd = getattr(module, "odd_pattern", None) if getattr(module, "depth", 1) > 1 else None
+    seen = pattern.explain(min(seq_len, SHORT), heads, 2, causal, kv_heads, odd)
+    found = walls(pattern if odd is None else replace(pattern, branches=(*pattern.branches, *odd.branches)), seq_len)
     # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
     hints = replace(seen, seq_len=seq_len, walls=found, reach=None, dead_residues=dead).hints
