@@ -45,9 +45,13 @@ def model_config(stored: dict[str, Any]) -> dict[str, Any]:
 def load_module(path: str | Path) -> DilatedModule:
     """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
 
+    `path` is a .ckpt, or a folder that `save_pretrained` wrote.
+
     Raises:
         FileNotFoundError, ValueError: as `read_checkpoint`; also for a class that is not a known DilatedModule.
     """
+    if (Path(path) / "config.json").is_file():
+        return DilatedModule.from_pretrained(path).eval()
     class_path = model_config(read_checkpoint(path))["class_path"]
     module, _, name = class_path.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)

@@ -17,7 +17,7 @@ from lightning_dilated.models.generation import check_sampling
 def parser() -> argparse.ArgumentParser:
     """The options of `generate`."""
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a byte model.")
-    p.add_argument("--ckpt_path", required=True, help="checkpoint of a LongNetLM over bytes")
+    p.add_argument("--ckpt_path", required=True, help="checkpoint, or folder of save_pretrained, of a byte LongNetLM")
     p.add_argument("--prompt", required=True, help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, default=256, help="bytes to add (default %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default %(default)s)")

@@ -189,7 +189,7 @@ torch.cuda.is_available = lambda: False
 import lightning_dilated as ld
 q = torch.randn(1, 16, 4, 8, requires_grad=True)
 ld.dilated_attention(q, q, q, ld.DilatedPattern.longnet([4, 8], [1, 2])).sum().backward()
-assert q.grad.isfinite().all() and "triton" not in sys.modules
+assert q.grad.isfinite().all() and not {"triton", "huggingface_hub", "safetensors"} & set(sys.modules)
 print("fine")
 """
 

@@ -6,7 +6,8 @@ Shape letters: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
+from lightning_dilated.models.torchscale import convert, read_state_dict
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
@@ -204,3 +206,40 @@ class LongNetLM(TokenModel):
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
         """The continuation as it is drawn: (B,) tokens a step; the same tokens and options as `generate`."""
         return generate_stream(self, tokens, max_new_tokens, **options)
+
+    @classmethod
+    def from_torchscale(
+        cls,
+        source: str | Path | Mapping[str, Tensor],
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        num_heads: int | None = None,
+        scale_embedding: bool = False,
+        **options: Any,
+    ) -> LongNetLM:
+        """The model of a torchscale LongNetDecoder (pre-norm, GELU, sub-layer norms or not, xPos or not).
+
+        Sizes follow from the tensors. The model is in their dtype, and as a new model is in training mode.
+
+        Args:
+            source: a state dict, or a .pt file of one, alone or under "model".
+            segment_lengths, dilation_rates: of the decoder's configuration; offsets are "blocked", as there.
+            num_heads: of its configuration; with xPos the tensors tell it.
+            scale_embedding: its configuration has no_scale_embedding=False: the embedding is multiplied by sqrt(dim), once
+                and for all, and is then not tied to the output projection.
+            options: further arguments of the class; xpos_scale_base is 512 there too.
+
+        Raises:
+            FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
+                have, or sizes that do not fit. Tensors that nothing uses are named in a warning.
+        """
+        sizes, state = convert(read_state_dict(source), num_heads, scale_embedding)
+        pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
+        model = cls(pattern, **{"norm": "layernorm", "ffn": "gelu", "bias": True, **sizes, **options})
+        model.to(state["embedding.weight"].dtype)
+        try:
+            model.load_state_dict(state)
+        except RuntimeError as error:
+            raise ValueError(f"the tensors do not fit each other. {error}") from None
+        return model

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.models.advice import advice, longest
 from lightning_dilated.models.metrics import TokenMean
+from lightning_dilated.models.pretrained import Pretrained
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
@@ -25,7 +26,7 @@ from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 STAGES = ("train", "val", "test")
 
 
-class DilatedModule(pl.LightningModule):
+class DilatedModule(Pretrained, pl.LightningModule):
     """Base of the LightningModules.
 
     Args:
@@ -38,6 +39,7 @@ class DilatedModule(pl.LightningModule):
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
     does); `val_loss` and `test_loss`, the exact mean over all tokens of the epoch; and what `derived_metrics` makes of
     them. The layers are made by `configure_model`: by the Trainer, or outside one as soon as weights are asked for.
+    `save_pretrained`, `from_pretrained` and `push_to_hub` come from `Pretrained`.
     """
 
     sequence_spec: SequenceSpec | None = None

@@ -148,6 +148,14 @@ def test_generates_what_python_does(cli, fitted):
     assert result.code == 0 and result.out == bytes(tokens[0].tolist()).decode(errors="replace") + "\n"
 
 
+def test_generates_from_a_folder(cli, fitted, tmp_path):
+    """A checkpoint of the command line, as config.json and model.safetensors."""
+    ld.LongNetLM.load_from_checkpoint(fitted.ckpt, weights_only=True).save_pretrained(tmp_path / "saved")
+    options = ("--prompt", "ab", "--max_new_bytes", 30, "--seed", 3)
+    want = cli("generate", "--ckpt_path", fitted.ckpt, *options)
+    assert cli("generate", "--ckpt_path", tmp_path / "saved", *options).out == want.out != ""
+
+
 def test_generate_draws_by_seed(cli, fitted):
     arguments = ("generate", "--ckpt_path", fitted.ckpt, "--prompt", "ab", "--max_new_bytes", 30)
     sample = lambda *options: cli(*arguments, *options).out  # noqa: E731
