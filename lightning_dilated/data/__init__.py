@@ -1,8 +1,24 @@
 """DataModules and the resumable sampler and loader that they share."""
 
 from lightning_dilated.data.bytes import ByteDataModule, ByteSequences
+from lightning_dilated.data.fasta import GenomeDataModule
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
+from lightning_dilated.data.tokens import TokenDataModule
+from lightning_dilated.data.windows import GenomeWindows
 
-__all__ = ["ByteDataModule", "ByteSequences", "ByteStream", "ResumableLoader", "ResumableSampler", "SplitDataModule"]
+__all__ = [
+    "ByteDataModule",
+    "ByteSequences",
+    "ByteStream",
+    "FarRecallDataModule",
+    "GenomeDataModule",
+    "GenomeWindows",
+    "ListOpsDataModule",
+    "ResumableLoader",
+    "ResumableSampler",
+    "SplitDataModule",
+    "TokenDataModule",
+]

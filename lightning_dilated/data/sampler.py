@@ -96,6 +96,9 @@ class ResumableLoader(DataLoader):
     Set `trainer` where a Trainer drives the loader: then a batch that was handed out but not finished (an exception
     in training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch
     counter is translated if the batch size or the number of ranks changed.
+
+    A dataset that has `set_epoch(epoch)` is told the epoch of each pass before its first sample is read, in whichever
+    process: augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
     """
 
     trainer: pl.Trainer | None = None
@@ -110,6 +113,8 @@ class ResumableLoader(DataLoader):
             yield from super().__iter__()
             return
         sampler.start_pass()
+        if hasattr(self.dataset, "set_epoch"):  # before workers copy it
+            self.dataset.set_epoch(sampler.epoch)
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
             sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]

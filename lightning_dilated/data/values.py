@@ -28,6 +28,22 @@ def fraction(name: str, value: object) -> float:
     return float(value)
 
 
+def share(name: str, value: object) -> float:
+    """Return `value` as a float if it lies in [0, 1]; TypeError or ValueError otherwise."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is {value!r} ({type(value).__name__}); it must be a number from 0 to 1")
+    if not 0 <= value <= 1:
+        raise ValueError(f"{name} is {value}; it must be a number from 0 to 1")
+    return float(value)
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of the allowed words; ValueError otherwise."""
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    return str(value)
+
+
 def flag(name: str, value: object) -> bool:
     """Return `value` if it is a bool; TypeError otherwise."""
     if not isinstance(value, bool):

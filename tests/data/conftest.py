@@ -1,11 +1,13 @@
-"""A file of random bytes for the Trainer runs."""
+"""Files for the tests: random bytes for the Trainer runs, a real genome; and a record of what is read."""
 
+import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from .runs import SAMPLES, SEQ_LEN
+from .touched import Touched
 
 
 @pytest.fixture
@@ -14,4 +16,17 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "bytes.bin"
     # 1/8 of all bytes (room for one sequence) goes to validation
     path.write_bytes(np.random.default_rng(0).integers(0, 256, size * 8 // 7 + 1, dtype=np.uint8).tobytes())
+    return str(path)
+
+
+@pytest.fixture
+def touched(monkeypatch: pytest.MonkeyPatch) -> Touched:
+    return Touched(monkeypatch)
+
+
+@pytest.fixture
+def lambda_virus(tmp_path: Path) -> str:
+    """Phage lambda as a plain FASTA file."""
+    path = tmp_path / "lambda_virus.fa"
+    path.write_bytes(gzip.decompress((Path(__file__).parent / "lambda_virus.fa.gz").read_bytes()))
     return str(path)

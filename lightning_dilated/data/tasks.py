@@ -1,0 +1,248 @@
+"""Tasks made by rule, without files: recall over a distance, and nested list operations.
+
+Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split is a function of (seed, split, i) alone.
+"""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dilated.data.listops import VOCABULARY, expression, most_tokens
+from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.values import whole_number
+
+
+class RuleSamples(Dataset):
+    """Samples that a DataModule's `make(rng)` draws: a mapping whose `along` entries run over N positions.
+
+    Args:
+        task: the DataModule.
+        split: "train", "val" or "test".
+    """
+
+    def __init__(self, task: RuleDataModule, split: str) -> None:
+        self.make, self.along, self.rule = task.make, task.along, task.rule
+        self.seq_len, self.seed, self.split, self.count = task.seq_len, task.seed, split, task.sizes[split]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fingerprint(self) -> str:
+        """Differs where the samples do."""
+        return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Sample `index`, whole. Raises: IndexError if there is none."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
+        made = self.make(np.random.default_rng([self.seed, SPLITS.index(self.split), index]))
+        return {**made, "index": index}
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample with its sequences at some positions only."""
+        sample = self[index]
+        at = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
+        return {name: value[at] if name in self.along else value for name, value in sample.items()}
+
+
+class RuleDataModule(SplitDataModule):
+    """Base of the tasks made by rule; a subclass defines `make` and `rule`.
+
+    Args:
+        seq_len: N, tokens of a sequence.
+        batch_size: B, sequences of a batch on each device.
+        train_size, val_size, test_size: number of samples of each split; 0 validation or test samples do without.
+        seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also makes the samples.
+
+    Raises: TypeError or ValueError for values outside these ranges.
+    """
+
+    #: entries of a sample that run over the positions
+    along: tuple[str, ...] = ("tokens",)
+
+    def __init__(
+        self,
+        seq_len: int,
+        batch_size: int,
+        train_size: int,
+        val_size: int,
+        test_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.sizes = {
+            split: whole_number(f"data.{split}_size", size, 1 if split == "train" else 0)
+            for split, size in zip(SPLITS, (train_size, val_size, test_size), strict=True)
+        }
+
+    def make(self, rng: np.random.Generator) -> dict[str, Any]:
+        """One sample, drawn by `rng` alone."""
+        raise TypeError(f"{type(self).__name__} must define make(rng).")
+
+    def rule(self) -> str:
+        """The rule and its numbers in words."""
+        raise TypeError(f"{type(self).__name__} must define rule().")
+
+    def check(self) -> None:
+        """See that there are samples enough for a batch; there are no files. Raises: ValueError."""
+        self.check_batch(self.sizes["train"], 1)
+
+    def dataset(self, split: str) -> RuleSamples:
+        """The samples of "train", "val" or "test". Raises ValueError for another name."""
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        return RuleSamples(self, split)
+
+    def describe(self) -> str:
+        """One line: the rule, and the samples of each split."""
+        return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
+
+
+class FarRecallDataModule(RuleDataModule):
+    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again, once: which value?
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key once more,
+    in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
+    Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
+    evenly, so that guessing costs ln V nats and is right once in V. A query is at least one token and on average half the
+    sequence away from its pair: what has no way from one half to the other can only guess.
+
+    Args:
+        seq_len: N.
+        num_pairs: pairs of a sequence; both halves need room for them.
+        vocabulary: V, number of different keys and also of values.
+        batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges.
+    """
+
+    along = ("tokens", "labels")
+
+    def __init__(
+        self,
+        seq_len: int = 128,
+        num_pairs: int = 4,
+        vocabulary: int = 8,
+        batch_size: int = 32,
+        train_size: int = 100_000,
+        val_size: int = 512,
+        test_size: int = 512,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
+        self.num_pairs = whole_number("data.num_pairs", num_pairs, 1)
+        self.vocabulary = whole_number("data.vocabulary", vocabulary, 2)
+        if self.num_pairs > self.vocabulary:
+            raise ValueError(
+                f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
+                "raise data.vocabulary or lower data.num_pairs"
+            )
+        if 4 * self.num_pairs > self.seq_len - self.seq_len % 2:
+            raise ValueError(
+                f"data.seq_len is {seq_len}, but {num_pairs} pairs and as many queries of 2 tokens need {4 * num_pairs}: "
+                "raise data.seq_len or lower data.num_pairs"
+            )
+        #: tokens of the task: filler, keys, values
+        self.vocab_size = 1 + 2 * self.vocabulary
+
+    def rule(self) -> str:
+        """The task in words."""
+        return f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens"
+
+    def make(self, rng: np.random.Generator) -> dict[str, Any]:
+        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
+        count, half = self.num_pairs, self.seq_len // 2
+        keys = 1 + rng.permutation(self.vocabulary)[:count]
+        values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
+        tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
+        pairs, queries = _places(rng, half, count), half + _places(rng, self.seq_len - half, count)
+        order = rng.permutation(count)
+        tokens[pairs], tokens[pairs + 1] = keys, values
+        tokens[queries], tokens[queries + 1] = keys[order], values[order]
+        labels[queries] = values[order]
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+
+def _places(rng: np.random.Generator, size: int, count: int) -> np.ndarray:
+    """Where `count` pairs of neighbours begin in `size` places, none overlapping, each arrangement as likely: sorted."""
+    return np.sort(rng.choice(size - count, count, replace=False)) + np.arange(count)
+
+
+class ListOpsDataModule(RuleDataModule):
+    """Nested expressions such as [MAX 2 9 [MIN 4 7 ] 0 ], whose value is one of ten classes.
+
+    Batches are {"tokens": (B, N), "lengths": (B,), "label": (B,), "index": (B,)}, all int64; tokens are padded by 0 from
+    `lengths` on. Operations are MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10). Digit d is token d + 1,
+    the opened operations are 11 to 14, and the closing bracket is 15. The operations are those of ListOps (Nangia & Bowman
+    2018); expressions are grown by a rule of this package (`data.listops`), so accuracies are not comparable with those on
+    the files of Long Range Arena. Long expressions under MIN or MAX are mostly 0 or 9, each about a quarter of the labels.
+
+    Args:
+        seq_len: N, most tokens of an expression.
+        min_length: fewest tokens that an expression is grown to, evenly drawn from here to N; null is N // 4, at least 4.
+        max_depth: most operations around a digit.
+        max_arguments: most arguments of an operation; the fewest are 2.
+        batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges, or an N that such expressions cannot reach.
+    """
+
+    vocab_size: int = VOCABULARY
+    num_classes: int = 10
+
+    def __init__(
+        self,
+        seq_len: int = 2048,
+        min_length: int | None = None,
+        max_depth: int = 10,
+        max_arguments: int = 10,
+        batch_size: int = 32,
+        train_size: int = 96_000,
+        val_size: int = 2_000,
+        test_size: int = 2_000,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+    ) -> None:
+        super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
+        self.max_depth = whole_number("data.max_depth", max_depth, 1)
+        self.max_arguments = whole_number("data.max_arguments", max_arguments, 2)
+        whole_number("data.seq_len", seq_len, 4)  # [MIN 1 2 ]
+        self.min_length = max(4, seq_len // 4) if min_length is None else whole_number("data.min_length", min_length, 4)
+        if self.min_length > seq_len:
+            raise ValueError(f"data.min_length is {min_length}, above data.seq_len = {seq_len}: lower it")
+        most = most_tokens(self.max_depth, self.max_arguments, seq_len)
+        if most < seq_len:
+            raise ValueError(
+                f"data.seq_len is {seq_len}, but {max_depth} operations of {max_arguments} arguments inside each other have "
+                f"at most {most} tokens: raise data.max_depth or data.max_arguments, or lower data.seq_len"
+            )
+
+    def rule(self) -> str:
+        """The task in words."""
+        return (
+            f"list operations of {self.min_length:,} to {self.seq_len:,} tokens, {self.max_depth} deep, of up to "
+            f"{self.max_arguments} arguments"
+        )
+
+    def make(self, rng: np.random.Generator) -> dict[str, Any]:
+        """One sample: {"tokens": (N,) int64, padded by 0, "lengths": int, "label": int}."""
+        aim = int(rng.integers(self.min_length, self.seq_len + 1))
+        found, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
+        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
+        tokens[: len(found)] = torch.tensor(found)
+        return {"tokens": tokens, "lengths": len(found), "label": value}

@@ -1,0 +1,147 @@
+"""Tasks made by rule: that samples obey the rule and depend on (seed, split, index) alone, and wrong values."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dilated.data import FarRecallDataModule, ListOpsDataModule
+from lightning_dilated.sequence.spec import Place
+from lightning_dilated.strategy.loader import RankDataset
+
+SIZES = {"train_size": 40, "val_size": 8, "test_size": 6, "batch_size": 4}
+TASKS = {
+    "far recall": lambda **options: FarRecallDataModule(**{"seq_len": 64, **SIZES, **options}),
+    "list operations": lambda **options: ListOpsDataModule(**{"seq_len": 64, **SIZES, **options}),
+}
+each = pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+
+
+def flat(sample: dict) -> tuple:
+    return tuple(tuple(value.tolist()) if torch.is_tensor(value) else value for value in sample.values())
+
+
+@each
+def test_a_sample_is_a_function_of_seed_split_and_index(task) -> None:
+    samples = {}
+    for seed, split in itertools.product((0, 1), ("train", "val", "test")):
+        data = task(seed=seed).dataset(split)
+        torch.manual_seed(seed)
+        np.random.seed(seed + 5)
+        for index in (5, 0, 5):
+            found = flat({name: value for name, value in data[index].items() if name != "index"})
+            assert samples.setdefault((seed, split, index), found) == found
+    assert len(set(samples.values())) == len(samples) == 12
+
+
+@each
+def test_splits_and_batches(task) -> None:
+    data = task()
+    data.check()
+    assert data.describe().endswith(": 40 train, 8 val, 6 test")
+    assert [len(loader) for loader in (data.train_dataloader(), data.val_dataloader(), data.test_dataloader())] == [
+        10,
+        2,
+        2,
+    ]
+    assert sorted(int(i) for batch in data.train_dataloader() for i in batch["index"]) == list(range(40))
+    batch = next(iter(data.val_dataloader()))
+    assert batch["index"].tolist() == [0, 1, 2, 3] and batch["tokens"].shape == (4, 64)
+    assert {value.dtype for value in batch.values()} == {torch.int64}
+    assert batch["tokens"].min() >= 0 and batch["tokens"].max() < data.vocab_size
+    assert task(test_size=0).test_dataloader() == []
+    assert task(seed=1).dataset("val").fingerprint() != task().dataset("val").fingerprint()
+
+
+@each
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_rank_gets_its_slice(task, layout: str) -> None:
+    data = task().dataset("train")
+    whole, places = data[7], [Place(4, rank, layout) for rank in range(4)]
+    parts = [RankDataset(data, place)[7] for place in places]
+    at = [p for place in places for r in place.ranges(64) for p in r]
+    for name, value in whole.items():
+        if name in ("tokens", "labels"):
+            assert torch.equal(torch.cat([part[name] for part in parts]), value[at])
+        else:
+            assert all(part[name] == value for part in parts)
+    assert data.read_ranges(7, ())["tokens"].tolist() == []
+    with pytest.raises(IndexError, match="sample 40 was asked for, but the train split has 40"):
+        data[40]
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "pairs", "vocabulary"), [(64, 4, 8), (16, 4, 4), (17, 4, 9), (9, 1, 2), (300, 1, 30)]
+)
+def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int) -> None:
+    data = FarRecallDataModule(seq_len, pairs, vocabulary)
+    half, places, values = seq_len // 2, set(), []
+    for sample in (data.dataset("train")[i] for i in range(200)):
+        tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
+        keys = [p for p, token in enumerate(tokens) if 1 <= token <= vocabulary]
+        known = {tokens[p]: tokens[p + 1] for p in keys if p < half}
+        asked = [p for p in keys if p >= half]
+        assert len(known) == len(asked) == pairs and {tokens[p] for p in asked} == set(known)
+        assert all(p + 1 < half for p in keys if p < half)  # a pair does not reach over the middle
+        expected = [-100] * seq_len
+        for p in asked:
+            assert tokens[p + 1] == known[tokens[p]] > vocabulary
+            expected[p] = tokens[p + 1]
+        assert labels == expected
+        assert sum(token == 0 for token in tokens) == seq_len - 4 * pairs
+        places |= set(keys)
+        values += list(known.values())
+    if seq_len in (64, 9):  # anywhere; the others have no room to move
+        assert places == {p for p in range(seq_len) if p not in (half - 1, seq_len - 1)}
+    share = np.bincount(values, minlength=data.vocab_size)[1 + vocabulary :] / len(values)
+    assert np.abs(share - 1 / vocabulary).max() < 5 * np.sqrt(1 / vocabulary / len(values))
+
+
+WRONG = [
+    (FarRecallDataModule, {"num_pairs": 0}, ValueError, "data.num_pairs is 0"),
+    (
+        FarRecallDataModule,
+        {"num_pairs": 9},
+        ValueError,
+        "data.num_pairs is 9, .* data.vocabulary has 8: raise data.voc",
+    ),
+    (
+        FarRecallDataModule,
+        {"seq_len": 15},
+        ValueError,
+        "data.seq_len is 15, but 4 pairs .* need 16: raise data.seq_len",
+    ),
+    (FarRecallDataModule, {"vocabulary": 1}, ValueError, "data.vocabulary is 1"),
+    (FarRecallDataModule, {"train_size": 0}, ValueError, "data.train_size is 0"),
+    (FarRecallDataModule, {"val_size": "9"}, TypeError, "data.val_size is '9'"),
+    (ListOpsDataModule, {"seq_len": 3}, ValueError, "data.seq_len is 3; it must be .* at least 4"),
+    (
+        ListOpsDataModule,
+        {"seq_len": 50, "min_length": 51},
+        ValueError,
+        "data.min_length is 51, above data.seq_len = 50",
+    ),
+    (ListOpsDataModule, {"min_length": 3}, ValueError, "data.min_length is 3"),
+    (ListOpsDataModule, {"max_arguments": 1}, ValueError, "data.max_arguments is 1"),
+    (
+        ListOpsDataModule,
+        {"seq_len": 27, "max_depth": 2, "max_arguments": 4},
+        ValueError,
+        "at most 26 tokens: raise data.max_d",
+    ),
+]
+
+
+@pytest.mark.parametrize(("task", "options", "error", "message"), WRONG)
+def test_wrong_values(task, options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        task(**options)
+
+
+@each
+def test_too_few(task) -> None:
+    with pytest.raises(ValueError, match="train split has 40 samples, but one batch takes 41"):
+        task(batch_size=41).check()
+    with pytest.raises(ValueError, match="there is no split 'dev'"):
+        task().dataset("dev")

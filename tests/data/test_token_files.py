@@ -1,0 +1,203 @@
+"""Files of tokens: every way to store them reads alike, by range; and files that hold no tokens are named with a remedy."""
+
+import gzip
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_dilated.data import TokenDataModule
+from lightning_dilated.data.token_files import TokenStream, scan, token_file
+
+TOKENS = np.random.default_rng(0).integers(0, 50_000, 400)
+
+
+def write(path: Path, tokens: np.ndarray = TOKENS, dtype: str = "uint16", header: int = 0) -> str:
+    """A .npy or a raw file, by the name's ending."""
+    if path.suffix == ".npy":
+        np.save(path, tokens.astype(dtype))
+    else:
+        path.write_bytes(b"\7" * header + tokens.astype(dtype).tobytes())
+    return str(path)
+
+
+def open_files(*paths: str, dtype: str | None = None, header: int = 0) -> TokenStream:
+    return TokenStream([token_file(path, Path(path).stat().st_size, dtype, header) for path in paths])
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "header"),
+    [
+        *[("a.npy", dtype, 0) for dtype in ("uint16", "uint32", "int32", "int64", ">u2", ">i8")],
+        *[("a.bin", dtype, 0) for dtype in ("uint16", "uint32", "int32", "int64")],
+        *[("a.bin", dtype, header) for dtype in ("uint16", "uint32") for header in (24, 1024, 7)],
+    ],
+)
+def test_reads_by_range(tmp_path: Path, touched, name: str, dtype: str, header: int) -> None:
+    stream = open_files(write(tmp_path / name, dtype=dtype, header=header), dtype=dtype, header=header)
+    assert len(stream) == 400
+    width, offset = np.dtype(dtype).itemsize, stream.files[0].offset
+    for start, stop in ((0, 400), (0, 1), (399, 400), (17, 123), (5, 5)):
+        found = stream.read(start, stop)
+        assert found.dtype == np.int64 and found.tolist() == TOKENS[start:stop].tolist()
+        expected = [(name, offset + start * width, offset + stop * width)] if stop > start else []
+        assert touched.take() == expected
+    assert stream.bytes_read == (400 + 1 + 1 + 106) * width
+
+
+def test_files_of_all_kinds_are_one_stream(tmp_path: Path) -> None:
+    parts = np.split(TOKENS, [100, 101, 250])
+    kinds = [("a.npy", "int64"), ("b.bin", "uint32"), ("c.npy", "uint16"), ("d.bin", "uint32")]
+    paths = [write(tmp_path / name, part, dtype) for part, (name, dtype) in zip(parts, kinds, strict=True)]
+    stream = open_files(*paths, dtype="uint32")
+    for start, stop in ((0, 400), (99, 102), (100, 101), (90, 390)):
+        assert stream.read(start, stop).tolist() == TOKENS[start:stop].tolist()
+    assert [stream.where(at) for at in (0, 99, 100, 101, 399)] == [
+        *((paths[0], 0), (paths[0], 99), (paths[1], 0), (paths[2], 0), (paths[3], 149))
+    ]
+    copy = pickle.loads(pickle.dumps(stream))
+    assert copy.read(95, 260).tolist() == TOKENS[95:260].tolist()
+    assert copy.fingerprint() == stream.fingerprint() != open_files(*paths[1:], dtype="uint32").fingerprint()
+    with pytest.raises(IndexError, match=r"\[3, 401\) lies outside the stream of 400 tokens"):
+        stream.read(3, 401)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 400, 1000])
+def test_scan_finds_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    tokens = np.random.default_rng(1).integers(0, 5, 400)
+    stream, chunks = open_files(write(tmp_path / "a.bin", tokens)), TokenStream.chunks
+    monkeypatch.setattr(TokenStream, "chunks", lambda self: chunks(self, chunk))
+    assert scan(stream, 5, 3).tolist() == np.flatnonzero(tokens == 3).tolist()
+    assert scan(stream, 5, None).tolist() == []
+    with pytest.raises(
+        ValueError, match=rf"token 4 at position {np.argmax(tokens == 4)} .* the largest token of all is 4"
+    ):
+        scan(stream, 4, None)
+
+
+def npy(folder: Path, array: np.ndarray) -> Path:
+    np.save(folder / "a.npy", array)
+    return folder / "a.npy"
+
+
+def raw(folder: Path, content: bytes, name: str = "a.bin") -> Path:
+    (folder / name).write_bytes(content)
+    return folder / name
+
+
+def cut(path: Path, size: int) -> Path:
+    path.write_bytes(path.read_bytes()[:size])
+    return path
+
+
+def negative(folder: Path) -> Path:
+    tokens = TOKENS.copy()
+    tokens[30] = -1
+    return npy(folder, tokens)
+
+
+LLMC = np.array([20240520, 1, 400, *[0] * 253], dtype=np.int32).tobytes()
+BAD = {
+    "truncated npy": (
+        lambda d: cut(npy(d, TOKENS), 1000),
+        {},
+        "a.npy was cut off: its header says 400 .* but 109 are .*again",
+    ),
+    "cut in its header": (lambda d: cut(npy(d, TOKENS), 20), {}, "a.npy has no readable .npy header .* write it again"),
+    "longer than its header": (
+        lambda d: raw(d, npy(d, TOKENS).read_bytes() + b"more", "a.npy"),
+        {},
+        "a.npy goes on after its array: its header says 400 tokens, but 400 are there .and 4 bytes",
+    ),
+    "npy that is none": (
+        lambda d: raw(d, b"x" * 900, "a.npy"),
+        {},
+        "a.npy has no readable .npy header.* rename it to .bin",
+    ),
+    "2-D npy": (
+        lambda d: npy(d, TOKENS.reshape(4, 100)),
+        {},
+        r"a.npy holds an array of shape \(4, 100\).* save array.resh",
+    ),
+    "0-D npy": (lambda d: npy(d, np.array(3)), {}, r"a.npy holds an array of shape \(\)"),
+    "floats": (lambda d: npy(d, TOKENS / 2), {}, "a.npy holds float64; tokens are one of uint16, .* save array.astype"),
+    "bytes": (lambda d: npy(d, TOKENS.astype(np.uint8)), {}, "a.npy holds uint8; tokens are one of"),
+    "objects": (lambda d: npy(d, np.array([{}, 1], dtype=object)), {}, "a.npy holds object"),
+    "no tokens": (lambda d: npy(d, TOKENS[:0].astype(np.uint16)), {}, "a.npy is empty .an array of 0 tokens"),
+    "empty": (lambda d: raw(d, b""), {}, "a.bin is empty: write it again or leave it out"),
+    "odd size": (
+        lambda d: raw(d, b"x" * 801),
+        {},
+        "a.bin has 801 bytes, .* whole number .* uint16 tokens of 2 bytes.* cut off",
+    ),
+    "not a multiple of 4": (
+        lambda d: raw(d, b"x" * 802),
+        {"dtype": "uint32"},
+        "802 bytes, .* uint32 tokens of 4 bytes",
+    ),
+    "shorter than its header": (
+        lambda d: raw(d, b"x" * 800),
+        {"header": 1024},
+        "after a header of 1024: .*data.header is wrong",
+    ),
+    "uint32 unasked": (
+        lambda d: raw(d, TOKENS.astype(np.uint32).tobytes()),
+        {},
+        "a.bin reads as uint16 with tokens of at most 0 in every second place.* set data.dtype to uint32",
+    ),
+    "uint16 read as uint32": (
+        lambda d: raw(d, TOKENS.astype(np.uint16).tobytes()),
+        {"dtype": "uint32"},
+        r"a.bin holds token \d+ at position 0 .* data.dtype to that of the file",
+    ),
+    "llm.c": (
+        lambda d: raw(d, LLMC + TOKENS.astype(np.uint16).tobytes()),
+        {},
+        "header of llm.c: set data.header to 1024 and data.dtype to uint16",
+    ),
+    "lit-gpt": (
+        lambda d: raw(d, b"LITPKDS" + b"\1" * 99),
+        {},
+        "24-byte header of lit-gpt's packed data: set data.header to 24",
+    ),
+    "npy called bin": (
+        lambda d: npy(d, TOKENS).rename(d / "a.bin"),
+        {},
+        "a.bin is a .npy file by its content: rename it",
+    ),
+    "gzip": (lambda d: raw(d, gzip.compress(b"x" * 99)), {}, "a.bin is compressed by gzip: decompress it"),
+    "text": (
+        lambda d: raw(d, b"once upon a time", "a.txt"),
+        {},
+        "a.txt ends neither in .npy nor in .bin.*ByteDataModule",
+    ),
+    "out of vocabulary": (
+        lambda d: npy(d, TOKENS),
+        {"vocab_size": 49_000},
+        rf"a.npy holds token \d+ at position {np.argmax(TOKENS >= 49_000)} \(counted from 0\), but data.vocab_size = 49000 "
+        rf"allows 0 to 48999; the largest token of all is {TOKENS.max()}: set data.vocab_size",
+    ),
+    "negative": (negative, {}, "a.npy holds token -1 at position 30 "),
+    "missing": (lambda d: d / "a.bin", {}, r"a.bin does not exist; pass existing .* in data.paths$"),
+    "no such files": (
+        lambda d: raw(d, b"x", "a.txt").parent,
+        {},
+        "holds no regular files ending in .npy, .bin .* data.paths$",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_files(tmp_path: Path, case: str) -> None:
+    make, options, message = BAD[case]
+    data = TokenDataModule(str(make(tmp_path)), **{"seq_len": 10, "vocab_size": 50_000, **options})
+    for _ in range(2):  # each time again
+        with pytest.raises((ValueError, OSError), match=message):
+            data.check()
+
+
+def test_said_is_said(tmp_path: Path) -> None:
+    """What looks like uint32 is taken as uint16 where somebody says so."""
+    tokens = np.stack([TOKENS, 0 * TOKENS], 1).reshape(-1)
+    assert open_files(write(tmp_path / "a.bin", tokens), dtype="uint16").read(0, 800).tolist() == tokens.tolist()

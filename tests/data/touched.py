@@ -1,0 +1,39 @@
+"""What is really read: every stretch of a file that a ByteStream takes out of its memory maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lightning_dilated.data.stream import ByteStream
+
+
+class Touched:
+    """Stretches (file name, first byte, byte behind the last) in the order in which they were read."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.stretches: list[tuple[str, int, int]] = []
+        real = ByteStream._map
+        monkeypatch.setattr(ByteStream, "_map", lambda stream, index: _Map(real(stream, index), stream, index, self))
+
+    def take(self) -> list[tuple[str, int, int]]:
+        """The stretches since the last call."""
+        found, self.stretches = self.stretches, []
+        return found
+
+    def count(self) -> int:
+        """Bytes since the last call, those read twice counted twice."""
+        return sum(stop - start for _, start, stop in self.take())
+
+
+class _Map:
+    def __init__(self, values: np.ndarray, stream: ByteStream, index: int, touched: Touched) -> None:
+        self.values, self.name, self.touched = values, Path(stream.files[index]).name, touched
+
+    def __getitem__(self, at: slice) -> Any:
+        assert at.step is None
+        self.touched.stretches.append((self.name, at.start, at.stop))
+        return self.values[at]
