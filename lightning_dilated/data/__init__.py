@@ -1,8 +1,26 @@
 """DataModules and the resumable sampler and loader that they share."""
 
 from lightning_dilated.data.bytes import ByteDataModule, ByteSequences
+from lightning_dilated.data.coordinates import check_coordinates
+from lightning_dilated.data.heat_maps import heat_map, write_attention
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.slide_sequences import SlideSequences
+from lightning_dilated.data.slides import SlideDataModule
 from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.synthetic_slides import write_synthetic_slides
 
-__all__ = ["ByteDataModule", "ByteSequences", "ByteStream", "ResumableLoader", "ResumableSampler", "SplitDataModule"]
+__all__ = [
+    "ByteDataModule",
+    "ByteSequences",
+    "ByteStream",
+    "ResumableLoader",
+    "ResumableSampler",
+    "SlideDataModule",
+    "SlideSequences",
+    "SplitDataModule",
+    "check_coordinates",
+    "heat_map",
+    "write_attention",
+    "write_synthetic_slides",
+]

@@ -110,6 +110,8 @@ class ResumableLoader(DataLoader):
             yield from super().__iter__()
             return
         sampler.start_pass()
+        if hasattr(self.dataset, "set_epoch"):  # before workers take their copies of it
+            self.dataset.set_epoch(sampler.epoch)
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
             sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]
