@@ -1,10 +1,15 @@
 """DataModules and the resumable sampler and loader that they share."""
 
 from lightning_dilated.data.bytes import ByteDataModule, ByteSequences
+from lightning_dilated.data.coordinates import check_coordinates
 from lightning_dilated.data.fasta import GenomeDataModule
+from lightning_dilated.data.heat_maps import heat_map, write_attention
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.slide_sequences import SlideSequences
+from lightning_dilated.data.slides import SlideDataModule
 from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.synthetic_slides import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.tokens import TokenDataModule
 from lightning_dilated.data.windows import GenomeWindows
@@ -19,6 +24,12 @@ __all__ = [
     "ListOpsDataModule",
     "ResumableLoader",
     "ResumableSampler",
+    "SlideDataModule",
+    "SlideSequences",
     "SplitDataModule",
     "TokenDataModule",
+    "check_coordinates",
+    "heat_map",
+    "write_attention",
+    "write_synthetic_slides",
 ]

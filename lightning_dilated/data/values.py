@@ -63,3 +63,10 @@ def file_suffixes(name: str, value: object) -> list[str] | None:
     if not value or not all(item.strip(".") for item in value):
         raise ValueError(f"{name} is {value!r}; name at least one ending such as '.txt', or leave it out for all files")
     return [item if item.startswith(".") else f".{item}" for item in value]
+
+
+def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """Return `value` if it is one of the allowed words; ValueError otherwise."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
+    return value

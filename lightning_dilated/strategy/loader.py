@@ -28,17 +28,43 @@ class RangeDataset(Protocol):
         ...
 
 
-class RankDataset(Dataset):
-    """A RangeDataset as one rank sees it. Everything but the samples is the dataset's own."""
+@runtime_checkable
+class RaggedDataset(Protocol):
+    """A map-style dataset of sequences of unequal lengths that can read some positions of one.
 
-    def __init__(self, dataset: RangeDataset, place: Place) -> None:
+    The positions that a rank is asked for are those of the longest sample of its batch: beyond a sample's own length they
+    are padding, which `read_ranges` fills in. So the samples of a batch are equally long on a rank.
+    """
+
+    def length_of(self, index: int) -> int:
+        """Tokens of sample `index`, without reading it."""
+        ...
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> Any:
+        """As that of `RangeDataset`."""
+        ...
+
+
+class RankDataset(Dataset):
+    """A RangeDataset or RaggedDataset as one rank sees it. Everything but the samples is the dataset's own."""
+
+    def __init__(self, dataset: RangeDataset | RaggedDataset, place: Place) -> None:
         self.dataset, self.place = dataset, place
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, index: int) -> Any:
-        return self.dataset.read_ranges(index, self.place.ranges(self.dataset.seq_len))
+        return self.__getitems__([index])[0]
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        """The samples of a batch, which torch's loaders ask for at once where a dataset offers that."""
+        if isinstance(self.dataset, RangeDataset):
+            seq_len = self.dataset.seq_len
+        else:
+            seq_len = max(self.dataset.length_of(index) for index in indices)
+        ranges = self.place.ranges(seq_len)
+        return [self.dataset.read_ranges(index, ranges) for index in indices]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
@@ -94,7 +120,9 @@ class Loaders:
             self._before.append((loader, {name: vars(loader)[name] for name in names}))
         else:
             self._restore(loader)  # the same loader again, in fit and then in validate
-        if isinstance(loader.dataset, RangeDataset) and not isinstance(loader.dataset, IterableDataset):
+        if isinstance(loader.dataset, (RangeDataset, RaggedDataset)) and not isinstance(
+            loader.dataset, IterableDataset
+        ):
             # torch forbids to set it, for the sake of its sampler; the number of samples stays what it was
             vars(loader)["dataset"] = RankDataset(loader.dataset, self.place)
         else:
@@ -121,6 +149,6 @@ def _known(spec: SequenceSpec | None) -> SequenceSpec:
         raise ValueError(
             "it is not known which entries of a batch are sequences. Set `sequence_spec` on the LightningModule or the "
             'LightningDataModule, such as SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"]), or give the dataset '
-            "`seq_len` and `read_ranges(index, ranges)`."
+            "`seq_len` (or `length_of(index)`) and `read_ranges(index, ranges)`."
         )
     return spec

@@ -1,0 +1,105 @@
+"""What SlideDataModule checks before training: files against the csv, sizes, and many faults told in one error.
+
+Shape letters: F features of a tile.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+from lightning_dilated.data.paths import HINT
+from lightning_dilated.data.slide_files import H5, PT, Slide, slide_name
+from lightning_dilated.data.slide_labels import Row
+
+#: faults that one error tells of
+SHOWN = 5
+
+
+@dataclass
+class Found:
+    """What `SlideDataModule.check` found, in one order; `by_column`: the csv says the splits."""
+
+    slides: list[Slide]
+    splits: list[str]
+    by_column: bool
+    labels: list[int] | list[float] | None
+    classes: list[str] | None
+
+
+def matched(
+    files: dict[str, str], rows: list[Row] | None, csv: str, leave_out: bool
+) -> tuple[list[str], list[Row] | None]:
+    """Files and their rows, in the order of the files; what has no partner is an error, or is left out with a warning."""
+    if rows is None:
+        return list(files.values()), None
+    of = {row.slide: row for row in rows}
+    faults = [f"{csv}, line {row.line}: no file is called {row.slide}" for row in rows if row.slide not in files]
+    faults += [f"{path} has no line in {csv}" for name, path in files.items() if name not in of]
+    both = [name for name in files if name in of]
+    if faults and not leave_out:
+        remedy = "mend names, data.paths or the csv, or set data.unmatched to 'leave_out'"
+        raise ValueError(f"{_told('slides lack a file or a label', faults)}\nTo go on, {remedy}")
+    if not both:
+        raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
+    if faults:
+        warnings.warn(_told("slides are left out", faults), stacklevel=3)
+    return [files[name] for name in both], [of[name] for name in both]
+
+
+def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
+    """Raise ValueError where slides differ in F, or one has more than `max_tiles` tiles."""
+    other = next((s for s in slides if s.width != slides[0].width), None)
+    if other is not None:
+        raise ValueError(
+            f"{slides[0].path} has {slides[0].width} features a tile, but {other.path} has {other.width}: all slides "
+            "must come from one tile encoder"
+        )
+    longest = max(slides, key=lambda s: s.tiles)
+    if max_tiles is not None and longest.tiles > max_tiles:
+        count = sum(s.tiles > max_tiles for s in slides)
+        raise ValueError(
+            f"{count} of {len(slides)} slides have more than data.max_tiles = {max_tiles} tiles, the most "
+            f"{longest.path} with {longest.tiles}: raise data.max_tiles, or set data.over to 'sample'"
+        )
+
+
+def about_slides(look: Any, *args: Any) -> Any:
+    """`look`, which speaks of byte files, with what slides need in its errors."""
+    try:
+        return look(*args)
+    except (OSError, TypeError, ValueError) as error:
+        hint = "pass existing .h5 or .pt files, directories or globs in data.paths"
+        raise type(error)(str(error).replace(HINT, hint)) from None
+
+
+def by_name(files: list[str]) -> dict[str, str]:
+    """{slide: file}; ValueError for a file of another kind, or two of one name."""
+    found: dict[str, str] = {}
+    for file in files:
+        if not file.lower().endswith((*H5, *PT)):
+            raise ValueError(f"{file} is no slide file: data.paths takes files ending in {', '.join((*H5, *PT))}")
+        other = found.setdefault(slide_name(file), file)
+        if other != file:
+            raise ValueError(f"{other} and {file} are both slide {slide_name(file)!r}: leave one out of data.paths")
+    return found
+
+
+def each(what: str, look: Any, things: list[Any]) -> list[Any]:
+    """`look` at each, and one error for all of the ValueErrors."""
+    out, faults = [], []
+    for thing in things:
+        try:
+            out.append(look(thing))
+        except ValueError as error:
+            faults.append(str(error))
+    if faults:
+        raise ValueError(faults[0] if len(faults) == 1 else _told(what, faults))
+    return out
+
+
+def _told(what: str, faults: list[str]) -> str:
+    """A count, and the first few."""
+    more = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
+    return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + more

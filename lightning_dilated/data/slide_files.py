@@ -1,0 +1,269 @@
+"""Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles, no other row.
+
+A file is opened for each read and closed after it, so nothing that is open can cross a fork or be pickled.
+Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+H5 = (".h5", ".hdf5")
+PT = (".pt", ".pth")
+#: rows of one read, so that what is converted and checked at a time stays small
+BLOCK = 4096
+
+
+def import_h5py() -> Any:
+    """The module h5py; ImportError with what to install where it is missing."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            'reading and writing .h5 slides needs h5py: pip install "lightning-dilated[slides]"'
+        ) from error
+    return h5py
+
+
+@dataclass(frozen=True)
+class Slide:
+    """What the head of a file says: `tile_size` is the side of a tile in level-0 pixels, None where it does not say."""
+
+    path: str
+    tiles: int
+    width: int
+    tile_size: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The file's name without its ending."""
+        return slide_name(self.path)
+
+
+def slide_name(path: str) -> str:
+    """A file's name without folders and ending."""
+    return os.path.splitext(os.path.basename(path))[0]
+
+
+class _Rows:
+    """The rows of a stored (T, W) or (1, T, W) array."""
+
+    def __init__(self, array: Any) -> None:
+        self.array, self.boxed = array, len(array.shape) == 3
+        self.count, self.width = (int(x) for x in array.shape[-2:])
+
+    def read(self, start: int, stop: int) -> Tensor:
+        """(stop - start, W), of signed integers or floats."""
+        found = self.array[0, start:stop] if self.boxed else self.array[start:stop]
+        if isinstance(found, Tensor):
+            return found
+        wanted = np.int64 if found.dtype.kind in "ui" else found.dtype.newbyteorder("=")
+        return torch.from_numpy(np.ascontiguousarray(found, dtype=wanted))
+
+
+@dataclass(frozen=True)
+class SlideReader:
+    """Reads slides whose arrays are called so.
+
+    Args:
+        features: name of the (T, F) or (1, T, F) array; a .pt file may also hold that tensor alone.
+        coords: name of the (T, 2) array of pixel coordinates; None for slides that are read without.
+        dtype: of the features that are handed out.
+    """
+
+    features: str = "features"
+    coords: str | None = "coords"
+    dtype: torch.dtype = torch.float32
+
+    def inspect(self, path: str) -> Slide:
+        """Look at names, shapes and types, reading no row.
+
+        Raises:
+            ValueError: for a file that cannot be used, with its path, what was found and what to change.
+            ImportError: where h5py is needed and missing.
+        """
+        with self._opened(path) as (features, _, tile_size):
+            return Slide(path, features.count, features.width, tile_size)
+
+    def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
+        """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order; no other tile is read.
+
+        Raises:
+            ValueError: as `inspect`, and for a feature that is not finite, with the tile's number.
+        """
+        with self._opened(path) as (features, coords, _):
+            values = torch.empty(len(rows), features.width, dtype=self.dtype)
+            places = None if coords is None else torch.empty(len(rows), 2, dtype=torch.int64)
+            for start, stop, at in _runs(rows):
+                values[at] = self._finite(path, features.read(start, stop), start)
+                if coords is not None:
+                    places[at] = coords.read(start, stop).long()
+        return values, places
+
+    def read_coords(self, path: str) -> np.ndarray:
+        """All coordinates, (T, 2) int64. Raises ValueError as `inspect`, or where they are read without."""
+        with self._opened(path) as (_, coords, _):
+            if coords is None:
+                raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")
+            return coords.read(0, coords.count).long().numpy()
+
+    def _finite(self, path: str, values: Tensor, first: int) -> Tensor:
+        """The values in the reader's dtype."""
+        out = values.to(self.dtype)
+        # one pass without a mask: in float64 the sum of finite terms of these types is finite
+        if out.sum(dtype=torch.float64).isfinite():
+            return out
+        wrong = (~out.isfinite()).any(1).nonzero()
+        if not len(wrong):
+            return out
+        row, name = int(wrong[0]), str(self.dtype).removeprefix("torch.")
+        if values[row].isfinite().all():
+            largest = float(values[row].abs().max())
+            remedy = "scale this slide's features"
+            if self.dtype == torch.float16:
+                remedy = "set data.feature_dtype to 'float32' or 'bfloat16'"
+            raise ValueError(
+                f"{path}: a feature of tile {first + row} is {largest:.3g}, too large for {name}: {remedy}"
+            )
+        kind = "NaN" if values[row].isnan().any() else "infinite"
+        raise ValueError(
+            f"{path}: tile {first + row} has a feature that is {kind} in {self.features!r}: extract this slide's features "
+            "again, or remove the tile from the file"
+        )
+
+    @contextmanager
+    def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None, int | None]]:
+        """(features, coords, tile size) of an open file, after all checks that need no row."""
+        with _h5(path) if path.lower().endswith(H5) else _pt(path, self.features) as arrays:
+            yield self._checked(path, arrays)
+
+    def _checked(self, path: str, arrays: Any) -> tuple[_Rows, _Rows | None, int | None]:
+        features = _array(path, arrays, self.features, "data.features_name")
+        shape = tuple(features.shape)
+        if not (len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)):
+            raise ValueError(
+                f"{path}: {self.features!r} has shape {shape}, but it must be (tiles, features) or (1, tiles, features)"
+            )
+        if _kind(features) != "f":
+            raise ValueError(f"{path}: {self.features!r} holds {features.dtype}, but features must be floating point")
+        if 0 in shape:
+            raise ValueError(f"{path}: the slide is empty, {self.features!r} has shape {shape}: remove the file")
+        if self.coords is None:
+            return _Rows(features), None, None
+        remedy = "data.coords_name (None reads slides without coordinates)"
+        coords = _array(path, arrays, self.coords, remedy)
+        self._check_coords(path, coords, shape[-2])
+        return _Rows(features), _Rows(coords), _tile_size(getattr(coords, "attrs", {}))
+
+    def _check_coords(self, path: str, coords: Any, tiles: int) -> None:
+        shape, name = tuple(coords.shape), self.coords
+        if len(shape) not in (2, 3) or shape[-1] != 2 or (len(shape) == 3 and shape[0] != 1):
+            raise ValueError(f"{path}: {name!r} has shape {shape}, but it must be (tiles, 2), x and y of each tile")
+        if _kind(coords) != "i":
+            raise ValueError(
+                f"{path}: {name!r} holds {coords.dtype}, but coordinates must be integers: pixels of the slide, not "
+                "micrometres or shares of its size. Convert them, round, and write them as int64"
+            )
+        if shape[-2] != tiles:
+            raise ValueError(
+                f"{path}: {self.features!r} has {tiles} tiles and {name!r} has {shape[-2]}; each tile needs both: "
+                "extract this slide again"
+            )
+
+
+def _kind(array: Any) -> str:
+    """ "f" for floating point, "i" for integers, else another letter."""
+    if isinstance(array, Tensor):
+        plain = not (array.is_complex() or array.dtype == torch.bool)
+        return "f" if array.is_floating_point() else "i" if plain else "?"
+    return {"u": "i"}.get(array.dtype.kind, array.dtype.kind)
+
+
+def _tile_size(attributes: Any) -> int | None:
+    """Side of a tile in level-0 pixels, where the writer left it beside the coordinates."""
+    if "patch_size_level0" in attributes:  # TRIDENT
+        return int(attributes["patch_size_level0"])
+    if "patch_size" in attributes and int(attributes.get("patch_level", -1)) == 0:  # CLAM
+        return int(attributes["patch_size"])
+    return None
+
+
+def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
+    """(start, stop, at) of reads that together are `rows`: rows[at] == start..stop - 1, at most BLOCK of them."""
+    order = np.argsort(rows, kind="stable")
+    ends = np.flatnonzero(np.diff(rows[order]) != 1) + 1
+    for run in np.split(order, ends):
+        for i in range(0, len(run), BLOCK):
+            at = run[i : i + BLOCK]
+            yield int(rows[at[0]]), int(rows[at[-1]]) + 1, at
+
+
+def _array(path: str, arrays: Any, name: str, option: str) -> Any:
+    """The array of that name in an h5 file or a mapping."""
+    found = arrays.get(name)
+    if found is None:
+        there = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
+        raise ValueError(f"{path} has no {name!r}; it holds {there}: set {option}")
+    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
+        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}, not an array: set {option}")
+    if not isinstance(found, Tensor) and not hasattr(found, "chunks"):
+        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}: save it as a torch tensor")
+    return found
+
+
+@contextmanager
+def _h5(path: str) -> Iterator[Any]:
+    h5py = import_h5py()
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (FileNotFoundError, PermissionError) as error:
+        raise type(error)(f"{path} cannot be opened any more: {error}") from error
+    except OSError as error:
+        words = str(error)
+        if "signature not found" in words:
+            why = "it is not an HDF5 file, or empty: write it again"
+        elif "truncated" in words:
+            why = "it is truncated, as by a copy that was cut short: copy or write it again"
+        elif "lock" in words:
+            why = "another program has it open for writing: close that first"
+        else:
+            why = "it is damaged or cut short: copy or write it again"
+        raise ValueError(f"{path} cannot be read: {why} ({words})") from error
+
+
+@contextmanager
+def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
+    """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read."""
+    try:
+        try:
+            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except RuntimeError as error:
+            if "mmap" not in str(error):
+                raise
+            found = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
+    except pickle.UnpicklingError as error:
+        raise ValueError(
+            f"{path} is no file of plain tensors, which alone are loaded (weights_only): "
+            f"torch.save a tensor, or a dict of tensors ({_first_line(error)})"
+        ) from error
+    except (RuntimeError, EOFError, ValueError) as error:
+        raise ValueError(f"{path} is no torch file, or cut short: write it again ({_first_line(error)})") from error
+    if isinstance(found, Tensor):
+        found = {features: found}
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds a {type(found).__name__}, but it must be a tensor or a dict of tensors")
+    yield found
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]

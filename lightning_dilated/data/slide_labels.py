@@ -1,0 +1,223 @@
+"""The labels csv of slides: rows, splits, and labels as numbers; every fault is named with its line.
+
+A row says a slide's id and, in columns whose names are given, its label, its split and its group (a patient, say).
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lightning_dilated.data.module import SPLITS
+
+#: endings that ids of a csv may carry though the feature files do not
+ENDINGS = (
+    ".h5",
+    ".hdf5",
+    ".pt",
+    ".pth",
+    ".svs",
+    ".tif",
+    ".tiff",
+    ".ndpi",
+    ".mrxs",
+    ".scn",
+    ".bif",
+    ".vms",
+    ".vsi",
+    ".czi",
+)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Names of columns; `split` "auto" is a column called split where there is one, None for none of that kind."""
+
+    slide: str = "slide_id"
+    label: str | None = "label"
+    split: str | None = "auto"
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the csv."""
+
+    line: int
+    slide: str
+    label: str | None
+    split: str | None
+    group: str | None
+
+
+def read_rows(path: str, columns: Columns) -> list[Row]:
+    """All rows, in the file's order.
+
+    Raises:
+        FileNotFoundError, PermissionError: naming the path.
+        ValueError: for a missing column (with those there are), a ragged line, an empty value, an unknown split word, a
+            slide named twice; with the line.
+    """
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            return _rows(path, csv.reader(file, strict=True), columns)
+    except (FileNotFoundError, IsADirectoryError) as error:
+        raise FileNotFoundError(f"data.labels_csv {path} is no file: pass the path of a csv file") from error
+    except PermissionError as error:
+        raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet") from error
+
+
+def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
+    found: dict[str, Row] = {}
+    header: dict[str, int] = {}
+    try:
+        for values in lines:
+            values = [x.strip() for x in values]
+            if not any(values):
+                continue
+            if not header:
+                header = _header(path, values, columns)
+                continue
+            row = _row(f"{path}, line {lines.line_num}", lines.line_num, values, header, columns)
+            before = found.setdefault(row.slide, row)
+            if before is not row:
+                labels = f" with the labels {before.label!r} and {row.label!r}" if before.label != row.label else ""
+                raise ValueError(
+                    f"{path}, line {row.line}: slide {row.slide!r} is named a second time{labels}; the first is line "
+                    f"{before.line}. Keep one of the two lines"
+                )
+    except csv.Error as error:
+        raise ValueError(f"{path}, line {lines.line_num}: {error}; mend the quotes of this line") from error
+    if not found:
+        raise ValueError(f"{path} names no slide: it needs a line of column names and a line for each slide")
+    return list(found.values())
+
+
+def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
+    """{column: its place}."""
+    twice = sorted({name for name in names if names.count(name) > 1 and name})
+    if twice:
+        raise ValueError(f"{path} has more than one column {twice[0]!r}: rename all but one")
+    options = {"slide_column": columns.slide, "label_column": columns.label, "group_column": columns.group}
+    options["split_column"] = None if columns.split == "auto" else columns.split
+    for option, name in options.items():
+        if name is not None and name not in names:
+            raise ValueError(
+                f"{path} has no column {name!r}; its columns are {', '.join(map(repr, names))}: set data.{option}, and "
+                "separate columns by commas"
+            )
+    return {name: i for i, name in enumerate(names)}
+
+
+def _row(where: str, line: int, values: list[str], header: dict[str, int], columns: Columns) -> Row:
+    if len(values) != len(header):
+        raise ValueError(
+            f"{where} has {len(values)} values, but there are {len(header)} columns: {values}. Put values that hold a comma "
+            "into quotes"
+        )
+    split = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
+    get = lambda name: None if name is None else values[header[name]]  # noqa: E731
+    for name in (columns.slide, columns.label, split, columns.group):
+        if get(name) == "" or (name == columns.label and str(get(name)).lower() == "nan"):
+            raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
+    word = get(split)
+    if word is not None and word not in SPLITS:
+        raise ValueError(f"{where}: the split is {word!r}, but it must be one of {', '.join(SPLITS)}")
+    return Row(line, _bare(values[header[columns.slide]]), get(columns.label), word, get(columns.group))
+
+
+def _bare(slide: str) -> str:
+    """An id without the ending of an image or feature file."""
+    ending = next((x for x in ENDINGS if slide.lower().endswith(x)), "")
+    return slide[: len(slide) - len(ending)] or slide
+
+
+def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> tuple[list[str], list[int]]:
+    """(classes, number of each row's class): in the order given, else sorted, whole numbers by size.
+
+    Raises:
+        ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
+    """
+    rows = list(rows)
+    words = [str(row.label) for row in rows]
+    numbers = [_number(word) for word in words]
+    if classes is None and all(x is not None for x in numbers):
+        broken = [row for row, x in zip(rows, numbers, strict=True) if x != int(x)]
+        if broken:
+            raise ValueError(
+                f"{path}, line {broken[0].line}: the label {broken[0].label} is no class, as it is not a whole number: set "
+                "data.labels to 'numbers' for regression"
+            )
+        words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
+    names = (
+        sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
+    )
+    for row, word in zip(rows, words, strict=True):
+        if word not in names:
+            raise ValueError(
+                f"{path}, line {row.line}: the label {word!r} is none of data.classes {names}: add it, or mend the line"
+            )
+    if len(names) < 2:
+        raise ValueError(f"{path}: all labels are {names[0]!r}; a classifier needs two classes: see data.label_column")
+    return names, [names.index(word) for word in words]
+
+
+def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
+    """The rows' labels for regression. Raises ValueError for a label that is no finite number, with its line."""
+    out = []
+    for row in rows:
+        value = _number(str(row.label))
+        if value is None:
+            raise ValueError(
+                f"{path}, line {row.line}: the label {row.label!r} is no finite number: mend it, or set data.labels to "
+                "'classes'"
+            )
+        out.append(value)
+    return out
+
+
+def _number(word: str) -> float | None:
+    try:
+        value = float(word)
+    except ValueError:
+        return None
+    return value if math.isfinite(value) else None
+
+
+def _whole(word: str) -> bool:
+    return word.lstrip("+-").isdecimal()
+
+
+def deal(groups: list[str], val_fraction: float, test_fraction: float, seed: int) -> list[str]:
+    """A split for each slide, by fractions of the groups in a random order; slides of one group stay together.
+
+    A fraction above 0 gives at least one group. Depends on the names of the groups and the seed alone.
+    """
+    names = sorted(set(groups))
+    order = np.random.default_rng([seed]).permutation(len(names))
+    sizes = {
+        s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
+    }
+    words = ["val"] * sizes["val"] + ["test"] * sizes["test"]
+    words += ["train"] * (len(names) - len(words))
+    found = {names[at]: word for at, word in zip(order, words, strict=False)}
+    return [found[group] for group in groups]
+
+
+def warn_of_untrained(classes: list[str], numbers: list[int], splits: list[str]) -> None:
+    """Warn of classes without a slide to train on."""
+    trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
+    lost = [name for i, name in enumerate(classes) if i not in trained]
+    if lost:
+        warnings.warn(
+            f"no training slide has the class {', '.join(lost)}: it cannot be learned. Change the split, or data.classes.",
+            stacklevel=2,
+        )

@@ -1,0 +1,139 @@
+"""heat_map and write_attention: every weight lies at its tile, and nothing in a file is lost or overwritten unasked."""
+
+import sys
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from lightning_dilated.attention import attention_weights
+from lightning_dilated.data import SlideDataModule, heat_map, write_attention
+from lightning_dilated.pattern import DilatedPattern
+
+from .test_slides import grid, write
+
+TILES = 20
+
+
+@pytest.fixture
+def slide(tmp_path) -> str:
+    write(tmp_path / "a.h5", np.random.default_rng(0).standard_normal((TILES, 3)).astype(np.float32), grid(TILES))
+    return str(tmp_path / "a.h5")
+
+
+def stored(path: str, name: str = "attention") -> np.ndarray:
+    with h5py.File(path) as file:
+        return file[name][()]
+
+
+# -- heat_map ----------------------------------------------------------------------------------------------------------
+def test_each_tile_lies_at_its_cell():
+    coords = grid(TILES) + np.array([512, 256])
+    found = heat_map(torch.arange(TILES), torch.from_numpy(coords))
+    assert found.shape == (4, 9) and np.isnan(found).sum() == 36 - TILES
+    for i, (x, y) in enumerate(coords):
+        assert found[y // 256, x // 256] == i
+
+
+def test_rows_without_a_tile_are_left_out():
+    coords = np.concatenate([[[-1, -1]], grid(5), [[-1, -1]]])
+    found = heat_map([9.0, 0, 1, 2, 3, 4, 9], coords)
+    assert found.tolist() == [[0, 1, 2, 3, 4]]
+
+
+def test_tiles_that_share_a_cell_are_added():
+    coords = np.concatenate([grid(TILES), [[130, 40]]])
+    weights = np.full(TILES + 1, 0.5)
+    found = heat_map(weights, coords)
+    assert found[0, 0] == 1.0 and np.nansum(found) == weights.sum()
+
+
+@pytest.mark.parametrize(
+    "weights, coords, options, message",
+    [
+        (np.ones((2, 20)), grid(TILES), {}, r"weights \(N,\) and coords \(N, 2\), got \(2, 20\)"),
+        (np.ones(19), grid(TILES), {}, "got .19,. and .20, 2."),
+        (np.ones(20), grid(TILES) // 2, {}, "128 apart.*set tile_size=128"),
+        (np.ones(20), grid(TILES) * 0.5, {}, "must be integers"),
+        (np.ones(2), -np.ones((2, 2), int), {}, "got no tile"),
+        (np.ones(2), [[0, 0], [10**6, 10**6]], {"tile_size": 50}, "20001 x 20001 cells: set a larger tile_size"),
+    ],
+)
+def test_refused_maps(weights, coords, options, message):
+    with pytest.raises(ValueError, match=message):
+        heat_map(weights, coords, **options)
+
+
+# -- write_attention ---------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("shape", [(TILES,), (TILES, 4)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_written_beside_what_is_there(slide, shape, dtype):
+    before = stored(slide, "features"), stored(slide, "coords")
+    weights = torch.rand(shape).to(dtype)
+    write_attention(slide, weights)
+    assert stored(slide).dtype == np.float32 and np.array_equal(stored(slide), weights.float().numpy())
+    assert all(
+        np.array_equal(a, b) for a, b in zip(before, (stored(slide, "features"), stored(slide, "coords")), strict=True)
+    )
+
+
+def test_not_overwritten_unless_told(slide):
+    write_attention(slide, np.zeros(TILES))
+    with pytest.raises(ValueError, match="holds 'attention' already: pass overwrite=True, or another name"):
+        write_attention(slide, np.ones(TILES))
+    assert (stored(slide) == 0).all()
+    write_attention(slide, np.ones(TILES), name="second")
+    write_attention(slide, np.ones((TILES, 2)), overwrite=True)
+    assert (stored(slide) == 1).all() and stored(slide).shape == (TILES, 2) and (stored(slide, "second") == 1).all()
+
+
+def test_coordinates_say_which_tile(slide):
+    order = np.random.default_rng(1).permutation(TILES)[:15]
+    coords = np.concatenate([[[-1, -1]], grid(TILES)[order]])
+    write_attention(slide, np.concatenate([[99], order]), coords)
+    found = stored(slide)
+    assert np.isnan(found).sum() == 5 and (found[order] == order).all()
+
+
+@pytest.mark.parametrize("order", ["file", "raster"])
+def test_attention_of_a_class_token(slide, tmp_path, order):
+    """The way of a user: a slide with its class token, the weights of position 0, back into the file."""
+    data = SlideDataModule(slide, order=order, val_fraction=0, test_fraction=0)
+    batch = next(iter(data.train_dataloader()))
+    q = torch.nn.functional.pad(batch["features"], (0, 5)).unflatten(2, (2, 4)) + 0.1
+    weights = attention_weights(q, q, DilatedPattern.longnet([8, 32], [1, 2]), [0], lengths=batch["lengths"])
+    rows = weights[0, :, 0].T  # (N, H)
+    write_attention(slide, rows, batch["coords"][0])
+    assert np.array_equal(stored(slide), rows[1:].float().numpy()[:TILES]) and not np.isnan(stored(slide)).any()
+    picture = heat_map(rows.mean(1), batch["coords"][0])
+    assert np.nansum(picture) == pytest.approx(float(rows[1:].mean(1).sum()), rel=1e-5)
+
+
+BAD = {
+    "a class token": (np.ones(21), {}, "20 tiles, but weights have 21 rows, as if with a class token: leave its row out"),
+    "too few": (np.ones(7), {}, "has 20 tiles, but weights have 7 rows, or give coords"),
+    "too many dimensions": (np.ones((1, 2, 20)), {}, r"must be \(N,\) or \(N, H\), got \(1, 2, 20\)"),
+    "NaN": (np.full(20, np.nan), {}, "not all finite: nothing was written"),
+    "coords": (np.ones(20), {"coords": grid(19)}, r"coords must be \(20, 2\)"),
+    "coords twice": (np.ones(20), {"coords": grid(20) // 2048}, "coordinates occur twice"),
+    "another slide": (np.ones(20), {"coords": grid(20) + 1}, r"has no tile at \(1, 1\) \(20 of 20 are missing\)"),
+    "the features": (np.ones(20), {"name": "features", "overwrite": True}, "which holds the slide itself"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_writes(slide, name):
+    weights, options, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        write_attention(slide, weights, **options)
+    with h5py.File(slide) as file:
+        assert sorted(file) == ["coords", "features"]
+
+
+def test_other_files(tmp_path, slide, monkeypatch):
+    with pytest.raises(ValueError, match=r"written to \.h5 files"):
+        write_attention(str(tmp_path / "a.pt"), np.ones(3))
+    monkeypatch.setitem(sys.modules, "h5py", None)
+    with pytest.raises(ImportError, match=r"lightning-dilated\[slides\]"):
+        write_attention(slide, np.ones(TILES))

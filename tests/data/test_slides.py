@@ -1,0 +1,339 @@
+"""SlideDataModule: samples, batches, splits, labels, subsets and orders, from .h5 and .pt files."""
+
+import csv
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import h5py
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dilated.data import SlideDataModule, write_synthetic_slides
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    """12 slides; labels.csv beside them. Read only."""
+    path = tmp_path_factory.mktemp("slides")
+    write_synthetic_slides(path, slides=12, tiles=(5, 30), features=4, classes=3)
+    return str(path)
+
+
+def module(folder: str, **options) -> SlideDataModule:
+    return SlideDataModule(folder, **{"labels_csv": f"{folder}/labels.csv", **options})
+
+
+def stored(folder: str, name: str) -> tuple[np.ndarray, np.ndarray]:
+    with h5py.File(f"{folder}/{name}.h5") as file:
+        return file["features"][()], file["coords"][()]
+
+
+def table(path: Path, columns: str, *lines: str) -> str:
+    path.write_text("\n".join([columns, *lines]) + "\n")
+    return str(path)
+
+
+def write(path: Path, features: np.ndarray, coords: np.ndarray | None = None, **attributes) -> None:
+    with h5py.File(path, "w") as file:
+        file["features"] = features
+        if coords is not None:
+            file["coords"] = coords
+            file["coords"].attrs.update(attributes)
+
+
+def grid(tiles: int) -> np.ndarray:
+    return np.stack([np.arange(tiles) % 7, np.arange(tiles) // 7], 1) * 256
+
+
+# -- samples and batches -----------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("class_token", [True, False])
+def test_samples_are_the_files(folder, class_token):
+    dataset = module(folder, class_token=class_token).dataset("train")
+    for i, slide in enumerate(dataset.slides):
+        features, coords = stored(folder, slide.name)
+        sample, front = dataset[i], int(class_token)
+        assert sample["length"] == dataset.length_of(i) == len(features) + front == len(sample["features"])
+        assert torch.equal(sample["features"][front:], torch.from_numpy(features))
+        assert torch.equal(sample["coords"][front:], torch.from_numpy(coords))
+        assert sample["label"] == int(slide.name[-3:]) % 3 and sample["index"] == i
+        if class_token:
+            assert (sample["features"][0] == 0).all() and sample["coords"][0].tolist() == [-1, -1]
+
+
+def test_batches_are_padded_on_the_right(folder):
+    data = module(folder, batch_size=4)
+    batch = next(iter(data.train_dataloader()))
+    assert {k: v.dtype for k, v in batch.items()} == {
+        "features": torch.float32,
+        "coords": torch.int64,
+        "lengths": torch.int64,
+        "label": torch.int64,
+        "index": torch.int64,
+    }
+    assert batch["features"].shape == (4, int(batch["lengths"].max()), 4)
+    for i, index in enumerate(batch["index"].tolist()):
+        sample, n = data.dataset("train")[index], int(batch["lengths"][i])
+        assert torch.equal(batch["features"][i, :n], sample["features"]) and batch["label"][i] == sample["label"]
+        assert (batch["features"][i, n:] == 0).all() and (batch["coords"][i, n:] == -1).all()
+
+
+def test_ranges_are_the_whole_cut(folder):
+    dataset = module(folder).dataset("train")
+    whole = dataset[2]
+    n = whole["length"]
+    for ranges in ((range(n),), (range(0, 3),), (range(2, 5), range(n - 3, n)), (range(1, n, 2),), (range(3, 3),), ()):
+        at = [p for r in ranges for p in r]
+        part = dataset.read_ranges(2, ranges)
+        assert torch.equal(part["features"], whole["features"][at]) and torch.equal(part["coords"], whole["coords"][at])
+        assert (part["length"], part["label"], part["index"]) == (n, whole["label"], 2)
+
+
+def test_positions_beyond_the_slide_are_padding(folder):
+    dataset = module(folder).dataset("train")
+    n = dataset.length_of(0)
+    part = dataset.read_ranges(0, (range(n - 1, n + 3),))
+    assert torch.equal(part["features"][0], dataset[0]["features"][-1]) and (part["features"][1:] == 0).all()
+    assert part["coords"][1:].tolist() == [[-1, -1]] * 3 and part["length"] == n
+
+
+@pytest.mark.parametrize("index, ranges", [(-1, ()), (99, ()), (0, (range(-1, 3),))])
+def test_no_such_sample(folder, index, ranges):
+    with pytest.raises(IndexError, match="asked for"):
+        module(folder).dataset("train").read_ranges(index, ranges)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_feature_dtype(folder, dtype):
+    data = module(folder, feature_dtype=dtype)
+    features, _ = stored(folder, data.dataset("train").slides[0].name)
+    got = data.dataset("train")[0]["features"]
+    assert got.dtype == getattr(torch, dtype)
+    assert torch.equal(got[1:], torch.from_numpy(features).to(got.dtype))
+
+
+FORMS = {
+    "boxed": lambda x, c: {"features": x[None], "coords": c},
+    "both boxed": lambda x, c: {"features": x[None], "coords": c[None]},
+    "float16": lambda x, c: {"features": x.astype(np.float16), "coords": c.astype(np.int32)},
+    "big endian": lambda x, c: {"features": x.astype(">f4"), "coords": c.astype(">i4")},
+    "unsigned": lambda x, c: {"features": x.astype(np.float64), "coords": c.astype(np.uint64)},
+    "other names": lambda x, c: {"feats": x, "xy": c},
+}
+
+
+@pytest.mark.parametrize("chunks", [None, (1, 3)])
+@pytest.mark.parametrize("form", FORMS)
+def test_forms_of_h5(tmp_path, form, chunks):
+    x, c = np.random.default_rng(0).integers(0, 9, (20, 3)).astype(np.float32), grid(20)
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        for name, value in FORMS[form](x, c).items():
+            plain = chunks is None or value.ndim == 3 or value.shape[1] == 2
+            file.create_dataset(name, data=value, **({} if plain else {"chunks": chunks, "compression": "gzip"}))
+    names = {"features_name": "feats", "coords_name": "xy"} if form == "other names" else {}
+    sample = SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=0, **names).dataset("train")[0]
+    assert sample["features"].dtype == torch.float32 and sample["features"][1:].tolist() == x.tolist()
+    assert sample["coords"].dtype == torch.int64 and sample["coords"][1:].tolist() == c.tolist()
+
+
+@pytest.mark.parametrize("new", [True, False], ids=["zip", "torch before 1.6"])
+@pytest.mark.parametrize("coords", [True, False])
+def test_forms_of_pt(tmp_path, coords, new):
+    x, c = torch.randn(20, 3).bfloat16(), torch.from_numpy(grid(20)).int()
+    found = {"features": x[None], "coords": c} if coords else x
+    torch.save(found, tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    name = "coords" if coords else None
+    data = SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=0, coords_name=name)
+    sample, batch = data.dataset("train")[0], next(iter(data.train_dataloader()))
+    assert torch.equal(sample["features"][1:], x.float()) and ("coords" in sample) == ("coords" in batch) == coords
+    assert not coords or torch.equal(sample["coords"][1:], c.long())
+
+
+# -- subsets and orders ------------------------------------------------------------------------------------------------
+def rows_of(sample: dict, features: np.ndarray) -> list[int]:
+    """The file's rows that a sample holds."""
+    at = {tuple(x): i for i, x in enumerate(features.tolist())}
+    return [at[tuple(x)] for x in sample["features"][1:].tolist()]
+
+
+def test_random_subsets(folder):
+    """Equal for equal (seed, epoch, index), whoever asks; others otherwise; in the file's order, without repetition."""
+    data = module(folder, max_tiles=6, over="sample", seed=1)
+    index = next(i for i, s in enumerate(data.dataset("train").slides) if s.tiles > 15)
+    features, _ = stored(folder, data.dataset("train").slides[index].name)
+    found = {}
+    for seed in (1, 2):
+        for epoch in (0, 1):
+            dataset = module(folder, max_tiles=6, over="sample", seed=seed, val_fraction=0, test_fraction=0).dataset(
+                "train"
+            )
+            where = next(i for i, s in enumerate(dataset.slides) if s.name == data.dataset("train").slides[index].name)
+            dataset.set_epoch(epoch)
+            rows = found[seed, epoch] = rows_of(dataset[where], features)
+            assert (
+                dataset.length_of(where) == 7
+                and rows == sorted(set(rows))
+                and rows == rows_of(dataset[where], features)
+            )
+            parts = [rows_of(dataset.read_ranges(where, (r,)), features) for r in (range(0, 4),)]
+            assert parts[0] == rows[:3]
+    assert len({tuple(x) for x in found.values()}) == 4
+
+
+def test_raster_order(tmp_path):
+    order = np.random.default_rng(0).permutation(20)
+    write(tmp_path / "a.h5", order[:, None].astype(np.float32), grid(20)[order])
+    options = {"order": "raster", "val_fraction": 0, "test_fraction": 0}
+    dataset = SlideDataModule(str(tmp_path), **options).dataset("train")
+    assert (
+        dataset[0]["features"][1:, 0].tolist() == list(range(20))
+        and dataset[0]["coords"][1:].tolist() == grid(20).tolist()
+    )
+    assert dataset.read_ranges(0, (range(3, 6),))["features"][:, 0].tolist() == [2, 3, 4]
+
+
+class Seen(pl.LightningModule):
+    """Keeps the features of every batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(1)), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append((self.current_epoch, int(batch["index"]), batch["features"].sum().item()))
+        return self.weight.sum()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_subsets_change_with_the_epoch_of_a_run(folder, workers):
+    model = Seen()
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    trainer = pl.Trainer(accelerator="cpu", max_epochs=2, limit_val_batches=0, **quiet)
+    trainer.fit(model, module(folder, max_tiles=6, over="sample", num_workers=workers))
+    dataset = module(folder, max_tiles=6, over="sample").dataset("train")
+    assert len(model.seen) == 2 * len(dataset)
+    for epoch, index, total in model.seen:
+        dataset.set_epoch(epoch)
+        assert total == pytest.approx(dataset[index]["features"].sum().item(), abs=1e-5)
+    by_epoch = [{i: t for e, i, t in model.seen if e == epoch} for epoch in (0, 1)]
+    assert by_epoch[0] != by_epoch[1]
+
+
+# -- splits and labels -------------------------------------------------------------------------------------------------
+def names(data: SlideDataModule) -> dict[str, list[str]]:
+    return {split: [s.name for s in data.dataset(split).slides] for split in ("train", "val", "test")}
+
+
+def test_fractions_follow_the_seed(folder):
+    first, again, other = (names(module(folder, val_fraction=0.25, test_fraction=0.1, seed=s)) for s in (0, 0, 1))
+    assert first == again != other and [len(x) for x in first.values()] == [8, 3, 1]
+    assert sorted(name for split in first.values() for name in split) == [f"slide_{i:03d}" for i in range(12)]
+
+
+def test_slides_of_a_patient_stay_together(folder):
+    for seed in range(5):
+        found = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
+        patients = [{int(name[-3:]) // 2 for name in split} for split in found.values()]
+        assert all(patients) and sum(map(len, patients)) == 6
+
+
+@pytest.mark.parametrize("column", ["split", "fold"])
+def test_split_column(folder, tmp_path, column):
+    words = ["train"] * 6 + ["val"] * 4 + ["test"] * 2
+    lines = [f"slide_{i:03d}.svs,{i % 2},{word}" for i, word in enumerate(words)]
+    path = table(tmp_path / "labels.csv", f"slide_id,label,{column}", *lines)
+    data = module(folder, labels_csv=path, split_column="auto" if column == "split" else column)
+    assert {k: len(v) for k, v in names(data).items()} == {"train": 6, "val": 4, "test": 2}
+    dealt = names(module(folder, labels_csv=path, split_column=None))
+    assert {k: len(v) for k, v in dealt.items()} == {"train": 10, "val": 1, "test": 1}
+
+
+def test_split_column_without_a_test_split(folder, tmp_path):
+    lines = [f"slide_{i:03d},{i % 2},{'val' if i > 8 else 'train'}" for i in range(12)]
+    data = module(folder, labels_csv=table(tmp_path / "labels.csv", "slide_id,label,split", *lines))
+    assert data.test_dataloader() == [] and "has the split 'test'" in data.wanted("test")
+
+
+LABELS = {
+    "whole numbers": ("2 10 2 7", {}, ["2", "7", "10"], [0, 2, 0, 1]),
+    "written as floats": ("0.0 1.0 0.0 10.0", {}, ["0", "1", "10"], [0, 1, 0, 2]),
+    "words": ("luad lusc luad luad", {}, ["luad", "lusc"], [0, 1, 0, 0]),
+    "in a given order": ("low high mid low", {"classes": ["low", "mid", "high"]}, ["low", "mid", "high"], [0, 2, 1, 0]),
+    "negative": ("-1 1 1 -1", {}, ["-1", "1"], [0, 1, 1, 0]),
+    "numbers": ("0.5 1 -2e3 7", {"labels": "numbers"}, None, [0.5, 1.0, -2000.0, 7.0]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels(tmp_path, name):
+    words, options, classes, want = LABELS[name]
+    for i in range(4):
+        write(tmp_path / f"{i}.h5", np.ones((3, 2), np.float32), grid(3))
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"{i},{word}" for i, word in enumerate(words.split())))
+    data = SlideDataModule(str(tmp_path), path, val_fraction=0, test_fraction=0, batch_size=4, **options)
+    assert data.classes == classes and [data.dataset("train")[i]["label"] for i in range(4)] == want
+    batch = next(iter(data.train_dataloader()))
+    assert batch["label"].dtype == (torch.float32 if classes is None else torch.int64)
+    assert batch["label"].tolist() == [want[i] for i in batch["index"].tolist()]
+
+
+def test_without_labels(folder):
+    for data in (SlideDataModule(folder), module(folder, labels="none", group_column="patient")):
+        assert "label" not in data.dataset("train")[0] and "label" not in next(iter(data.train_dataloader()))
+        assert data.classes is None
+
+
+def test_description(folder):
+    data = module(folder)
+    tiles = [len(stored(folder, f"slide_{i:03d}")[0]) for i in range(12)]
+    assert data.describe() == (
+        f"12 slides of {min(tiles)} to {max(tiles)} tiles, 4 features: 10 train, 1 val, 1 test; "
+        "classes 0 = 0 (4), 1 = 1 (4), 2 = 2 (4)"
+    )
+    assert (data.feature_dim, data.longest) == (4, max(tiles) + 1)
+
+
+def test_left_out_slides_are_told(folder, tmp_path):
+    with open(f"{folder}/labels.csv") as file:
+        lines = list(csv.reader(file))
+    path = table(tmp_path / "labels.csv", *(",".join(x) for x in lines[:9]), "gone,1,0,patient_999")
+    data = module(folder, labels_csv=path, unmatched="leave_out")
+    with pytest.warns(
+        UserWarning, match=r"5 slides are left out:\n.*line 10: no file is called gone\n.*slide_008.h5 has no"
+    ):
+        data.check()
+    assert sum(len(data.dataset(split)) for split in ("train", "val", "test")) == 8
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.slow), "fork"])
+def test_workers_read_the_same(folder, method):
+    if method not in multiprocessing.get_all_start_methods():
+        pytest.skip(f"no {method} here")
+    data = module(folder, batch_size=5)
+    dataset = data.dataset("train")
+    dataset[0]
+    alone = list(DataLoader(dataset, batch_size=5, collate_fn=data.collate))
+    there = DataLoader(dataset, batch_size=5, collate_fn=data.collate, num_workers=1, multiprocessing_context=method)
+    for left, right in zip(alone, there, strict=True):
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_pickled_datasets_read_the_same(folder):
+    dataset = module(folder).dataset("train")
+    before, copy = dataset[1], pickle.loads(pickle.dumps(dataset))
+    assert torch.equal(before["features"], copy[1]["features"]) and dataset.fingerprint() == copy.fingerprint()
+
+
+def test_fingerprints_differ_where_samples_do(folder, tmp_path):
+    write_synthetic_slides(tmp_path, slides=12, tiles=(5, 30), features=4, classes=3, seed=1)
+    datasets = [module(folder), module(folder), module(folder, seed=1), module(folder, class_token=False)]
+    datasets += [module(str(tmp_path)), module(folder, labels="none"), module(folder, feature_dtype="float16")]
+    found = [data.dataset("train").fingerprint() for data in datasets]
+    assert found[0] == found[1] and len(set(found)) == len(found) - 1

@@ -1,0 +1,175 @@
+"""Slides under the strategy: a rank reads its slice of the file and no more, and the parts make up the whole batch."""
+
+from pathlib import Path
+
+import h5py
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dilated import RingDilatedStrategy, loss_share
+from lightning_dilated.data import SlideDataModule, write_synthetic_slides
+from lightning_dilated.data.slide_files import SlideReader
+from lightning_dilated.sequence.spec import Place
+from lightning_dilated.strategy.loader import RankDataset
+
+from .runs import launched, trainer
+
+#: bytes that opening a file costs, and looking at its head and the index of its chunks
+HEAD = 300_000
+COORDS = 16
+
+
+def bytes_read() -> int:
+    """Bytes that this process has asked the system for."""
+    words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(words["rchar"])
+
+
+needs_proc = pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="needs /proc")
+
+
+def large(folder: Path, tiles: int, width: int, chunked: bool) -> int:
+    """A slide of some megabytes; bytes of one tile."""
+    x = np.random.default_rng(0).standard_normal((tiles, width)).astype(np.float32)
+    coords = np.stack([np.arange(tiles) % 64, np.arange(tiles) // 64], 1) * 256
+    with h5py.File(folder / "large.h5", "w") as file:
+        file.create_dataset("features", data=x, **({"chunks": (1, width)} if chunked else {}))
+        file.create_dataset("coords", data=coords)
+    return width * 4 + COORDS
+
+
+@needs_proc
+@pytest.mark.parametrize("chunked", [False, True], ids=["contiguous file", "file in chunks"])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_a_slice_is_read_and_no_more(tmp_path, layout, chunked):
+    tiles = 4001
+    tile = large(tmp_path, tiles, 512, chunked)
+    data = SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=0).dataset("train")
+    whole, ranks = data[0], []
+    for rank in range(2):
+        dataset, before = RankDataset(data, Place(2, rank, layout)), bytes_read()
+        ranks.append(dataset.__getitems__([0])[0])
+        read, mine = bytes_read() - before, len(ranks[-1]["features"]) - (rank == 0)
+        assert mine in range(1999, 2003) and mine * tile <= read <= mine * tile + HEAD
+    order = [p for rank in range(2) for r in Place(2, rank, layout).ranges(tiles + 1) for p in r]
+    for name in ("features", "coords"):
+        assert torch.equal(torch.cat([x[name] for x in ranks]), whole[name][order])
+
+
+class Mean(pl.LightningModule):
+    """Fits each slide's label by its tiles; keeps its batches."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layer, self.seen = torch.nn.Linear(width, 1), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen.append({k: v.clone() for k, v in batch.items()})
+        real = batch["coords"][..., 0] >= 0
+        error = (self.layer(batch["features"])[..., 0] - batch["label"][:, None]).square() * real
+        loss = loss_share(error.sum(), int(real.sum()))
+        self.log("train_loss", loss, reduce_fx="sum", sync_dist=True)
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def fit(rank, group, folder, batch_size, options, workers=0):
+    """(batches, reads as (rows, bytes), weights) of a fit of four steps."""
+    reads, read = [], SlideReader.read
+
+    def counted(self, path, rows):
+        before = bytes_read()
+        out = read(self, path, rows)
+        reads.append((len(rows), bytes_read() - before))
+        return out
+
+    pl.seed_everything(1, verbose=False)
+    data = SlideDataModule(folder, f"{folder}/labels.csv", batch_size=batch_size, num_workers=workers, **options)
+    data.check()
+    SlideReader.read = counted
+    try:
+        model, built = (
+            Mean(data.feature_dim),
+            trainer(RingDilatedStrategy(), launched(rank), max_steps=4, limit_val_batches=0),
+        )
+        built.fit(model, data)
+    finally:
+        SlideReader.read = read
+    return model.seen, reads, model.layer.weight.detach().clone()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("slides")
+    write_synthetic_slides(path, slides=10, tiles=(9, 40), features=6)
+    return str(path)
+
+
+RUNS = {
+    "one slide": (1, {}),
+    "three slides": (3, {}),
+    "without a class token": (2, {"class_token": False}),
+    "random subsets": (2, {"max_tiles": 12, "over": "sample"}),
+    "raster": (2, {"order": "raster"}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_parts_make_up_the_batch(pools, folder, name):
+    batch_size, options = RUNS[name]
+    ((whole, _, want),) = pools(1).run(1, fit, folder, batch_size, options)
+    found = pools(2).run(2, fit, folder, batch_size, options)
+    for step, batch in enumerate(whole):
+        parts = [seen[step] for seen, _, _ in found]
+        for entry in ("features", "coords"):
+            assert torch.equal(torch.cat([part[entry] for part in parts], 1), batch[entry])
+        for entry in ("lengths", "label", "index"):
+            assert all(torch.equal(part[entry], batch[entry]) for part in parts)
+    for _, _, weights in found:
+        torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_workers_hand_over_the_same_parts(pools, folder):
+    here, there = (pools(2).run(2, fit, folder, 3, {}, workers) for workers in (0, 1))
+    for (one, _, _), (other, _, _) in zip(here, there, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert all(torch.equal(a[entry], b[entry]) for entry in a)
+
+
+@needs_proc
+def test_bytes_of_a_run(pools, tmp_path):
+    """Under the Trainer, one slide a batch: each of two ranks reads half of the file."""
+    tile = large(tmp_path, 4001, 512, False)
+    (tmp_path / "labels.csv").write_text("slide_id,label\nlarge,1.5\n")
+    options = {"val_fraction": 0, "test_fraction": 0, "labels": "numbers"}
+    found = pools(2).run(2, fit, str(tmp_path), 1, options)
+    for rank, (_, reads, _) in enumerate(found):
+        assert reads
+        for rows, size in reads:
+            assert rows == 2001 - (rank == 0) and rows * tile <= size <= rows * tile + HEAD
+
+
+class Batched(torch.utils.data.Dataset):
+    """Reads by ranges and, whole, by batches: the ranges win."""
+
+    seq_len = 10
+
+    def __len__(self):
+        return 4
+
+    def __getitems__(self, indices):
+        raise AssertionError("whole samples were asked for")
+
+    def read_ranges(self, index, ranges):
+        return {"x": torch.tensor([p for r in ranges for p in r])}
+
+
+def test_a_dataset_of_batches_is_read_by_ranges():
+    loader = DataLoader(RankDataset(Batched(), Place(2, 1)), batch_size=2)
+    assert next(iter(loader))["x"].tolist() == [[5, 6, 7, 8, 9]] * 2
