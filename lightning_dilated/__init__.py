@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule, LongNetClassifier, LongNetLM, SlideEncoder
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -14,11 +14,13 @@ __all__ = [
     "DilatedAttention",
     "DilatedModule",
     "DilatedPattern",
+    "LongNetClassifier",
     "LongNetLM",
     "MultiheadDilatedAttention",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",
     "SequenceSpec",
+    "SlideEncoder",
     "__version__",
     "callbacks",
     "data",

@@ -1,7 +1,9 @@
 """LightningModules over dilated attention; subclass DilatedModule for your own."""
 
+from lightning_dilated.models.classifier import LongNetClassifier
 from lightning_dilated.models.longnet_lm import LongNetLM
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.schedules import WarmupCosine
+from lightning_dilated.models.slide_encoder import SlideEncoder
 
-__all__ = ["DilatedModule", "LongNetLM", "WarmupCosine"]
+__all__ = ["DilatedModule", "LongNetClassifier", "LongNetLM", "SlideEncoder", "WarmupCosine"]
