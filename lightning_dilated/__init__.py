@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetLM, LongNetMLM
+from lightning_dilated.models import DilatedModule, LongNetClassifier, LongNetLM, LongNetMLM, SlideEncoder
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -14,12 +14,14 @@ __all__ = [
     "DilatedAttention",
     "DilatedModule",
     "DilatedPattern",
+    "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",
     "MultiheadDilatedAttention",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",
     "SequenceSpec",
+    "SlideEncoder",
     "__version__",
     "callbacks",
     "data",

@@ -1,8 +1,18 @@
 """LightningModules over dilated attention; subclass DilatedModule for your own."""
 
+from lightning_dilated.models.classifier import LongNetClassifier
 from lightning_dilated.models.longnet_lm import LongNetLM, TokenModel
 from lightning_dilated.models.longnet_mlm import LongNetMLM
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.schedules import WarmupCosine
+from lightning_dilated.models.slide_encoder import SlideEncoder
 
-__all__ = ["DilatedModule", "LongNetLM", "LongNetMLM", "TokenModel", "WarmupCosine"]
+__all__ = [
+    "DilatedModule",
+    "LongNetClassifier",
+    "LongNetLM",
+    "LongNetMLM",
+    "SlideEncoder",
+    "TokenModel",
+    "WarmupCosine",
+]

@@ -5,7 +5,7 @@ Shape letters: B batch, N tokens, E embedding dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,6 +16,7 @@ from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
+from lightning_dilated.models.drop_path import drop_path_factors
 from lightning_dilated.models.recompute import recomputed
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -35,12 +36,14 @@ class BlockOptions:
     rotary_base: float = 10000.0
     xpos_scale_base: float = 512.0
     engine: str = "auto"
+    #: stochastic depth of the last layer; it rises linearly from 0 in the first
+    drop_path: float = 0.0
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm", ("rmsnorm", "layernorm")), ("ffn", ("swiglu", "gelu"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
-        for name in ("dropout", "attention_dropout"):
+        for name in ("dropout", "attention_dropout", "drop_path"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
@@ -113,11 +116,13 @@ class TransformerBlock(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
+        drop: Tensor | None = None,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`."""
+        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
+        the two branches (see `drop_path`)."""
         if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._forward(x, positions, lengths, cu_seqlens, cache)
-        return recomputed(lambda y: self._forward(y, positions, lengths, cu_seqlens, None), x, self.recompute)
+            return self._forward(x, positions, lengths, cu_seqlens, cache, drop)
+        return recomputed(lambda y: self._forward(y, positions, lengths, cu_seqlens, None, drop), x, self.recompute)
 
     def _forward(
         self,
@@ -126,12 +131,15 @@ class TransformerBlock(nn.Module):
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
         cache: KVCache | None,
+        drop: Tensor | None,
     ) -> Tensor:
         attended, _ = self.attention(
             self.attention_norm(x), positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, cache=cache
         )
-        x = x + self.dropout(attended)
-        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+        attended = self.dropout(attended)
+        x = x + (attended if drop is None else attended * drop[0])
+        out = self.dropout(self.ffn(self.ffn_norm(x)))
+        return x + (out if drop is None else out * drop[1])
 
 
 def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
@@ -198,6 +206,7 @@ class DilatedTransformer(nn.Module):
             for which in (odd if odd and i % 2 else pattern for i in range(depth))
         )
         self.norm = make_norm(options.norm, dim)
+        self.drop_path = options.drop_path
         self.rotary: Rotary | None = self.blocks[0].attention.rotary
 
     def forward(
@@ -208,19 +217,27 @@ class DilatedTransformer(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
+        watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None."""
+        """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None; `watch` is
+        called with the input and with every block's output."""
         table: RotaryTable | None = None
         if self.rotary is not None:
             if positions is None:
                 start = caches[0].length if caches else 0
                 positions = token_positions(start, x.shape[1]).to(x.device)
             table = self.rotary(positions, _working_dtype(x))
+        drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
+        if watch is not None:
+            watch(x)
         for i, block in enumerate(self.blocks):
             if caches is None:
-                x = block(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens)
+                drop = {} if drops is None else {"drop": drops[i]}
+                x = block(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, **drop)
             else:  # past what compiles a call: every token would have a length of its own
                 x = block.forward(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, cache=caches[i])
+            if watch is not None:
+                watch(x)
         return self.norm(x)
 
     def compile_blocks(self) -> None:

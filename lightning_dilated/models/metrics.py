@@ -1,4 +1,7 @@
-"""TokenMean: the mean over all tokens of an epoch, from sums, on any number of ranks."""
+"""TokenMean, the mean over all tokens of an epoch, and EpochScores, all its predictions: exact on any number of ranks.
+
+Shape letters: B batch, C scores of a sample, S samples of an epoch.
+"""
 
 from __future__ import annotations
 
@@ -36,3 +39,45 @@ class TokenMean(Metric):
     def compute(self) -> Tensor:
         """The mean, fp32; NaN where there was no token."""
         return (self.total / self.tokens).float()
+
+
+class EpochScores(Metric):
+    """All scores and labels of an epoch, of all ranks: for metrics that are no sums over batches, such as AUROC.
+
+    Args:
+        columns: C, scores of a sample.
+        label_columns: of a label; None for labels (B,).
+    """
+
+    full_state_update = False
+
+    def __init__(self, columns: int, label_columns: int | None = None) -> None:
+        super().__init__()
+        self._shapes = {"scores": (0, columns), "labels": (0,) if label_columns is None else (0, label_columns)}
+        for name in self._shapes:
+            self.add_state(name, [], dist_reduce_fx="cat")
+        self._begin()
+
+    def _begin(self) -> None:
+        """A rank may have no sample, and gathering takes tensors of one number of dimensions and one dtype."""
+        for name, shape in self._shapes.items():
+            setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
+
+    def reset(self) -> None:
+        """Forget all samples."""
+        super().reset()
+        self._begin()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> EpochScores:
+        """Follows a module to another device, but not to another dtype."""
+        return super()._apply(lambda x: x.to(fn(x.new_empty(0)).device), *args, **kwargs)
+
+    def update(self, scores: Tensor, labels: Tensor) -> None:
+        """Add samples: scores (B, C) and labels (B,) or (B, C); of none, so that every rank takes part, (0, C) and so on."""
+        self.scores.append(scores.detach().double())
+        self.labels.append(labels.detach().double())
+
+    def compute(self) -> tuple[Tensor, Tensor]:
+        """(scores (S, C), labels), fp64."""
+        whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
+        return whole(self.scores), whole(self.labels)

@@ -182,7 +182,10 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self._report("test")
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without any."""
+        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without any.
+
+        A group may hold `lr_scale`, which the optimizer's learning rate is multiplied with.
+        """
         trainable = [p for p in self.parameters() if p.requires_grad]
         groups = [
             {"params": [p for p in trainable if p.ndim >= 2]},
@@ -193,6 +196,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
     def configure_optimizers(self) -> Any:
         """The optimizer over `parameter_groups`, and the scheduler a step."""
         optimizer = self._make_optimizer(self.parameter_groups())
+        for group in optimizer.param_groups:
+            group["lr"] = group["lr"] * group.pop("lr_scale", 1.0)
         if self._make_scheduler is None:
             return optimizer
         scheduler = self._make_scheduler(optimizer)

@@ -1,0 +1,160 @@
+"""LongNetClassifier: one prediction for a sequence of features or tokens, by dilated attention.
+
+Shape letters: B batch, N tokens, F features, V vocabulary, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
+from lightning_dilated.models.module import was_given
+from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import SequenceSpec
+
+
+class LongNetClassifier(PooledModule):
+    """Bidirectional LongNet with a pooled prediction: a class, an ordered class, or numbers.
+
+    Batches are mappings with `features` (B, N, F) or `tokens` (B, N) and `label` (B,); optionally `lengths` (B,) of samples
+    that are padded on the right.
+
+    Args:
+        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches.
+        feature_dim: F, for batches of features.
+        vocab_size: V, for batches of tokens. One of the two is given.
+        task: "classification", "regression" or "ordinal"; None makes embeddings only.
+        num_classes: classes; of a regression its targets, 1 if None.
+        pool: "mean" over the tokens, or "first", the first token's.
+        dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
+        norm, ffn, bias, dropout, attention_dropout, drop_path, sub_layernorm, position_encoding, rotary_base,
+            xpos_scale_base, engine: see `models.blocks.BlockOptions`.
+        regression_loss, layer_decay, freeze_encoder: see `models.pooled.PooledModule`.
+        compile_blocks: compile every block by torch.compile when it is first run.
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    Raises:
+        ValueError, TypeError: when made, naming the argument.
+    """
+
+    sequence_spec = SequenceSpec({"features": 1, "tokens": 1}, whole=["label", "lengths", "index"])
+    input_layers = ("embedding.", "project.")
+
+    def __init__(
+        self,
+        pattern: dict[str, Any] | DilatedPattern,
+        feature_dim: int | None = None,
+        vocab_size: int | None = None,
+        task: Literal["classification", "regression", "ordinal"] | None = "classification",
+        num_classes: int | None = None,
+        pool: Literal["mean", "first"] = "mean",
+        dim: int = 256,
+        depth: int = 4,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        ffn_dim: int | None = None,
+        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
+        ffn: Literal["swiglu", "gelu"] = "swiglu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        sub_layernorm: bool = False,
+        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float = 512.0,
+        engine: str = "auto",
+        regression_loss: Literal["mse", "smooth_l1"] = "mse",
+        layer_decay: float = 1.0,
+        freeze_encoder: bool = False,
+        compile_blocks: bool = False,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        super().__init__(
+            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, optimizer, lr_scheduler
+        )
+        self.pattern = DilatedPattern.from_dict(pattern)
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
+        if was_given(self, "pattern"):
+            self.save_hyperparameters({"pattern": self.pattern.to_dict()})
+        if (feature_dim is None) == (vocab_size is None):
+            raise ValueError(
+                f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "
+                f"feature_dim={feature_dim} and vocab_size={vocab_size}."
+            )
+        if pool not in ("mean", "first"):
+            raise ValueError(f"pool must be mean or first, got {pool!r}.")
+        self.input = "tokens" if feature_dim is None else "features"
+        self.width = integer(*((vocab_size, "vocab_size") if feature_dim is None else (feature_dim, "feature_dim")), 1)
+        self.num_heads, self.pool = integer(num_heads, "num_heads", 1), pool
+        if dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
+        self.ffn_dim, self.compile_blocks = ffn_dim, compile_blocks
+        self.options = BlockOptions(
+            norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
+            position_encoding, rotary_base, xpos_scale_base, engine, drop_path,
+        )  # fmt: skip
+        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+            self._transformer(depth=1)
+
+    def _transformer(self, depth: int) -> DilatedTransformer:
+        return DilatedTransformer(
+            self.dim, depth, self.num_heads, self.pattern,
+            causal=False, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+        )  # fmt: skip
+
+    def build(self) -> None:
+        """Input layer, blocks and head, with fresh weights."""
+        if self.input == "tokens":
+            self.embedding = nn.Embedding(self.width, self.dim)
+        else:
+            self.project = nn.Linear(self.width, self.dim)
+        self.dropout = nn.Dropout(self.options.dropout)
+        self.transformer = self._transformer(self.depth)
+        self.head = self._make_head()
+        init_weights(self, self.depth)
+        if self.compile_blocks:
+            self.transformer.compile_blocks()
+
+    def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
+
+        Those of a classification are unnormalised log-probabilities, of an ordinal task log-probabilities, of a regression
+        the targets.
+        """
+        embedding = self.embed({self.input: x, "lengths": lengths})
+        return embedding if self.head is None else self.head(embedding)
+
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E) pooled hidden states, on every rank of the sequence."""
+        self.configure_model()
+        guarded(self._check_input, batch)
+        lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
+        x = batch[self.input]
+        x = self.embedding(x) if self.input == "tokens" else self.project(x.to(self.project.weight.dtype))
+        positions = token_positions(0, x.shape[1])
+        x = self.transformer(self.dropout(x), positions=positions.to(x.device), lengths=lengths)
+        return first_token(x, positions) if self.pool == "first" else mean_token(x, positions, lengths)
+
+    def _check_input(self, batch: Mapping[str, Any]) -> None:
+        if self.input not in batch:
+            raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
+        x = batch[self.input]
+        if self.input == "tokens":
+            if x.ndim != 2 or x.is_floating_point():
+                raise ValueError(f"tokens must be integers (B, N), got {x.dtype} of shape {tuple(x.shape)}.")
+        elif x.ndim != 3 or x.shape[2] != self.width or not x.is_floating_point():
+            raise ValueError(
+                f"features must be floating point (B, N, {self.width}), got {x.dtype} of shape {tuple(x.shape)}."
+            )

@@ -1,0 +1,198 @@
+"""Heads over a pooled embedding: classification, regression and ordinal, each with its losses, predictions and metrics.
+
+Shape letters: B batch, E embedding dim, C classes (or targets of a regression), S samples of an epoch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torchmetrics.functional.classification import binary_auroc, multiclass_cohen_kappa
+from torchmetrics.functional.regression import r2_score
+
+from lightning_dilated.pattern.branch import integer
+
+REGRESSION_LOSSES = ("mse", "smooth_l1")
+
+
+class ClassificationHead(nn.Module):
+    """C logits; cross-entropy."""
+
+    name = "classification"
+
+    def __init__(self, dim: int, classes: int) -> None:
+        super().__init__()
+        self.classes = integer(classes, "num_classes", 2)
+        self.linear = nn.Linear(dim, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits (B, C) from (B, E)."""
+        return self.linear(x)
+
+    def check(self, label: Tensor) -> Tensor:
+        """The labels (B,) int64, or an error that shows one that is no class."""
+        return check_classes(label, self.classes)
+
+    def losses(self, logits: Tensor, label: Tensor) -> Tensor:
+        """(B,) nats."""
+        return nn.functional.cross_entropy(logits, label, reduction="none")
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, C) probabilities, fp64."""
+        return logits.double().softmax(-1)
+
+    def predictions(self, logits: Tensor) -> dict[str, Tensor]:
+        """The likeliest class and every class's probability, each (B,)."""
+        scores = self.scores(logits)
+        return {"prediction": scores.argmax(-1)} | {f"probability_{c}": scores[:, c] for c in range(self.classes)}
+
+    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """AUROC, balanced accuracy and quadratic kappa of scores (S, C) and labels (S,)."""
+        return class_metrics(scores, labels.long(), self.classes)
+
+
+class OrdinalHead(ClassificationHead):
+    """Cumulative link model with the logistic link (McCullagh 1980): P(y > k) = sigmoid(s - t_k), t rising.
+
+    One score s for an embedding and C - 1 thresholds t; the loss is the negative log-likelihood of the class.
+    """
+
+    name = "ordinal"
+
+    def __init__(self, dim: int, classes: int) -> None:
+        nn.Module.__init__(self)
+        self.classes = integer(classes, "num_classes", 2)
+        self.linear = nn.Linear(dim, 1, bias=False)
+        self.first = nn.Parameter(torch.tensor([(2 - classes) / 2]))
+        self.gaps = nn.Parameter(torch.full((classes - 2,), 0.5413)) if classes > 2 else None  # softplus(0.5413) = 1
+
+    def thresholds(self) -> Tensor:
+        """(C - 1,), rising."""
+        if self.gaps is None:
+            return self.first
+        return torch.cat([self.first, self.first + nn.functional.softplus(self.gaps).cumsum(0)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Log-probabilities (B, C) from (B, E), at least fp32.
+
+        P(y = k) = sigmoid(a) - sigmoid(b) with a = t_k - s and b = t_{k-1} - s, which is
+        sigmoid(a) sigmoid(-b) (1 - exp(b - a)): a product, so that its logarithm is exact in the tails.
+        """
+        wide = torch.promote_types(x.dtype, torch.float32)
+        t, s = self.thresholds().to(wide), self.linear(x).to(wide)
+        below = nn.functional.logsigmoid(t - s)  # log P(y <= k)
+        above = nn.functional.logsigmoid(s - t)
+        between = below[:, 1:] + above[:, :-1] + torch.log(-torch.expm1(t[:-1] - t[1:]))
+        return torch.cat([below[:, :1], between, above[:, -1:]], 1)
+
+    def losses(self, logits: Tensor, label: Tensor) -> Tensor:
+        """(B,) nats."""
+        return -logits.gather(1, label[:, None])[:, 0]
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, C) probabilities, fp64."""
+        return logits.double().exp()
+
+
+class RegressionHead(nn.Module):
+    """C real targets (one by default); mean squared error, or smooth L1 (Huber with delta 1)."""
+
+    name = "regression"
+
+    def __init__(self, dim: int, targets: int, loss: str = "mse") -> None:
+        super().__init__()
+        self.classes = integer(targets, "num_classes", 1)
+        if loss not in REGRESSION_LOSSES:
+            raise ValueError(f"regression_loss must be one of {', '.join(REGRESSION_LOSSES)}; got {loss!r}.")
+        self.linear, self.loss = nn.Linear(dim, targets), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, C) from (B, E)."""
+        return self.linear(x)
+
+    def check(self, label: Tensor) -> Tensor:
+        """The labels (B, C), or an error for another shape or a value that is not finite."""
+        shaped = label[:, None] if label.ndim == 1 else label
+        if shaped.ndim != 2 or shaped.shape[1] != self.classes:
+            raise ValueError(f"labels of this regression must be (B, {self.classes}), got {tuple(label.shape)}.")
+        if not bool(shaped.isfinite().all()):
+            raise ValueError("a label is NaN or infinite: leave samples without a label out of the data.")
+        return shaped
+
+    def losses(self, logits: Tensor, label: Tensor) -> Tensor:
+        """(B,): the mean over a sample's targets."""
+        name = "mse_loss" if self.loss == "mse" else "smooth_l1_loss"
+        return getattr(nn.functional, name)(logits, label.to(logits.dtype), reduction="none").mean(1)
+
+    def scores(self, logits: Tensor) -> Tensor:
+        """(B, C), fp64."""
+        return logits.double()
+
+    def predictions(self, logits: Tensor) -> dict[str, Tensor]:
+        """ "prediction", or with several targets "prediction_0" and so on, each (B,)."""
+        if self.classes == 1:
+            return {"prediction": logits[:, 0]}
+        return {f"prediction_{c}": logits[:, c] for c in range(self.classes)}
+
+    def metrics(self, scores: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Mean squared error and R2 (mean over targets); R2 is NaN for fewer than two samples."""
+        nan = scores.new_full((), torch.nan)
+        r2 = r2_score(scores, labels, multioutput="uniform_average") if len(scores) > 1 else nan
+        return {"mse": (scores - labels).square().mean(), "r2": r2}
+
+
+HEADS = {head.name: head for head in (ClassificationHead, RegressionHead, OrdinalHead)}
+
+
+def make_head(task: str, dim: int, num_classes: int | None, regression_loss: str) -> nn.Module:
+    """The head of a task.
+
+    Raises:
+        ValueError: for an unknown task or a missing number of classes.
+    """
+    if task not in HEADS:
+        raise ValueError(f"task must be one of {', '.join(HEADS)}, or null for embeddings only; got {task!r}.")
+    if task == "regression":
+        return RegressionHead(dim, 1 if num_classes is None else num_classes, regression_loss)
+    if num_classes is None:
+        raise ValueError(f"task={task!r} needs num_classes, how many classes the labels have.")
+    return HEADS[task](dim, num_classes)
+
+
+def check_classes(label: Tensor, classes: int) -> Tensor:
+    """(B,) labels as int64.
+
+    Raises:
+        TypeError, ValueError: unless they are integers in [0, classes), one a sample.
+    """
+    if label.is_floating_point() or label.dtype == torch.bool or label.ndim != 1:
+        raise TypeError(f"labels of classes must be integers (B,), got {label.dtype} of shape {tuple(label.shape)}.")
+    if label.numel():
+        low, high = (int(x) for x in torch.stack([label.amin(), label.amax()]).tolist())
+        if low < 0 or high >= classes:
+            raise ValueError(
+                f"labels must lie in 0 to {classes - 1} (num_classes={classes}), found {low if low < 0 else high}. Set "
+                "num_classes, or leave samples without a label out of the data."
+            )
+    return label.long()
+
+
+def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
+    """Of probabilities (S, C) and labels (S,): AUROC (one against the rest, mean over the classes that have samples on both
+    sides), balanced accuracy (mean recall of the classes that occur) and Cohen's kappa with quadratic weights.
+
+    A number that does not exist (AUROC where only one class occurs) is NaN and not 0.
+    """
+    present = [c for c in range(classes) if bool((labels == c).any())]
+    nan = scores.new_full((), torch.nan)
+    if not present or not bool(scores.isfinite().all()):  # of a model that diverged, say
+        return dict.fromkeys(("auroc", "balanced_accuracy", "quadratic_kappa"), nan)
+    predicted = scores.argmax(-1)
+    recalls = [(predicted[labels == c] == c).double().mean() for c in present]
+    both = present if len(present) > 1 else []
+    areas = [binary_auroc(scores[:, c], (labels == c).long()) for c in both]
+    return {
+        "auroc": torch.stack(areas).mean() if areas else nan,
+        "balanced_accuracy": torch.stack(recalls).mean(),
+        "quadratic_kappa": multiclass_cohen_kappa(predicted, labels, classes, weights="quadratic"),
+    }

@@ -1,0 +1,195 @@
+"""PooledModule: what models with one prediction a sequence share: pooling, head, metrics, and how they are fine-tuned.
+
+Shape letters: B batch, N tokens, L tokens of this rank, E embedding dim, C classes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_dilated.models.heads import make_head
+from lightning_dilated.models.metrics import EpochScores
+from lightning_dilated.models.module import STAGES, DilatedModule
+from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
+
+
+class PooledModule(DilatedModule):
+    """Base of the models that predict one thing of a whole sequence; a subclass defines `build` and `embed`.
+
+    Every rank of a sequence gets the pooled embedding and computes head and loss alike; metrics count each sample once.
+
+    Args:
+        dim: E, of the embedding.
+        depth: layers, for `layer_decay`.
+        task: "classification", "regression", "ordinal", or None for embeddings only.
+        num_classes: C; targets of a regression, 1 if None.
+        regression_loss: "mse" or "smooth_l1".
+        layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
+            projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
+        freeze_encoder: train the head only; the rest stays in eval mode.
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    Logged beside `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
+    `quadratic_kappa`, or `mse` and `r2`, each with the stage's name in front.
+    """
+
+    #: first parts of the names of the parameters below the first block
+    input_layers: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        dim: int,
+        depth: int,
+        task: str | None,
+        num_classes: int | None,
+        regression_loss: str = "mse",
+        layer_decay: float = 1.0,
+        freeze_encoder: bool = False,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        if isinstance(layer_decay, bool) or not isinstance(layer_decay, (int, float)) or not 0 < layer_decay <= 1:
+            raise ValueError(f"layer_decay must lie in (0, 1], 1 for none; got {layer_decay!r}.")
+        if task is None and (num_classes is not None or freeze_encoder):
+            given = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
+            raise ValueError(f"{given} needs a task: classification, regression or ordinal.")
+        self.dim, self.depth, self.task = dim, depth, task
+        self.num_classes, self.regression_loss = num_classes, regression_loss
+        self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
+        self.head: nn.Module | None = None
+        if task is not None:
+            with torch.device("meta"):
+                head = self._make_head()
+            columns = head.classes if task == "regression" else None
+            self.epoch_scores = nn.ModuleDict({s: EpochScores(head.classes, columns) for s in STAGES[1:]})
+
+    # -- what a subclass says ----------------------------------------------------------------------------------------
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E) pooled embeddings of a batch, on every rank of the sequence."""
+        raise TypeError(f"{type(self).__name__} must define embed(batch).")
+
+    # -- building ------------------------------------------------------------------------------------------------------
+    def _make_head(self) -> nn.Module | None:
+        return None if self.task is None else make_head(self.task, self.dim, self.num_classes, self.regression_loss)
+
+    def configure_model(self) -> None:
+        """Build the layers, once, and freeze what is not trained."""
+        fresh = not self._built
+        super().configure_model()
+        if fresh and self.freeze_encoder:
+            for name, parameter in self.named_parameters():
+                parameter.requires_grad_(name.startswith("head."))
+
+    def train(self, mode: bool = True) -> PooledModule:
+        """nn.Module's; a frozen encoder stays in eval mode."""
+        super().train(mode)
+        if self.freeze_encoder:
+            for name, child in self.named_children():
+                if name != "head":
+                    child.eval()
+        return self
+
+    # -- steps ---------------------------------------------------------------------------------------------------------
+    def _outcome(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(logits (B, C), checked labels)."""
+        if self.task is None:
+            raise ValueError(
+                f"this {type(self).__name__} makes embeddings only: give task and num_classes to train it."
+            )
+        if "label" not in batch:
+            raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
+        self.configure_model()
+        label = guarded(self._check_label, batch["label"])
+        return self.head(self.embed(batch)), label
+
+    def _check_label(self, label: Any) -> Tensor:
+        return self.head.check(torch.as_tensor(label, device=self.head.linear.weight.device))
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        """(sum of the samples' losses, number of samples), alike on all ranks of the sequence."""
+        logits, label = self._outcome(batch)
+        return self.head.losses(logits, label).sum(), len(label)
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        logits, label = self._outcome(batch)
+        self.mean_loss[stage].update(self.head.losses(logits, label).sum(), len(label))
+        group = active_sequence()
+        count = len(label) if group is None or group.rank == 0 else 0  # each sample once
+        self.epoch_scores[stage].update(self.head.scores(logits)[:count], label[:count])
+
+    def _report(self, stage: str) -> None:
+        super()._report(stage)
+        metric = self.epoch_scores[stage]
+        found = metric.compute()  # of all ranks, gathered by torchmetrics
+        metric.reset()
+        for name, value in self.head.metrics(*found).items():
+            self.log(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """The head's predictions, each (B,), or without a task `embedding` (B, E); beside `index` where the batch has it."""
+        self.configure_model()
+        embedding = self.embed(batch)
+        index = {"index": batch["index"]} if "index" in batch else {}
+        if self.head is None:
+            return {**index, "embedding": embedding}
+        return {**index, **self.head.predictions(self.head(embedding))}
+
+    # -- fine-tuning ---------------------------------------------------------------------------------------------------
+    def layer_of(self, name: str) -> int:
+        """The layer that a parameter belongs to: 0 below the blocks, i + 1 in block i, depth + 1 above."""
+        block = re.search(r"\bblocks\.(\d+)\.", name)
+        return int(block[1]) + 1 if block else 0 if name.startswith(self.input_layers) else self.depth + 1
+
+    def parameter_groups(self) -> list[dict[str, Any]]:
+        """DilatedModule's; with `layer_decay` two groups a layer, whose `lr_scale` multiplies the learning rate."""
+        if self.layer_decay == 1:
+            return super().parameter_groups()
+        groups: dict[tuple[int, bool], dict[str, Any]] = {}
+        for name, p in self.named_parameters():
+            if p.requires_grad:
+                layer, decays = self.layer_of(name), p.ndim >= 2
+                made = {"params": [], "lr_scale": self.layer_decay ** (self.depth + 1 - layer)}
+                found = groups.setdefault((layer, decays), made if decays else {**made, "weight_decay": 0.0})
+                found["params"].append(p)
+        return [groups[key] for key in sorted(groups)]
+
+
+def guarded(check: Any, *arguments: Any) -> Any:
+    """check(*arguments); where it raises on one rank of a sequence, all raise."""
+    group = active_sequence()
+    return check(*arguments) if group is None else group.guard(check, *arguments)
+
+
+def first_token(x: Tensor, positions: Tensor) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global."""
+    holds = bool((positions[:1] == 0).any())  # no layout has it elsewhere than in front
+    return sequence_sum(x[:, : int(holds)].sum(1))  # a sum over nothing is 0, and is part of the graph
+
+
+def mean_token(x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on."""
+    counted = (positions >= start).expand(x.shape[:2])
+    if lengths is not None:
+        counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])
+    return sequence_mean(x, mask=counted.to(x.device))
+
+
+def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
+    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`."""
+    if lengths is None:
+        return None
+    lengths = torch.as_tensor(lengths).cpu()
+    if lengths.is_floating_point() or lengths.ndim != 1:
+        raise TypeError(f"lengths must be integers (B,), got {lengths.dtype} of shape {tuple(lengths.shape)}.")
+    for i, n in enumerate(lengths.tolist()):
+        if n < least or 0 <= rows < n:
+            limit = f" to {rows}" if rows >= 0 else " at least"
+            raise ValueError(f"lengths[{i}] is {n}; {what}, so it must be {least}{limit}.")
+    return lengths.long()

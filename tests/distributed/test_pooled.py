@@ -1,0 +1,103 @@
+"""Pooled models on many ranks: loss, gradients and predictions of one rank, in every layout, also of ragged batches."""
+
+import pytest
+import torch
+
+from lightning_dilated import LongNetClassifier
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence import Place, loss_share, loss_sum
+
+from ..models.slides import batch as slide_batch
+from ..models.slides import encoder
+from .calls import sequence
+from .strategies import LAYOUTS
+
+PATTERN = DilatedPattern.longnet([4, 8, 32], [1, 2, 4])
+SLIDES = {"task": "classification", "num_classes": 2}
+LABELS = torch.tensor([0, 1, 1])
+
+
+def classifier(**options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        made = LongNetClassifier(PATTERN, dim=16, depth=2, **options)
+        made.configure_model()
+    return made.double()
+
+
+def tokens(kind, *lengths):
+    made, n = torch.Generator().manual_seed(1), max(lengths)
+    x = torch.randn(len(lengths), n, 5, generator=made, dtype=torch.float64)
+    x = {"features": x} if kind == "features" else {"tokens": torch.randint(7, x.shape[:2], generator=made)}
+    return {**x, "lengths": torch.tensor(lengths), "label": LABELS[: len(lengths)], "index": torch.arange(len(lengths))}
+
+
+#: (model, batch); 41 rows of the first do not divide by the ranks, of the others some ranks get no row
+CASES = {
+    "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
+    "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
+    "slides, attended": lambda: (encoder(**SLIDES, padding="attended"), slide_batch(37, 30)),
+    "slides, drop path": lambda: (encoder(**SLIDES, drop_path=0.6), slide_batch(40, 23, 1)),
+    "two tiles": lambda: (encoder(**SLIDES), slide_batch(2)),
+    "ordinal": lambda: (encoder(task="ordinal", num_classes=3), slide_batch(20, 9)),
+    "features, mean": lambda: (classifier(feature_dim=5, num_classes=2), tokens("features", 37, 12, 3)),
+    "tokens, first": lambda: (classifier(vocab_size=7, num_classes=2, pool="first"), tokens("tokens", 37, 12)),
+}
+
+
+def run(model, data, rank=0):
+    """(loss, predictions, {name: gradient}). Other ranks than 0 get another random state, on purpose."""
+    torch.manual_seed(7 + rank)
+    share = loss_share(*model.loss_terms(data))
+    named = dict(model.named_parameters())
+    grads = torch.autograd.grad(share, list(named.values()))  # every parameter takes part, on every rank
+    with torch.no_grad():
+        return loss_sum(share), model.eval().predict_step(data, 0), dict(zip(named, grads, strict=True))
+
+
+def part(rank, group, name, layout):
+    model, data = CASES[name]()
+    with sequence(group, layout=layout) as ours, ours.active():
+        mine = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank, layout))
+        return run(model, mine, rank)
+
+
+@pytest.mark.parametrize("ranks, layout", [(2, "contiguous"), *((4, layout) for layout in LAYOUTS)])
+@pytest.mark.parametrize("name", CASES)
+def test_many_ranks_are_one(pool, name, ranks, layout):
+    loss, predicted, grads = run(*CASES[name]())
+    parts = pool.run(ranks, part, name, layout)
+    assert any(g.any() for g in grads.values())
+    for found in parts:
+        torch.testing.assert_close(found[0], loss, rtol=1e-12, atol=0)
+        for key, value in predicted.items():
+            torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-12)
+    for key, want in grads.items():
+        got = sum(found[2][key] for found in parts)
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11, msg=lambda m, key=key: f"{key}: {m}")
+
+
+def refused(rank, group, name):
+    """What each rank raises for a batch that is wrong in one rank's part only."""
+    model, data = CASES["slides, class token"]()
+    if name == "coords":
+        data["coords"][0, 35] = 256 * 100
+    elif name == "blank":
+        data["coords"][:, 0] = 0
+    with sequence(group) as ours, ours.active():
+        mine = model.sequence_spec.cut(data, Place(ours.ranks, ours.rank))
+        try:
+            if name == "tiles alone":
+                model(mine["features"], mine["coords"])
+            model.loss_terms(mine)
+        except ValueError as error:
+            return str(error)
+
+
+SAYS = {"coords": "cells along an axis", "blank": "one blank row in front", "tiles alone": "are encoded on one rank"}
+
+
+@pytest.mark.parametrize("name", SAYS)
+def test_all_ranks_raise(pool, name):
+    found = pool.run(3, refused, name)
+    assert all(text and SAYS[name] in text for text in found), found
