@@ -37,13 +37,6 @@ def share(name: str, value: object) -> float:
     return float(value)
 
 
-def one_of(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """Return `value` if it is one of the allowed words; ValueError otherwise."""
-    if value not in allowed:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(allowed)}")
-    return str(value)
-
-
 def flag(name: str, value: object) -> bool:
     """Return `value` if it is a bool; TypeError otherwise."""
     if not isinstance(value, bool):
