@@ -25,10 +25,11 @@ from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
+from lightning_dilated.verify import run as run_verify
 
 PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
-OTHERS = {"generate": run_generate, "explain": run_explain, "bench": run_bench}
+OTHERS = {"generate": run_generate, "explain": run_explain, "verify": run_verify, "bench": run_bench}
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -43,6 +44,7 @@ commands:
   predict    bits per byte of every test sequence, as a CSV
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
   explain    what a pattern can see: --config RECIPE.yaml
+  verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention
 
 start here:
