@@ -130,7 +130,10 @@ def test_a_split_that_is_left_out(cli, fitted, command, share):
 
 
 COMMANDS = {
-    "unknown": (["fitt"], ["no command 'fitt'", "Commands: fit, predict, test, validate, generate, explain, verify, bench"]),
+    "unknown": (
+        ["fitt"],
+        ["no command 'fitt'", "Commands: fit, predict, test, validate, generate, explain, verify, bench"],
+    ),
     "option first": (["--seed", "3"], ["--config"]),
     "fit without a model": (["fit"], ["fit needs a model", "--config RECIPE.yaml"]),
     "validate without a model": (["validate", *DATA], ["validate needs a model", "--ckpt_path"]),

@@ -1,0 +1,94 @@
+"""A GigaPath-sized slide encoder (12 layers of 768, 16 heads, random weights) trained on one slide of many tiles.
+
+    python benchmarks/slide_step.py --tiles 70000                    # one GPU
+    python benchmarks/slide_step.py --tiles 70000 --devices 2        # the slide on two: the same losses
+    python benchmarks/slide_step.py --tiles 10000 --accelerator cpu --precision 32-true
+
+Random features on a grid of tiles; prints the loss of every step, the fastest step's seconds, and peak memory of each rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_dilated as ld
+
+
+class OneSlide(Dataset):
+    """The same slide again and again: a blank row for the class token, then its tiles."""
+
+    def __init__(self, tiles: int, width: int, steps: int) -> None:
+        self.tiles, self.width, self.steps = tiles, width, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        made = torch.Generator().manual_seed(1)
+        features, coords = torch.zeros(self.tiles + 1, self.width), torch.full((self.tiles + 1, 2), -1)
+        features[1:].normal_(generator=made)
+        cells = torch.arange(self.tiles)
+        coords[1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
+        return {"features": features, "coords": coords, "lengths": self.tiles + 1, "label": index % 2}
+
+
+class Watch(pl.Callback):
+    """Loss and seconds of every step."""
+
+    def __init__(self) -> None:
+        self.rows, self.last = [], 0.0
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Wait for the device and look at the clock."""
+        loss = float(trainer.callback_metrics["train_loss"])
+        now, self.last = time.perf_counter() - self.last, time.perf_counter()
+        self.rows.append((loss, now))
+
+
+def peak(device: torch.device) -> float:
+    """GiB: of the GPU's tensors, or of the whole process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
+def main() -> None:
+    """Train and print."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tiles", type=int, default=70000)
+    p.add_argument("--devices", type=int, default=1)
+    p.add_argument("--steps", type=int, default=3)
+    p.add_argument("--precision", default="bf16-mixed")
+    p.add_argument("--accelerator", default="auto")
+    p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
+    o = p.parse_args()
+    pl.seed_everything(0)
+    on_gpu = torch.cuda.is_available() and o.accelerator != "cpu"
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=on_gpu)
+    model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, optimizer=optimizer)
+    watch = Watch()
+    callbacks = [watch] if o.recompute == "none" else [watch, ld.callbacks.ActivationRecompute(o.recompute)]
+    trainer = pl.Trainer(
+        strategy="ring_dilated", devices=o.devices, accelerator=o.accelerator, precision=o.precision, max_steps=o.steps,
+        callbacks=callbacks, logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(OneSlide(o.tiles, 1536, o.steps)))
+    losses = ", ".join(f"{loss:.6f}" for loss, _ in watch.rows)
+    seconds = min(s for _, s in watch.rows[1:]) if len(watch.rows) > 1 else float("nan")
+    print(
+        f"| {o.tiles:,} | {o.devices} | {trainer.global_rank} | {o.recompute} | {o.precision} | {losses} | {seconds:.2f} | "
+        f"{peak(trainer.strategy.root_device):.1f} |",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    main()
