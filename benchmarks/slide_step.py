@@ -26,18 +26,17 @@ class OneSlide(Dataset):
     """The same slide again and again: a blank row for the class token, then its tiles."""
 
     def __init__(self, tiles: int, width: int, steps: int) -> None:
-        self.tiles, self.width, self.steps = tiles, width, steps
+        self.rows, self.steps = tiles + 1, steps
+        self.features, self.coords = torch.zeros(self.rows, width), torch.full((self.rows, 2), -1)
+        self.features[1:].normal_(generator=torch.Generator().manual_seed(1))
+        cells = torch.arange(tiles)
+        self.coords[1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
 
     def __len__(self) -> int:
         return self.steps
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        made = torch.Generator().manual_seed(1)
-        features, coords = torch.zeros(self.tiles + 1, self.width), torch.full((self.tiles + 1, 2), -1)
-        features[1:].normal_(generator=made)
-        cells = torch.arange(self.tiles)
-        coords[1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
-        return {"features": features, "coords": coords, "lengths": self.tiles + 1, "label": index % 2}
+        return {"features": self.features, "coords": self.coords, "lengths": self.rows, "label": index % 2}
 
 
 class Watch(pl.Callback):
@@ -72,7 +71,7 @@ def main() -> None:
     o = p.parse_args()
     pl.seed_everything(0)
     on_gpu = torch.cuda.is_available() and o.accelerator != "cpu"
-    optimizer = partial(torch.optim.AdamW, lr=1e-4, fused=on_gpu)
+    optimizer = partial(torch.optim.AdamW, lr=1e-5, fused=on_gpu)
     model = ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, optimizer=optimizer)
     watch = Watch()
     callbacks = [watch] if o.recompute == "none" else [watch, ld.callbacks.ActivationRecompute(o.recompute)]

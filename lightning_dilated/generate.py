@@ -7,8 +7,10 @@ import codecs
 import itertools
 import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
+import yaml
 
 from lightning_dilated.checkpoint import load_byte_model
 from lightning_dilated.models.generation import check_sampling
@@ -17,8 +19,9 @@ from lightning_dilated.models.generation import check_sampling
 def parser() -> argparse.ArgumentParser:
     """The options of `generate`."""
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a byte model.")
-    p.add_argument("--ckpt_path", required=True, help="checkpoint, or folder of save_pretrained, of a byte LongNetLM")
-    p.add_argument("--prompt", required=True, help="text to continue; - reads standard input")
+    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; what is given beside it wins")
+    p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a byte LongNetLM")
+    p.add_argument("--prompt", help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, default=256, help="bytes to add (default %(default)s)")
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest bytes only")
@@ -28,6 +31,35 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
     return p
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The options: the parser's defaults, over them the config's, over them the command line's."""
+    p = parser()
+    config = p.parse_args(argv).config
+    if config is not None:
+        values = yaml.safe_load(config.read_text())
+        known = {a.dest: a for a in p._actions if a.dest not in ("help", "config")}
+        if not isinstance(values, dict) or not set(values) <= set(known):
+            wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
+        p.set_defaults(**{k: _typed(config, known[k], v) for k, v in values.items() if v is not None})
+    args = p.parse_args(argv)
+    missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"generate needs {' and '.join(missing)}.")
+    return args
+
+
+def _typed(config: Path, action: argparse.Action, value: object) -> object:
+    """A value of a config, as its option would read it."""
+    kind = bool if action.nargs == 0 else action.type or str
+    if isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.") from None
 
 
 def check_device(name: str) -> None:
@@ -63,7 +95,7 @@ def print_bytes(chunks: Iterable[bytes]) -> None:
 
 def run(argv: list[str]) -> None:
     """Parse, load, generate, and print the prompt with its continuation."""
-    args = parser().parse_args(argv)
+    args = parsed(argv)
     prompt = (sys.stdin.read() if args.prompt == "-" else args.prompt).encode()
     if not prompt:
         raise ValueError("--prompt is empty; give at least one character to continue.")
