@@ -6,6 +6,8 @@ import re
 import pytest
 import torch
 
+from lightning_dilated.cli import OTHERS
+
 from .conftest import DATA, TINY
 
 PATTERN = "--model.pattern"
@@ -130,7 +132,7 @@ def test_a_split_that_is_left_out(cli, fitted, command, share):
 
 
 COMMANDS = {
-    "unknown": (["fitt"], ["no command 'fitt'", "Commands: fit, predict, test, validate, generate, bench"]),
+    "unknown": (["fitt"], ["no command 'fitt'", f"Commands: fit, predict, test, validate, {', '.join(OTHERS)}."]),
     "option first": (["--seed", "3"], ["--config"]),
     "fit without a model": (["fit"], ["fit needs a model", "--config RECIPE.yaml"]),
     "validate without a model": (["validate", *DATA], ["validate needs a model", "--ckpt_path"]),
