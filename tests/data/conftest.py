@@ -1,9 +1,11 @@
-"""A file of random bytes for the Trainer runs."""
+"""A file of random bytes for the Trainer runs, and a folder of slides."""
 
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from lightning_dilated.data import write_synthetic_slides
 
 from .runs import SAMPLES, SEQ_LEN
 
@@ -14,4 +16,12 @@ def file(tmp_path: Path) -> str:
     path = tmp_path / "bytes.bin"
     # 1/8 of all bytes (room for one sequence) goes to validation
     path.write_bytes(np.random.default_rng(0).integers(0, 256, size * 8 // 7 + 1, dtype=np.uint8).tobytes())
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """12 slides; labels.csv beside them. Read only."""
+    path = tmp_path_factory.mktemp("slides")
+    write_synthetic_slides(path, slides=12, tiles=(5, 30), features=4, classes=3)
     return str(path)
