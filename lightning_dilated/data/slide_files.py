@@ -1,4 +1,4 @@
-"""Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles, no other row.
+"""Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles.
 
 A file is opened for each read and closed after it, so nothing that is open can cross a fork or be pickled.
 Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
@@ -19,8 +19,12 @@ from torch import Tensor
 
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
+#: endings of images, which names of feature files and ids of a csv may carry or not
+IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".vsi", ".czi")
 #: rows of one read, so that what is converted and checked at a time stays small
 BLOCK = 4096
+#: rows at most this far apart are read together: a call costs as much as some rows
+NEAR = 16
 
 
 def import_h5py() -> Any:
@@ -45,13 +49,18 @@ class Slide:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending."""
+        """As `slide_name`."""
         return slide_name(self.path)
 
 
 def slide_name(path: str) -> str:
-    """A file's name without folders and ending."""
-    return os.path.splitext(os.path.basename(path))[0]
+    """What a file and its line in a csv are matched by: the name without folders and endings of files and images."""
+    name = os.path.basename(path)
+    while True:
+        ending = next((x for x in (*H5, *PT, *IMAGES) if name.lower().endswith(x) and len(name) > len(x)), "")
+        if not ending:
+            return name
+        name = name[: -len(ending)]
 
 
 class _Rows:
@@ -68,6 +77,11 @@ class _Rows:
             return found
         wanted = np.int64 if found.dtype.kind in "ui" else found.dtype.newbyteorder("=")
         return torch.from_numpy(np.ascontiguousarray(found, dtype=wanted))
+
+    def pick(self, rows: np.ndarray) -> Tensor:
+        """(n, W) of rising rows, in one read of all from the first to the last."""
+        found = self.read(int(rows[0]), int(rows[-1]) + 1)
+        return found if len(found) == len(rows) else found[torch.from_numpy(rows - rows[0])]
 
 
 @dataclass(frozen=True)
@@ -95,7 +109,9 @@ class SlideReader:
             return Slide(path, features.count, features.width, tile_size)
 
     def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
-        """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order; no other tile is read.
+        """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.
+
+        No other tile is read, but for those between tiles that lie at most NEAR rows apart.
 
         Raises:
             ValueError: as `inspect`, and for a feature that is not finite, with the tile's number.
@@ -103,10 +119,10 @@ class SlideReader:
         with self._opened(path) as (features, coords, _):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
             places = None if coords is None else torch.empty(len(rows), 2, dtype=torch.int64)
-            for start, stop, at in _runs(rows):
-                values[at] = self._finite(path, features.read(start, stop), start)
+            for at in _runs(rows):
+                values[at] = self._finite(path, features.pick(rows[at]), rows[at])
                 if coords is not None:
-                    places[at] = coords.read(start, stop).long()
+                    places[at] = coords.pick(rows[at]).long()
         return values, places
 
     def read_coords(self, path: str) -> np.ndarray:
@@ -116,8 +132,8 @@ class SlideReader:
                 raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")
             return coords.read(0, coords.count).long().numpy()
 
-    def _finite(self, path: str, values: Tensor, first: int) -> Tensor:
-        """The values in the reader's dtype."""
+    def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
+        """The values of these tiles in the reader's dtype."""
         out = values.to(self.dtype)
         # one pass without a mask: in float64 the sum of finite terms of these types is finite
         if out.sum(dtype=torch.float64).isfinite():
@@ -125,18 +141,17 @@ class SlideReader:
         wrong = (~out.isfinite()).any(1).nonzero()
         if not len(wrong):
             return out
-        row, name = int(wrong[0]), str(self.dtype).removeprefix("torch.")
+        row = int(wrong[0])
+        tile, name = int(tiles[row]), str(self.dtype).removeprefix("torch.")
         if values[row].isfinite().all():
             largest = float(values[row].abs().max())
             remedy = "scale this slide's features"
             if self.dtype == torch.float16:
                 remedy = "set data.feature_dtype to 'float32' or 'bfloat16'"
-            raise ValueError(
-                f"{path}: a feature of tile {first + row} is {largest:.3g}, too large for {name}: {remedy}"
-            )
+            raise ValueError(f"{path}: a feature of tile {tile} is {largest:.3g}, too large for {name}: {remedy}")
         kind = "NaN" if values[row].isnan().any() else "infinite"
         raise ValueError(
-            f"{path}: tile {first + row} has a feature that is {kind} in {self.features!r}: extract this slide's features "
+            f"{path}: tile {tile} has a feature that is {kind} in {self.features!r}: extract this slide's features "
             "again, or remove the tile from the file"
         )
 
@@ -197,14 +212,13 @@ def _tile_size(attributes: Any) -> int | None:
     return None
 
 
-def _runs(rows: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
-    """(start, stop, at) of reads that together are `rows`: rows[at] == start..stop - 1, at most BLOCK of them."""
+def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
+    """Places `at` in `rows` that are read together: rows[at] rises by at most NEAR, over at most BLOCK rows of the file."""
     order = np.argsort(rows, kind="stable")
-    ends = np.flatnonzero(np.diff(rows[order]) != 1) + 1
-    for run in np.split(order, ends):
-        for i in range(0, len(run), BLOCK):
-            at = run[i : i + BLOCK]
-            yield int(rows[at[0]]), int(rows[at[-1]]) + 1, at
+    for run in np.split(order, np.flatnonzero(np.diff(rows[order]) > NEAR) + 1):
+        if len(run):
+            span = (rows[run] - rows[run[0]]) // BLOCK
+            yield from np.split(run, np.flatnonzero(np.diff(span)) + 1)
 
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:

@@ -15,24 +15,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated.data.module import SPLITS
-
-#: endings that ids of a csv may carry though the feature files do not
-ENDINGS = (
-    ".h5",
-    ".hdf5",
-    ".pt",
-    ".pth",
-    ".svs",
-    ".tif",
-    ".tiff",
-    ".ndpi",
-    ".mrxs",
-    ".scn",
-    ".bif",
-    ".vms",
-    ".vsi",
-    ".czi",
-)
+from lightning_dilated.data.slide_files import slide_name
 
 
 @dataclass(frozen=True)
@@ -131,13 +114,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
     word = get(split)
     if word is not None and word not in SPLITS:
         raise ValueError(f"{where}: the split is {word!r}, but it must be one of {', '.join(SPLITS)}")
-    return Row(line, _bare(values[header[columns.slide]]), get(columns.label), word, get(columns.group))
-
-
-def _bare(slide: str) -> str:
-    """An id without the ending of an image or feature file."""
-    ending = next((x for x in ENDINGS if slide.lower().endswith(x)), "")
-    return slide[: len(slide) - len(ending)] or slide
+    return Row(line, slide_name(values[header[columns.slide]]), get(columns.label), word, get(columns.group))
 
 
 def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> tuple[list[str], list[int]]:

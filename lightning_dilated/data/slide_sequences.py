@@ -76,7 +76,8 @@ class SlideSequences(Dataset):
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The sample at some positions only, in this order; "length" stays N. Positions from N on are padding.
 
-        Of the file only the tiles at these positions are read (and with order="raster" all coordinates).
+        Of the file only the tiles at these positions are read (and rows between tiles a
+        few rows apart, as in the strided layout; with order="raster" all coordinates).
 
         Raises:
             IndexError: if there is no such slide or a position is negative.

@@ -1,10 +1,12 @@
-"""Files for the tests: random bytes for the Trainer runs, a real genome; and a record of what is read."""
+"""Files for the tests: random bytes for the Trainer runs, a real genome, slides; and a record of what is read."""
 
 import gzip
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from lightning_dilated.data import write_synthetic_slides
 
 from .runs import SAMPLES, SEQ_LEN
 from .touched import Touched
@@ -29,4 +31,12 @@ def lambda_virus(tmp_path: Path) -> str:
     """Phage lambda as a plain FASTA file."""
     path = tmp_path / "lambda_virus.fa"
     path.write_bytes(gzip.decompress((Path(__file__).parent / "lambda_virus.fa.gz").read_bytes()))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """12 slides; labels.csv beside them. Read only."""
+    path = tmp_path_factory.mktemp("slides")
+    write_synthetic_slides(path, slides=12, tiles=(5, 30), features=4, classes=3)
     return str(path)

@@ -1,0 +1,106 @@
+"""The labels csv: splits by column or by fractions, labels as classes or numbers, and what has no partner."""
+
+import csv
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dilated.data import SlideDataModule
+
+from .test_slides import grid, module, stored, table, write
+
+
+def names(data: SlideDataModule) -> dict[str, list[str]]:
+    return {split: [s.name for s in data.dataset(split).slides] for split in ("train", "val", "test")}
+
+
+def test_fractions_follow_the_seed(folder):
+    first, again, other = (names(module(folder, val_fraction=0.25, test_fraction=0.1, seed=s)) for s in (0, 0, 1))
+    assert first == again != other and [len(x) for x in first.values()] == [8, 3, 1]
+    assert sorted(name for split in first.values() for name in split) == [f"slide_{i:03d}" for i in range(12)]
+
+
+def test_slides_of_a_patient_stay_together(folder):
+    for seed in range(5):
+        found = names(module(folder, group_column="patient", val_fraction=0.3, seed=seed))
+        patients = [{int(name[-3:]) // 2 for name in split} for split in found.values()]
+        assert all(patients) and sum(map(len, patients)) == 6
+
+
+@pytest.mark.parametrize("column", ["split", "fold"])
+def test_split_column(folder, tmp_path, column):
+    words = ["train"] * 6 + ["val"] * 4 + ["test"] * 2
+    lines = [f"slide_{i:03d}.svs,{i % 2},{word}" for i, word in enumerate(words)]
+    path = table(tmp_path / "labels.csv", f"slide_id,label,{column}", *lines)
+    data = module(folder, labels_csv=path, split_column="auto" if column == "split" else column)
+    assert {k: len(v) for k, v in names(data).items()} == {"train": 6, "val": 4, "test": 2}
+    dealt = names(module(folder, labels_csv=path, split_column=None))
+    assert {k: len(v) for k, v in dealt.items()} == {"train": 10, "val": 1, "test": 1}
+
+
+@pytest.mark.parametrize("file", ["a.h5", "a.svs.h5", "TCGA-A1.DX1.B34C.h5"])
+@pytest.mark.parametrize("ending", ["", ".svs", ".h5", ".NDPI"])
+def test_endings_do_not_count(tmp_path, file, ending):
+    write(tmp_path / file, np.ones((3, 2), np.float32), grid(3))
+    name = file.removesuffix(".h5").removesuffix(".svs")
+    path = table(tmp_path / "l.csv", "slide_id,label", f"{name}{ending},0.5")
+    data = SlideDataModule(str(tmp_path), path, "numbers", val_fraction=0, test_fraction=0)
+    assert [s.name for s in data.dataset("train").slides] == [name]
+
+
+def test_split_column_without_a_test_split(folder, tmp_path):
+    lines = [f"slide_{i:03d},{i % 2},{'val' if i > 8 else 'train'}" for i in range(12)]
+    data = module(folder, labels_csv=table(tmp_path / "labels.csv", "slide_id,label,split", *lines))
+    assert data.test_dataloader() == [] and "has the split 'test'" in data.wanted("test")
+
+
+LABELS = {
+    "whole numbers": ("2 10 2 7", {}, ["2", "7", "10"], [0, 2, 0, 1]),
+    "written as floats": ("0.0 1.0 0.0 10.0", {}, ["0", "1", "10"], [0, 1, 0, 2]),
+    "words": ("luad lusc luad luad", {}, ["luad", "lusc"], [0, 1, 0, 0]),
+    "in a given order": ("low high mid low", {"classes": ["low", "mid", "high"]}, ["low", "mid", "high"], [0, 2, 1, 0]),
+    "negative": ("-1 1 1 -1", {}, ["-1", "1"], [0, 1, 1, 0]),
+    "numbers": ("0.5 1 -2e3 7", {"labels": "numbers"}, None, [0.5, 1.0, -2000.0, 7.0]),
+}
+
+
+@pytest.mark.parametrize("name", LABELS)
+def test_labels(tmp_path, name):
+    words, options, classes, want = LABELS[name]
+    for i in range(4):
+        write(tmp_path / f"{i}.h5", np.ones((3, 2), np.float32), grid(3))
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"{i},{word}" for i, word in enumerate(words.split())))
+    data = SlideDataModule(str(tmp_path), path, val_fraction=0, test_fraction=0, batch_size=4, **options)
+    assert data.classes == classes and [data.dataset("train")[i]["label"] for i in range(4)] == want
+    batch = next(iter(data.train_dataloader()))
+    assert batch["label"].dtype == (torch.float32 if classes is None else torch.int64)
+    assert batch["label"].tolist() == [want[i] for i in batch["index"].tolist()]
+
+
+def test_without_labels(folder):
+    for data in (SlideDataModule(folder), module(folder, labels="none", group_column="patient")):
+        assert "label" not in data.dataset("train")[0] and "label" not in next(iter(data.train_dataloader()))
+        assert data.classes is None
+
+
+def test_description(folder):
+    data = module(folder)
+    tiles = [len(stored(folder, f"slide_{i:03d}")[0]) for i in range(12)]
+    assert data.describe() == (
+        f"12 slides of {min(tiles)} to {max(tiles)} tiles, 4 features: 10 train, 1 val, 1 test; "
+        "classes 0 = 0 (4), 1 = 1 (4), 2 = 2 (4)"
+    )
+    assert (data.feature_dim, data.longest) == (4, max(tiles) + 1)
+
+
+def test_left_out_slides_are_told(folder, tmp_path):
+    with open(f"{folder}/labels.csv") as file:
+        lines = list(csv.reader(file))
+    path = table(tmp_path / "labels.csv", *(",".join(x) for x in lines[:9]), "gone,1,0,patient_999")
+    data = module(folder, labels_csv=path, unmatched="leave_out")
+    with pytest.warns(
+        UserWarning, match=r"5 slides are left out:\n.*line 10: no file is called gone\n.*slide_008.h5 has no"
+    ):
+        data.check()
+    assert sum(len(data.dataset(split)) for split in ("train", "val", "test")) == 8
