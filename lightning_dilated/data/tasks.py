@@ -18,7 +18,7 @@ from lightning_dilated.data.values import whole_number
 
 
 class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng)` draws: a mapping whose `along` entries run over N positions.
+    """Samples that a DataModule's `make(rng, split)` draws: a mapping whose `along` entries run over N positions.
 
     Args:
         task: the DataModule.
@@ -40,7 +40,7 @@ class RuleSamples(Dataset):
         """Sample `index`, whole. Raises: IndexError if there is none."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
-        made = self.make(np.random.default_rng([self.seed, SPLITS.index(self.split), index]))
+        made = self.make(np.random.default_rng([self.seed, SPLITS.index(self.split), index]), self.split)
         return {**made, "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
@@ -83,9 +83,9 @@ class RuleDataModule(SplitDataModule):
             for split, size in zip(SPLITS, (train_size, val_size, test_size), strict=True)
         }
 
-    def make(self, rng: np.random.Generator) -> dict[str, Any]:
-        """One sample, drawn by `rng` alone."""
-        raise TypeError(f"{type(self).__name__} must define make(rng).")
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        """One sample of a split, drawn by `rng` alone."""
+        raise TypeError(f"{type(self).__name__} must define make(rng, split).")
 
     def rule(self) -> str:
         """The rule and its numbers in words."""
@@ -111,21 +111,26 @@ class RuleDataModule(SplitDataModule):
 
 
 class FarRecallDataModule(RuleDataModule):
-    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again, once: which value?
+    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again: which value?
 
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key once more,
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least once,
     in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
     Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
-    evenly, so that guessing costs ln V nats and is right once in V. A query is at least one token and on average half the
-    sequence away from its pair: what has no way from one half to the other can only guess.
+    evenly, so that guessing costs ln V nats and is right once in V. A key's first query is on average half the sequence away
+    from its pair: what has no way from one half to the other can only guess.
+
+    With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
+    lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
+    that their loss is that of recall over the distance.
 
     Args:
         seq_len: N.
-        num_pairs: pairs of a sequence; both halves need room for them.
+        num_pairs: pairs of a sequence.
         vocabulary: V, number of different keys and also of values.
+        num_queries: queries of a sequence, of each key at least one; null is `num_pairs`.
         batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
-    Raises: TypeError or ValueError for values outside these ranges.
+    Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
     """
 
     along = ("tokens", "labels")
@@ -135,6 +140,7 @@ class FarRecallDataModule(RuleDataModule):
         seq_len: int = 128,
         num_pairs: int = 4,
         vocabulary: int = 8,
+        num_queries: int | None = None,
         batch_size: int = 32,
         train_size: int = 100_000,
         val_size: int = 512,
@@ -146,34 +152,43 @@ class FarRecallDataModule(RuleDataModule):
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
         self.num_pairs = whole_number("data.num_pairs", num_pairs, 1)
         self.vocabulary = whole_number("data.vocabulary", vocabulary, 2)
+        self.num_queries = (
+            num_pairs if num_queries is None else whole_number("data.num_queries", num_queries, num_pairs)
+        )
         if self.num_pairs > self.vocabulary:
             raise ValueError(
                 f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
                 "raise data.vocabulary or lower data.num_pairs"
             )
-        if 4 * self.num_pairs > self.seq_len - self.seq_len % 2:
+        if 2 * self.num_queries > self.seq_len // 2:
             raise ValueError(
-                f"data.seq_len is {seq_len}, but {num_pairs} pairs and as many queries of 2 tokens need {4 * num_pairs}: "
-                "raise data.seq_len or lower data.num_pairs"
+                f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of 2 tokens in each half need "
+                f"{4 * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
             )
         #: tokens of the task: filler, keys, values
         self.vocab_size = 1 + 2 * self.vocabulary
 
     def rule(self) -> str:
         """The task in words."""
-        return f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens"
+        return (
+            f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
+            f"{self.num_queries} queries"
+        )
 
-    def make(self, rng: np.random.Generator) -> dict[str, Any]:
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,), "labels": (N,)} int64."""
         count, half = self.num_pairs, self.seq_len // 2
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
+        again = rng.integers(0, count, self.num_queries - count)
+        asked = rng.permutation(np.concatenate([np.arange(count), again]))
+        pairs, queries = _places(rng, half, count), half + _places(rng, self.seq_len - half, len(asked))
         tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
-        pairs, queries = _places(rng, half, count), half + _places(rng, self.seq_len - half, count)
-        order = rng.permutation(count)
         tokens[pairs], tokens[pairs + 1] = keys, values
-        tokens[queries], tokens[queries + 1] = keys[order], values[order]
-        labels[queries] = values[order]
+        tokens[queries], tokens[queries + 1] = keys[asked], values[asked]
+        first = np.unique(asked, return_index=True)[1]
+        counted = slice(None) if split == "train" else first
+        labels[queries[counted]] = values[asked[counted]]
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
@@ -239,7 +254,7 @@ class ListOpsDataModule(RuleDataModule):
             f"{self.max_arguments} arguments"
         )
 
-    def make(self, rng: np.random.Generator) -> dict[str, Any]:
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,) int64, padded by 0, "lengths": int, "label": int}."""
         aim = int(rng.integers(self.min_length, self.seq_len + 1))
         found, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
