@@ -2,7 +2,7 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetClassifier, LongNetLM, SlideEncoder
+from lightning_dilated.models import DilatedModule, LongNetClassifier, LongNetLM, SlideEncoder, SlidePretrainer
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -21,6 +21,7 @@ __all__ = [
     "RingDilatedStrategy",
     "SequenceSpec",
     "SlideEncoder",
+    "SlidePretrainer",
     "__version__",
     "callbacks",
     "data",

@@ -5,5 +5,6 @@ from lightning_dilated.models.longnet_lm import LongNetLM
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.models.slide_encoder import SlideEncoder
+from lightning_dilated.models.slide_mae import SlidePretrainer
 
-__all__ = ["DilatedModule", "LongNetClassifier", "LongNetLM", "SlideEncoder", "WarmupCosine"]
+__all__ = ["DilatedModule", "LongNetClassifier", "LongNetLM", "SlideEncoder", "SlidePretrainer", "WarmupCosine"]

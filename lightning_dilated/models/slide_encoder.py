@@ -5,6 +5,7 @@ Shape letters: B slides, T tiles, N = 1 + T rows (the class token's in front), F
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,14 @@ from torch import Tensor
 from lightning_dilated.models.blocks import BlockOptions, init_weights
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
-from lightning_dilated.models.slide_weights import load_backbone, own_weights, read_weights, sizes_of, to_released
+from lightning_dilated.models.slide_weights import (
+    load_backbone,
+    own_weights,
+    read_file,
+    read_weights,
+    sizes_of,
+    to_released,
+)
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 
@@ -111,6 +119,29 @@ class SlideEncoder(SlideBackbone, PooledModule):
         model = cls(
             **{**sizes, "num_heads": num_heads, "grid": grid, "padding": padding, **options}, pretrained=str(path)
         )
+        model.configure_model()
+        return model.eval()
+
+    @classmethod
+    def from_pretrained_mae(cls, path: str | Path, **options: Any) -> SlideEncoder:
+        """An encoder in eval mode from a checkpoint that training `SlidePretrainer` wrote, with its settings.
+
+        Args:
+            path: a Lightning checkpoint.
+            options: arguments of `SlideEncoder` that are to differ, or that the pretraining did not have (`task`, say).
+
+        Raises:
+            FileNotFoundError, ValueError: for other files.
+        """
+        stored = read_file(path)
+        settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
+        if not settings:
+            raise ValueError(
+                f"{path} is no Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its weights, "
+                "from_gigapath those of a release."
+            )
+        known = {name: value for name, value in settings.items() if name in inspect.signature(cls).parameters}
+        model = cls(**{**known, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()
 
