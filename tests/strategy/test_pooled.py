@@ -103,6 +103,12 @@ def test_many_ranks_are_one(pools, way):
     compare(pools(ranks).run(ranks, fitted, settings, options), want, 1e-9)
 
 
+def test_lora(pools):
+    pytest.importorskip("peft")
+    want = pools(1).run(1, fitted, {}, {"lora_rank": 2})[0]
+    compare(pools(2).run(2, fitted, {}, {"lora_rank": 2}), want, 1e-9)
+
+
 @pytest.mark.parametrize("options", [{}, {"freeze_encoder": True}], ids=["all", "frozen"])
 def test_sharded_parameters(pools, options):
     want = pools(1).run(1, fitted, {}, options)[0]
