@@ -2,7 +2,14 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
-from lightning_dilated.models import DilatedModule, LongNetClassifier, LongNetLM, LongNetMLM, SlideEncoder
+from lightning_dilated.models import (
+    DilatedModule,
+    LongNetClassifier,
+    LongNetLM,
+    LongNetMLM,
+    SlideEncoder,
+    SlidePretrainer,
+)
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -22,6 +29,7 @@ __all__ = [
     "RingDilatedStrategy",
     "SequenceSpec",
     "SlideEncoder",
+    "SlidePretrainer",
     "__version__",
     "callbacks",
     "data",

@@ -6,6 +6,7 @@ from lightning_dilated.models.longnet_mlm import LongNetMLM
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.models.slide_encoder import SlideEncoder
+from lightning_dilated.models.slide_mae import SlidePretrainer
 
 __all__ = [
     "DilatedModule",
@@ -13,6 +14,7 @@ __all__ = [
     "LongNetLM",
     "LongNetMLM",
     "SlideEncoder",
+    "SlidePretrainer",
     "TokenModel",
     "WarmupCosine",
 ]

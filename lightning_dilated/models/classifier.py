@@ -37,7 +37,7 @@ class LongNetClassifier(PooledModule):
         dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
         norm, ffn, bias, dropout, attention_dropout, drop_path, sub_layernorm, position_encoding, rotary_base,
             xpos_scale_base, engine: see `models.blocks.BlockOptions`.
-        regression_loss, layer_decay, freeze_encoder: see `models.pooled.PooledModule`.
+        regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see `models.pooled.PooledModule`.
         compile_blocks: compile every block by torch.compile when it is first run.
         optimizer, lr_scheduler: see `DilatedModule`.
 
@@ -75,14 +75,17 @@ class LongNetClassifier(PooledModule):
         regression_loss: Literal["mse", "smooth_l1"] = "mse",
         layer_decay: float = 1.0,
         freeze_encoder: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
         compile_blocks: bool = False,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
         super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, optimizer, lr_scheduler
-        )
+            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
+            optimizer, lr_scheduler,
+        )  # fmt: skip
         self.pattern = DilatedPattern.from_dict(pattern)
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
         if was_given(self, "pattern"):
@@ -100,7 +103,7 @@ class LongNetClassifier(PooledModule):
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
-        self.ffn_dim, self.compile_blocks = ffn_dim, compile_blocks
+        self.ffn_dim, self.compile_blocks = ffn_dim, self._compiled(compile_blocks)
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
             position_encoding, rotary_base, xpos_scale_base, engine, drop_path,

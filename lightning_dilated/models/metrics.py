@@ -33,8 +33,9 @@ class TokenMean(Metric):
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
-        self.total += torch.as_tensor(total).detach().to(self.total)
-        self.tokens += torch.as_tensor(tokens).to(self.tokens)
+        # not in place: a reset within `trainer.validate` leaves inference tensors, which `trainer.fit` may not write to
+        self.total = self.total + torch.as_tensor(total).detach().to(self.total)
+        self.tokens = self.tokens + torch.as_tensor(tokens).to(self.tokens)
 
     def compute(self) -> Tensor:
         """The mean, fp32; NaN where there was no token."""

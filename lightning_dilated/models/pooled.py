@@ -14,8 +14,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.models.heads import make_head
+from lightning_dilated.models.lora import add_lora, merge_lora
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES, DilatedModule
+from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
 
 
@@ -33,6 +35,8 @@ class PooledModule(DilatedModule):
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; the rest stays in eval mode.
+        lora_rank, lora_alpha: train the head and low-rank updates of the blocks (see `models.lora`; needs the extra `lora`);
+            alpha None is twice the rank.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Logged beside `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
@@ -51,6 +55,8 @@ class PooledModule(DilatedModule):
         regression_loss: str = "mse",
         layer_decay: float = 1.0,
         freeze_encoder: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -60,6 +66,10 @@ class PooledModule(DilatedModule):
         if task is None and (num_classes is not None or freeze_encoder):
             given = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
             raise ValueError(f"{given} needs a task: classification, regression or ordinal.")
+        if lora_rank is not None and (task is None or freeze_encoder):
+            raise ValueError("lora_rank needs a task, and freeze_encoder=False: it trains updates of the encoder.")
+        self.lora_rank = None if lora_rank is None else integer(lora_rank, "lora_rank", 1)
+        self.lora_alpha = 2.0 * (lora_rank or 1) if lora_alpha is None else lora_alpha
         self.dim, self.depth, self.task = dim, depth, task
         self.num_classes, self.regression_loss = num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
@@ -79,13 +89,29 @@ class PooledModule(DilatedModule):
     def _make_head(self) -> nn.Module | None:
         return None if self.task is None else make_head(self.task, self.dim, self.num_classes, self.regression_loss)
 
+    def _compiled(self, compile_blocks: bool) -> bool:
+        if compile_blocks and self.lora_rank is not None:
+            raise ValueError(
+                "peft's updates cannot be compiled to one graph: set compile_blocks=False beside lora_rank."
+            )
+        return compile_blocks
+
     def configure_model(self) -> None:
         """Build the layers, once, and freeze what is not trained."""
         fresh = not self._built
         super().configure_model()
-        if fresh and self.freeze_encoder:
+        if fresh and self.lora_rank is not None:
+            add_lora(self.transformer, self.lora_rank, self.lora_alpha)
+            self.transformer.train(self.training)
+        if fresh and (self.freeze_encoder or self.lora_rank is not None):
             for name, parameter in self.named_parameters():
-                parameter.requires_grad_(name.startswith("head."))
+                parameter.requires_grad_(name.startswith("head.") or ".lora_" in name)
+
+    def merge_lora(self) -> None:
+        """Add the low-rank updates to the weights, which then are those of a model without `lora_rank`."""
+        if self.lora_rank is not None:
+            merge_lora(self.transformer)
+            self.lora_rank = self.hparams["lora_rank"] = None
 
     def train(self, mode: bool = True) -> PooledModule:
         """nn.Module's; a frozen encoder stays in eval mode."""

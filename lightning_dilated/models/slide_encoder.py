@@ -5,6 +5,7 @@ Shape letters: B slides, T tiles, N = 1 + T rows (the class token's in front), F
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,14 @@ from torch import Tensor
 from lightning_dilated.models.blocks import BlockOptions, init_weights
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
-from lightning_dilated.models.slide_weights import load_backbone, own_weights, read_weights, sizes_of, to_released
+from lightning_dilated.models.slide_weights import (
+    load_backbone,
+    own_weights,
+    read_file,
+    read_weights,
+    sizes_of,
+    to_released,
+)
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 
@@ -37,7 +45,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
             last segment take part in the softmax).
         dropout, drop_path, attention_dropout, engine: see `models.blocks.BlockOptions`.
         pool: "class", the class token, or "mean" over the tiles; either is then normalised.
-        task, num_classes, regression_loss, layer_decay, freeze_encoder: see `models.pooled.PooledModule`.
+        task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see
+            `models.pooled.PooledModule`.
         compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
         optimizer, lr_scheduler: see `DilatedModule`.
@@ -71,18 +80,21 @@ class SlideEncoder(SlideBackbone, PooledModule):
         regression_loss: Literal["mse", "smooth_l1"] = "mse",
         layer_decay: float = 1.0,
         freeze_encoder: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
         compile_blocks: bool = False,
         pretrained: str | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, optimizer, lr_scheduler
-        )
+            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
+            optimizer, lr_scheduler,
+        )  # fmt: skip
         self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
         if pool not in ("class", "mean"):
             raise ValueError(f"pool must be class or mean, got {pool!r}.")
-        self.pool, self.compile_blocks, self.pretrained = pool, compile_blocks, pretrained
+        self.pool, self.compile_blocks, self.pretrained = pool, self._compiled(compile_blocks), pretrained
         self._configure_slide(
             feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
             padding, slide_options(dropout, attention_dropout, drop_path, engine),
@@ -114,8 +126,33 @@ class SlideEncoder(SlideBackbone, PooledModule):
         model.configure_model()
         return model.eval()
 
+    @classmethod
+    def from_pretrained_mae(cls, path: str | Path, **options: Any) -> SlideEncoder:
+        """An encoder in eval mode from a checkpoint that training `SlidePretrainer` wrote, with its settings.
+
+        Args:
+            path: a Lightning checkpoint.
+            options: arguments of `SlideEncoder` that are to differ, or that the pretraining did not have (`task`, say).
+
+        Raises:
+            FileNotFoundError, ValueError: for other files.
+        """
+        stored = read_file(path)
+        settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
+        if not settings:
+            raise ValueError(
+                f"{path} is no Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its weights, "
+                "from_gigapath those of a release."
+            )
+        known = {name: value for name, value in settings.items() if name in inspect.signature(cls).parameters}
+        model = cls(**{**known, **options}, pretrained=str(path))
+        model.configure_model()
+        return model.eval()
+
     def released_state_dict(self) -> dict[str, Tensor]:
         """The encoder's weights in the names of a GigaPath release; without the table of positions, which is computed."""
+        if self.lora_rank is not None:
+            raise ValueError("a release has no place for low-rank updates: call merge_lora() first.")
         return to_released(self.state_dict())
 
     def build(self) -> None:

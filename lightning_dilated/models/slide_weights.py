@@ -32,19 +32,24 @@ OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
 _LAYERS = re.compile(r"encoder\.layers\.(\d+)\.")
 
 
-def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """The state dict of a file, without running code from it: `{"model": ...}`, `{"state_dict": ...}` or bare.
+def read_file(path: str | Path) -> Any:
+    """What a file of torch.save holds, tensors left on disk until they are used; no code in the file is run.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or no weights in it.
+        FileNotFoundError, ValueError: no such file, or one that cannot be read.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file of slide encoder weights.")
     try:
-        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{path} cannot be read as torch weights ({lines[0][:120]}).") from None
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """The state dict of a file: `{"model": ...}`, `{"state_dict": ...}` or bare; raises as `read_file`."""
+    stored = read_file(path)
     for name in ("model", "state_dict"):
         if isinstance(stored, Mapping) and isinstance(stored.get(name), Mapping):
             stored = stored[name]

@@ -1,9 +1,9 @@
-"""Pooled models on many ranks: loss, gradients and predictions of one rank, in every layout, also of ragged batches."""
+"""Pooled models and slide pretraining on many ranks: loss, gradients and predictions of one rank, in every layout."""
 
 import pytest
 import torch
 
-from lightning_dilated import LongNetClassifier
+from lightning_dilated import LongNetClassifier, SlidePretrainer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, loss_share, loss_sum
 
@@ -38,6 +38,7 @@ CASES = {
     "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
     "slides, attended": lambda: (encoder(**SLIDES, padding="attended"), slide_batch(37, 30)),
     "slides, drop path": lambda: (encoder(**SLIDES, drop_path=0.6), slide_batch(40, 23, 1)),
+    "pretraining": lambda: (encoder(SlidePretrainer, decoder_dim=8), slide_batch(40, 23, 1)),
     "two tiles": lambda: (encoder(**SLIDES), slide_batch(2)),
     "ordinal": lambda: (encoder(task="ordinal", num_classes=3), slide_batch(20, 9)),
     "features, mean": lambda: (classifier(feature_dim=5, num_classes=2), tokens("features", 37, 12, 3)),
@@ -52,7 +53,8 @@ def run(model, data, rank=0):
     named = dict(model.named_parameters())
     grads = torch.autograd.grad(share, list(named.values()))  # every parameter takes part, on every rank
     with torch.no_grad():
-        return loss_sum(share), model.eval().predict_step(data, 0), dict(zip(named, grads, strict=True))
+        predicted = {} if isinstance(model, SlidePretrainer) else model.eval().predict_step(data, 0)
+        return loss_sum(share), predicted, dict(zip(named, grads, strict=True))
 
 
 def part(rank, group, name, layout):

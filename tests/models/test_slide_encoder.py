@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dilated import SlideEncoder
+from lightning_dilated import SlideEncoder, SlidePretrainer
 from lightning_dilated.models.slide_backbone import released_segments
 
 from . import loader, trainer
@@ -95,6 +95,16 @@ def test_trains_under_a_trainer(tmp_path):
     start = SlideEncoder(**SIZES, pretrained=str(tmp_path / "x.ckpt"))
     start.configure_model()
     assert torch.equal(start.eval().embed(data[0]), model.embed(data[0]))
+
+
+@pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_half_precision(precision, cls):
+    options = TASK if cls is SlideEncoder else {"decoder_dim": 8}
+    data = {**batch(20, 9), "features": batch(20, 9)["features"].half()}  # as features are often stored
+    run = trainer(max_steps=2, precision=precision)
+    run.fit(cls(**SIZES, **options), loader(data, data), loader(data))
+    assert run.callback_metrics["train_loss"].isfinite() and run.callback_metrics["val_loss"].isfinite()
 
 
 def adam(parameters):
