@@ -1,6 +1,9 @@
 """Recipes: each yaml parses and its model can be made; names, paths, several configs and overrides mean what they say."""
 
+import csv
 import importlib
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -8,10 +11,13 @@ import yaml
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.cli import recipe_folders
+from lightning_dilated.data import write_synthetic_slides
 
 from .conftest import LOG, TINY
 
-RECIPES = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
+EVERY = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
+#: those of fit; generate.yaml is of generate
+RECIPES = [path for path in EVERY if "trainer" in yaml.safe_load(path.read_text())]
 QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
 WRITTEN = yaml.safe_load(QUICKSTART.read_text())
 STEPS, SIZES = WRITTEN["trainer"]["max_steps"], WRITTEN["model"]["init_args"]
@@ -68,6 +74,46 @@ def test_quickstart_shows_what_the_package_is_for():
     pattern, length = DilatedPattern.from_dict(SIZES["pattern"]), WRITTEN["data"]["init_args"]["seq_len"]
     assert len(pattern.branches) >= 3 and length >= 4096
     assert not pattern.explain(length, SIZES["num_heads"], SIZES["depth"], causal=True).hints
+
+
+def test_every_other_recipe_is_for_generate():
+    assert [path.name for path in EVERY if path not in RECIPES] == ["generate.yaml"]
+
+
+# -- every recipe at a tiny size -----------------------------------------------------------------------------------------
+SMALL = '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}'
+SIZES_OF = ["--model.pattern", SMALL, "--model.dim", "16", "--model.depth", "2", "--model.num_heads", "4"]
+SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "--model.feature_dim", "8"]
+TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
+#: what makes a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
+TINY_RUNS = {
+    "bytes_context": [*TEXT, *SIZES_OF],
+    "far_recall": ["--data.train_size", "128", "--data.val_size", "4", "--data.test_size", "0", "--model.depth", "2"],
+    "genome_mlm": ["--data.paths", "genome.fa", *TEXT[2:], *SIZES_OF],
+    "slide_finetune": SLIDES,
+    "slide_pretrain": [*SLIDES, "--model.decoder_dim", "16"],
+}
+
+
+def test_every_recipe_has_a_tiny_run():
+    assert {path.stem for path in RECIPES} == {*TINY_RUNS, "quickstart", "ring_4gpu"}
+
+
+@pytest.mark.parametrize("name", TINY_RUNS)
+def test_runs_tiny(cli, tmp_path, name):
+    """Two steps and a validation, and a loss that is a number."""
+    chosen = random.Random(0)
+    (tmp_path / "genome.fa").write_text(">one\n" + "".join(chosen.choice("ACGT") for _ in range(4000)) + "\n")
+    write_synthetic_slides(tmp_path / "slides", slides=10, tiles=(5, 20), features=8)
+    trainer = ["--trainer.max_steps", "2", "--trainer.val_check_interval", "2", "--trainer.log_every_n_steps", "1"]
+    trainer += ["--trainer.accelerator", "cpu", "--trainer.precision", "32-true", "--trainer.devices", "1"]
+    result = cli("fit", "--config", f"{name}.yaml", *TINY_RUNS[name], *trainer)
+    assert result.code == 0, result.err[-2000:]
+    (table,) = (tmp_path / "runs" / name).rglob("metrics.csv")
+    rows = list(csv.DictReader(table.open()))
+    losses = {key: [float(r[key]) for r in rows if r.get(key)] for key in ("train_loss", "val_loss")}
+    assert len(losses["train_loss"]) == 2 and losses["val_loss"]
+    assert all(math.isfinite(x) and x > 0 for values in losses.values() for x in values)
 
 
 # -- which file a --config means ---------------------------------------------------------------------------------------
