@@ -50,6 +50,18 @@ def test_half_precision_stays_near(tmp_path):
     torch.testing.assert_close(got.float(), data["output"], rtol=0, atol=0.1)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("path", RECORDED, ids=lambda p: p.stem)
+def test_recorded_outputs_on_a_gpu(path, tmp_path):
+    """In float32 to the same 1e-5, and in bfloat16 near it."""
+    model, data = load(path, tmp_path)
+    given = data["tile_embeds"].cuda(), data["coords"].cuda()
+    with torch.no_grad():
+        exact, rough = model.cuda()(*given), model.bfloat16()(*given)
+    torch.testing.assert_close(exact.cpu(), data["output"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(rough.float().cpu(), data["output"], rtol=0, atol=0.1)
+
+
 def released(depth, dim, features, hidden):
     """Names and shapes of a release, as recorded for its 12-layer model."""
     shapes = json.loads((GOLDEN / "gigapath_slide_enc12l768d_keys.json").read_text())["keys"]
