@@ -71,34 +71,44 @@ def test_a_rank_gets_its_slice(task, layout: str) -> None:
         data[40]
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize(
-    ("seq_len", "pairs", "vocabulary"), [(64, 4, 8), (16, 4, 4), (17, 4, 9), (9, 1, 2), (300, 1, 30)]
+    ("seq_len", "pairs", "vocabulary", "queries"),
+    [(64, 4, 8, None), (16, 4, 4, None), (17, 4, 9, None), (9, 1, 2, 2), (64, 4, 8, 16), (300, 1, 30, 60)],
 )
-def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int) -> None:
-    data = FarRecallDataModule(seq_len, pairs, vocabulary)
+def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, queries: int | None, split: str) -> None:
+    data = FarRecallDataModule(seq_len, pairs, vocabulary, queries, val_size=200)
     half, places, values = seq_len // 2, set(), []
-    for sample in (data.dataset("train")[i] for i in range(200)):
+    for sample in (data.dataset(split)[i] for i in range(200)):
         tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
         keys = [p for p, token in enumerate(tokens) if 1 <= token <= vocabulary]
         known = {tokens[p]: tokens[p + 1] for p in keys if p < half}
         asked = [p for p in keys if p >= half]
-        assert len(known) == len(asked) == pairs and {tokens[p] for p in asked} == set(known)
+        assert len(known) == pairs and len(asked) == (queries or pairs) and {tokens[p] for p in asked} == set(known)
         assert all(p + 1 < half for p in keys if p < half)  # a pair does not reach over the middle
         expected = [-100] * seq_len
         for p in asked:
             assert tokens[p + 1] == known[tokens[p]] > vocabulary
-            expected[p] = tokens[p + 1]
+            if split == "train" or tokens[p] not in tokens[half:p]:
+                expected[p] = tokens[p + 1]
         assert labels == expected
-        assert sum(token == 0 for token in tokens) == seq_len - 4 * pairs
+        assert sum(token == 0 for token in tokens) == seq_len - 2 * pairs - 2 * (queries or pairs)
         places |= set(keys)
         values += list(known.values())
-    if seq_len in (64, 9):  # anywhere; the others have no room to move
+    if (seq_len, queries) == (64, None):  # anywhere; the others have less room to move
         assert places == {p for p in range(seq_len) if p not in (half - 1, seq_len - 1)}
     share = np.bincount(values, minlength=data.vocab_size)[1 + vocabulary :] / len(values)
     assert np.abs(share - 1 / vocabulary).max() < 5 * np.sqrt(1 / vocabulary / len(values))
 
 
 WRONG = [
+    (
+        FarRecallDataModule,
+        {"num_queries": 33},
+        ValueError,
+        "data.seq_len is 128, but 33 pairs or queries .* need 132: raise",
+    ),
+    (FarRecallDataModule, {"num_queries": 3}, ValueError, "data.num_queries is 3; it must be .* at least 4"),
     (FarRecallDataModule, {"num_pairs": 0}, ValueError, "data.num_pairs is 0"),
     (
         FarRecallDataModule,

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dilated.data import GenomeDataModule
+from lightning_dilated.data import GenomeDataModule, ResumableLoader, ResumableSampler
 from lightning_dilated.data.windows import GenomeWindows
 from lightning_dilated.sequence.spec import Place
 from lightning_dilated.strategy.loader import RankDataset
@@ -112,6 +112,18 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
     at = [p for rank in range(ranks) for r in Place(ranks, rank, layout).ranges(4200) for p in r]
     for name in ("tokens", "labels"):
         assert torch.equal(torch.cat([part[name] for part in parts]), whole[name][at])
+
+
+def test_the_epoch_reaches_the_windows_of_a_rank(lambda_virus: str) -> None:
+    data = windows(lambda_virus, 0.5)
+    sharded, found = RankDataset(data, Place(2, 1)), []
+    for epoch in (0, 1):
+        loader = ResumableLoader(sharded, sampler=ResumableSampler(sharded, shuffle=False))
+        loader.sampler.set_epoch(epoch)
+        found.append([batch["tokens"].tolist() for batch in loader])
+        expected = [[RankDataset(data, Place(2, 1))[i]["tokens"].tolist()] for i in range(len(data))]
+        assert data.epoch == epoch and found[-1] == expected
+    assert found[0] != found[1]
 
 
 def test_windows_outside(lambda_virus: str) -> None:
