@@ -37,7 +37,7 @@ CASES = {
     "slides, class token": lambda: (encoder(**SLIDES), slide_batch(40, 23, 1)),
     "slides, mean": lambda: (encoder(**SLIDES, pool="mean"), slide_batch(40, 23, 1)),
     "slides, attended": lambda: (encoder(**SLIDES, padding="attended"), slide_batch(37, 30)),
-    "slides, drop path": lambda: (encoder(**SLIDES, drop_path=0.6), slide_batch(40, 23, 1)),
+    "slides, drop path": lambda: (encoder(**SLIDES, drop_path=0.6, depth=3, pool="mean"), slide_batch(40, 23, 1)),
     "pretraining": lambda: (encoder(SlidePretrainer, decoder_dim=8), slide_batch(40, 23, 1)),
     "two tiles": lambda: (encoder(**SLIDES), slide_batch(2)),
     "ordinal": lambda: (encoder(task="ordinal", num_classes=3), slide_batch(20, 9)),

@@ -82,7 +82,7 @@ WAYS = {
     "4, strided, mean": (4, {"layout": "strided"}, {"pool": "mean"}),
     "2, checked": (2, {"check_first_batch": True}, {"layer_decay": 0.5}),
     "2, frozen": (2, {}, {"freeze_encoder": True}),
-    "2, drop path": (2, {}, {"drop_path": 0.7}),
+    "2, drop path": (2, {}, {"drop_path": 0.7, "pool": "mean"}),
 }
 
 
