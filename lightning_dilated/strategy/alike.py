@@ -97,7 +97,8 @@ def unlike_batches(found: list[Any], stage: str, sizes: MeshSizes, deals_paramet
     """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
 
     Raises:
-        ValueError: where all ranks meet in each step: in training, and with sharded parameters in every stage.
+        ValueError: where all ranks meet in each step: in training, and with sharded parameters in every stage; and where
+            some have no batch of an evaluation at all, for Lightning would leave them out where the others add up metrics.
     """
     if len(set(found)) == 1:
         return None
@@ -107,6 +108,11 @@ def unlike_batches(found: list[Any], stage: str, sizes: MeshSizes, deals_paramet
         raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
     if stage == "train":
         raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
+    if stage != "predict" and 0 in found:
+        raise ValueError(
+            f"{text}, and ranks without any would be waited for at its end in vain. Give the stage at least batch_size x "
+            f"{sizes.data} samples, or none (limit_{stage}_batches=0)."
+        )
     return (
         f"{text}, so losses cannot be added over all ranks in each step. {multiple}; or keep sums and counts of this rank "
         "in a torchmetrics metric, which adds them up at the end of the epoch."

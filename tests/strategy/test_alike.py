@@ -165,7 +165,7 @@ def validated(rank, group, size, batches):
     with mock.patch.object(built._data_connector, "_requires_distributed_sampler", lambda loader: False):
         try:
             built.validate(Validated(), loader, verbose=False)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             return str(error)
     return "val" in built.callback_metrics
 
@@ -176,6 +176,13 @@ def test_losses_of_unlike_numbers_of_batches(pools):
         assert "the ranks have [4, 3] batches of the stage 'val'" in error and "torchmetrics" in error
     assert pools(2).run(2, validated, 3, 3) == [True, True]
     assert pools(2).run(2, validated, 4, None) == [True, True]
+
+
+def test_a_rank_without_any_validation_batch(pools):
+    """Lightning skips its loop, with the metric that the others then wait to add up."""
+    for error in pools(2).run(2, validated, 0, None):
+        assert "the ranks have [4, 0] batches of the stage 'val'" in error and "limit_val_batches=0" in error
+    assert pools(2).run(2, validated, 0, 0) == [False, False]
 
 
 def trained(rank, group, options):
