@@ -115,7 +115,7 @@ def test_a_rank_reads_its_slice(lambda_virus: str, touched, ranks: int, layout: 
 
 
 def test_the_epoch_reaches_the_windows_of_a_rank(lambda_virus: str) -> None:
-    data = windows(lambda_virus, 0.5)
+    data = windows(lambda_virus, 0.5, seq_len=1000)
     sharded, found = RankDataset(data, Place(2, 1)), []
     for epoch in (0, 1):
         loader = ResumableLoader(sharded, sampler=ResumableSampler(sharded, shuffle=False))
