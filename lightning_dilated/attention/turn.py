@@ -30,13 +30,14 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_dilated::turn", mutates_args=())
 def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """q (B, N, heads, D) and k (B, N, K, D), turned, of joint (B, N, heads + K, D), whose last stride is 1."""
+    """q (B, N, heads, D) and k (B, N, K, D), turned, of joint (B, N, heads + K, D)."""
     if not _serves(joint, cos):
         return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
     from lightning_dilated.kernels.rotary import rotary
 
     q, k = _halves(joint, heads)
-    rotary(joint, q, k, *_contiguous(cos, sin, scale), back=False)
+    joint = joint if joint.stride(-1) == 1 else joint.contiguous()
+    rotary(joint, q, k, *_tables(joint, cos, sin, scale), back=False)
     return q, k
 
 
@@ -49,7 +50,7 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
 
     joint = dq.new_empty(*dq.shape[:2], dq.shape[2] + dk.shape[2], dq.shape[3])
     dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
-    rotary(joint, dq, dk, *_contiguous(cos, sin, scale), back=True)
+    rotary(joint, dq, dk, *_tables(joint, cos, sin, scale), back=True)
     return joint
 
 
@@ -64,8 +65,11 @@ def _serves(x: Tensor, table: Tensor) -> bool:
     return serves(x, table)
 
 
-def _contiguous(*table: Tensor | None) -> list[Tensor | None]:
-    return [None if x is None else x.contiguous() for x in table]
+def _tables(joint: Tensor, *table: Tensor | None) -> list[Tensor | None]:
+    """The tables at their full shape, as torch broadcasts them; the kernel trusts it."""
+    batch, tokens, _, dim = joint.shape
+    whole = (tokens, dim // 2)
+    return [None if x is None else x.expand(whole if x.ndim == 2 else (batch, *whole)).contiguous() for x in table]
 
 
 def _halves(joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,9 @@ def _expand(path: str, suffixes: list[str] | None) -> list[str]:
 
 
 def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
-    names = [name for name in _walk(root) if suffixes is None or name.endswith(tuple(suffixes))]
+    names = [
+        name for name in _walk(root) if suffixes is None or name.lower().endswith(tuple(x.lower() for x in suffixes))
+    ]
     files = []
     for name in names:
         file = os.path.join(root, name)

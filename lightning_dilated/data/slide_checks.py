@@ -65,6 +65,24 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
         )
 
 
+def one_tile_size(slides: list[Slide], given: int | None) -> int | None:
+    """The side of a tile that `given` and all slides agree on; None where nobody says. Raises ValueError for two of them."""
+    said = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
+    if given is not None and set(said) - {given}:
+        size, path = next((x, y) for x, y in said.items() if x != given)
+        raise ValueError(
+            f"{path} says that its tiles are {size} level-0 pixels wide, but data.tile_size is {given}: set it to {size}, "
+            "or to null"
+        )
+    if len(said) > 1:
+        told = ", ".join(f"{path} says {size}" for size, path in sorted(said.items()))
+        raise ValueError(
+            f"slides have tiles of different level-0 widths ({told}), so one model would place them differently: train on "
+            "slides of one magnification, or cut the tiles anew"
+        )
+    return given if given is not None else next(iter(said), None)
+
+
 def about_slides(look: Any, *args: Any) -> Any:
     """`look`, which speaks of byte files, with what slides need in its errors."""
     try:

@@ -162,6 +162,8 @@ def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
 
 
 def _number(word: str) -> float | None:
+    if "_" in word:  # Python reads 1_0 as 10
+        return None
     try:
         value = float(word)
     except ValueError:
@@ -170,7 +172,7 @@ def _number(word: str) -> float | None:
 
 
 def _whole(word: str) -> bool:
-    return word.lstrip("+-").isdecimal()
+    return word[word[:1] in ("+", "-") :].isdecimal()
 
 
 def deal(groups: list[str], val_fraction: float, test_fraction: float, seed: int) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from lightning_dilated.data.coordinates import coordinate_faults, tile_step
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import collect_files, path_list
-from lightning_dilated.data.slide_checks import Found, about_slides, by_name, check_sizes, each, matched
+from lightning_dilated.data.slide_checks import Found, about_slides, by_name, check_sizes, each, matched, one_tile_size
 from lightning_dilated.data.slide_files import BLOCK, H5, PT, Slide, SlideReader
 from lightning_dilated.data.slide_labels import (
     Columns,
@@ -62,8 +62,8 @@ class SlideDataModule(SplitDataModule):
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile in pixels of the coordinates, against which they are checked; null takes what the file says
             (TRIDENT's patch_size_level0), and checks less where it says nothing.
-        check_values: whose features and coordinates are read before training: "first", one slide of each split, or "all".
-            Features are checked again whenever they are read.
+        check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
+            again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
@@ -141,6 +141,7 @@ class SlideDataModule(SplitDataModule):
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
         slides = each("slides cannot be used", self.reader.inspect, files)
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
+        self.tile_size = one_tile_size(slides, self.tile_size)
         splits, by_column = self._splits(slides, rows)
         found = Found(slides, splits, by_column, *self._numbers(rows))
         for split in SPLITS:
@@ -157,6 +158,8 @@ class SlideDataModule(SplitDataModule):
             self._check_values,
             slides if self.check_values == "all" else first,
         )
+        if self.reader.coords is not None:
+            each("slides have coordinates that cannot be used", self._check_coords, slides)
         self.check_batch(found.splits.count("train"), 1)
         self._found = found
 
@@ -231,16 +234,12 @@ class SlideDataModule(SplitDataModule):
         return numbers, classes
 
     def _check_values(self, slide: Slide) -> None:
-        """Read a slide; raise ValueError for values that are not finite or coordinates that look wrong."""
-        if self.tile_size and slide.tile_size and self.tile_size != slide.tile_size:
-            raise ValueError(
-                f"{slide.path} says that its tiles are {slide.tile_size} level-0 pixels wide, but data.tile_size is "
-                f"{self.tile_size}: set it to {slide.tile_size}, or to null"
-            )
+        """Read a slide; raise ValueError for values that are not finite."""
         for start in range(0, slide.tiles, BLOCK):
             self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
-        if self.reader.coords is None:
-            return
+
+    def _check_coords(self, slide: Slide) -> None:
+        """Read the coordinates of a slide; raise ValueError where they look wrong."""
         coords = self.reader.read_coords(slide.path)
         faults = coordinate_faults(coords, self.tile_size or slide.tile_size or tile_step(coords) or 1)
         if faults:

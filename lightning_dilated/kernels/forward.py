@@ -130,7 +130,7 @@ def _forward(
         acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold,
         CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
-    acc = acc * (keep / total)[:, None]
+    acc = acc * tl.where(total > 0, keep / total, 0.0)[:, None]
     tl.store(out + rows[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at_lse, (most + tl.log2(total)) * LN2, mask=i < n)
 
@@ -177,6 +177,8 @@ def forward(
         chain = {"into": q, "all_heads": 1, "length": 1, "pads": 0, "CHAIN": False}
     else:
         out, lse = into.out, into.lse
+        if not (out.is_contiguous() and lse.is_contiguous() and out.dtype == lse.dtype == torch.float32):
+            raise ValueError("the state of `into` must be contiguous float32 tensors: they are changed in place.")
         chain = {"into": into.rows.contiguous(), "all_heads": lse.shape[1], "length": lse.shape[2], "CHAIN": True}
         chain["pads"] = into.pads
     tiles = triton.cdiv(n, rows)

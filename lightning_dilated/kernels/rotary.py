@@ -44,7 +44,7 @@ def _rotary(
     joint += sample * j_sb + n[:, None] * j_sn + column[None, :]
     q += sample * q_sb + n[:, None] * q_sn + column[None, :]
     k += sample * k_sb + n[:, None] * k_sn + column[None, :]
-    of_k = joint + heads * j_sh
+    of_k = joint + heads.to(tl.int64) * j_sh
     if SCALED:
         up = tl.load(scale + at, mask=mask, other=1.0)
         k_cos, k_sin = c / up, s / up
@@ -62,7 +62,7 @@ def _rotary(
 def serves(x: Tensor, table: Tensor) -> bool:
     """Whether the kernel takes q and k of this kind and device."""
     known = x.dtype in (torch.bfloat16, torch.float16, torch.float32) and table.dtype == torch.float32
-    return known and kernels.available(x.device)
+    return known and x.shape[0] < 65536 and kernels.available(x.device)
 
 
 def rotary(joint: Tensor, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, back: bool) -> None:

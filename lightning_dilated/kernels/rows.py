@@ -18,7 +18,7 @@ ELEMENTS, WARPS = 2048, 4
 @triton.jit
 def _locate(numbers, length, heads):
     """(sample, token, head) of flat numbers."""
-    return numbers // (length * heads), numbers // heads % length, numbers % heads
+    return numbers // heads // length, numbers // heads % length, numbers % heads
 
 
 @triton.jit(do_not_specialize=["count", "length", "heads"])

@@ -225,8 +225,12 @@ class DilatedTransformer(nn.Module):
         if self.rotary is not None:
             if positions is None:
                 start = caches[0].length if caches else 0
-                positions = token_positions(start, x.shape[1]).to(x.device)
-            table = self.rotary(positions, _working_dtype(x))
+                positions = token_positions(start, x.shape[1])
+            if positions.shape not in (x.shape[1:2], x.shape[:2]):
+                raise ValueError(
+                    f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
+                )
+            table = self.rotary(positions.to(x.device), _working_dtype(x))
         drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
         if watch is not None:
             watch(x)

@@ -117,6 +117,14 @@ class LongNetClassifier(PooledModule):
             causal=False, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
         )  # fmt: skip
 
+    def setup(self, stage: str) -> None:
+        """See that the data's features or tokens fit the input layer."""
+        super().setup(stage)
+        name = "vocab_size" if self.input == "tokens" else "feature_dim"
+        there = getattr(getattr(self._trainer, "datamodule", None), name, None)
+        if there is not None and (there > self.width if self.input == "tokens" else there != self.width):
+            raise ValueError(f"{name}={self.width}, but the data's is {there}: set the model's {name} to {there}.")
+
     def build(self) -> None:
         """Input layer, blocks and head, with fresh weights."""
         if self.input == "tokens":
@@ -153,7 +161,12 @@ class LongNetClassifier(PooledModule):
     def _check_input(self, batch: Mapping[str, Any]) -> None:
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
-        x = batch[self.input]
+        x, coords = batch[self.input], batch.get("coords")
+        if isinstance(coords, Tensor) and coords.numel() and bool((coords[:, 0] == -1).all()):
+            raise ValueError(
+                "the batch has a blank row in front, for a class token that this model does not have: set "
+                "data.class_token to false."
+            )
         if self.input == "tokens":
             if x.ndim != 2 or x.is_floating_point():
                 raise ValueError(f"tokens must be integers (B, N), got {x.dtype} of shape {tuple(x.shape)}.")

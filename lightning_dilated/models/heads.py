@@ -122,7 +122,8 @@ class RegressionHead(nn.Module):
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
         """(B,): the mean over a sample's targets."""
         name = "mse_loss" if self.loss == "mse" else "smooth_l1_loss"
-        return getattr(nn.functional, name)(logits, label.to(logits.dtype), reduction="none").mean(1)
+        wide = torch.promote_types(logits.dtype, torch.float32)  # bf16 would round the labels
+        return getattr(nn.functional, name)(logits.to(wide), label.to(wide), reduction="none").mean(1)
 
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C), fp64."""

@@ -143,6 +143,10 @@ class DilatedModule(Pretrained, pl.LightningModule):
             self.log(f"train_{name}", value, batch_size=1)
         return share
 
+    def on_fit_start(self) -> None:
+        """Train in training mode: Lightning keeps the mode it finds, and loaded encoders come in eval mode."""
+        self.train()
+
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Say once, after the first step (or one with a longer batch), what the pattern cannot do at that length."""
         if self._explained is None:

@@ -96,6 +96,16 @@ class PooledModule(DilatedModule):
             )
         return compile_blocks
 
+    def setup(self, stage: str) -> None:
+        """See that every class of the data has an output."""
+        super().setup(stage)
+        classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        if classes is not None and self.task in ("classification", "ordinal") and len(classes) != self.num_classes:
+            raise ValueError(
+                f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(map(str, classes))}): "
+                f"set the model's num_classes to {len(classes)}."
+            )
+
     def configure_model(self) -> None:
         """Build the layers, once, and freeze what is not trained."""
         fresh = not self._built

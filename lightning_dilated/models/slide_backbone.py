@@ -90,6 +90,24 @@ class SlideBackbone:
             self.dim, depth, self.num_heads, self.pattern, causal=False, hidden=self.ffn_dim, options=self.options
         )
 
+    def setup(self, stage: str) -> None:
+        """See that the data's features and tiles are those that the model is for."""
+        super().setup(stage)
+        data = getattr(self._trainer, "datamodule", None)
+        for name in ("feature_dim", "tile_size"):
+            there, here = getattr(data, name, None), getattr(self, name)
+            if there is not None and there != here:
+                raise ValueError(
+                    f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
+                )
+
+    def _check_entries(self, batch: Any) -> None:
+        missing = [name for name in ("features", "coords") if name not in batch]
+        if missing:
+            raise ValueError(
+                f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs."
+            )
+
     def _build_backbone(self) -> None:
         self.patch_embed = nn.Linear(self.feature_dim, self.dim)
         self.cls_token = nn.Parameter(torch.zeros(1, 1, self.dim))

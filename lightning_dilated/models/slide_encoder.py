@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_dilated.models.blocks import BlockOptions, init_weights
-from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, mean_token
+from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_weights import (
     load_backbone,
@@ -195,6 +195,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) from a batch as training has it: this rank's rows, the first of the whole slide blank."""
         self.configure_model()
+        guarded(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
         x, positions = self.row_tokens(batch["features"], batch["coords"], lengths)
         return self._pooled(x, positions, lengths, False)

@@ -32,8 +32,8 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
     is their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) takes checkpoints.
 
     Batches are mappings with `features`, `coords`, `lengths` as `SlideEncoder` has them, and `index` (B,), the slide's
-    number in the data set. What is hidden follows from (mask_seed, epoch, index, position) alone, on any number of ranks
-    and in a resumed run; validation hides the same tiles every time.
+    number in the data set. What is hidden follows from (mask_seed, optimizer step, index, position) alone, on any number of
+    ranks and in a resumed run; validation hides the same tiles every time.
 
     Args:
         mask_ratio: probability in (0, 1) with which a tile is hidden.
@@ -106,10 +106,13 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
             self.decoder.compile_blocks()
 
     def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, L) bool on the CPU: the tiles that this epoch hides, of slides `index` (B,) at global `positions` (L,)."""
-        epoch = self.current_epoch + 1 if self.training else 0
+        """(B, L) bool on the CPU: the tiles that this step hides, of slides `index` (B,) at global `positions` (L,).
+
+        Validation hides the same tiles every time.
+        """
+        step = 1 + (self._trainer.global_step if self._trainer else 0) if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
-        keep = self.hiding.keep(epoch, index.cpu().long()[:, None], zero, positions[None], zero)
+        keep = self.hiding.keep(step, index.cpu().long()[:, None], zero, positions[None], zero)
         tiles = (positions > 0).expand(keep.shape)
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
@@ -117,6 +120,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         """(predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
         self.configure_model()
         guarded(_check_index, batch)
+        guarded(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
         features, found = batch["features"], []
 

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated.models.grid_positions import GridPositions
+from lightning_dilated.pattern import DilatedPattern
 
 #: (release, ours) of a layer's parameters; q, k and v become one
 LAYER = {
@@ -145,6 +146,7 @@ def load_backbone(model: Any, path: str | Path) -> None:
     Raises:
         FileNotFoundError, ValueError: also where the sizes of the model differ from the file's, naming the settings.
     """
+    _check_settings(model, path)
     own = own_weights(read_weights(path), str(path), model.grid)
     there = sizes_of(own)
     here = sizes_of(dict(model.named_parameters()))
@@ -161,6 +163,23 @@ def load_backbone(model: Any, path: str | Path) -> None:
                 found = tuple(own[name].shape), tuple(parameter.shape)
                 raise ValueError(f"{path}: {name} is {found[0]}, but here it is {found[1]}.")
             parameter.copy_(own[name])
+
+
+def _check_settings(model: Any, path: str | Path) -> None:
+    """What weights do not show: heads, tile size and grid of a checkpoint of ours have to be the model's."""
+    stored = read_file(path)
+    settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
+    for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
+        if name in settings and settings[name] != getattr(model, name):
+            raise ValueError(
+                f"{path} was trained with {name}={settings[name]}, and this model has {name}={getattr(model, name)}: its "
+                f"weights would mean something else. Set the model's {name} to {settings[name]}."
+            )
+    segments, rates = ((settings or {}).get(x) for x in ("segment_lengths", "dilation_rates"))
+    if segments and rates:
+        theirs = DilatedPattern.longnet(segments, rates, offsets="blocked", padding=settings.get("padding", "masked"))
+        if theirs != model.pattern:
+            rank_zero_warn(f"{path} was trained with {theirs}, and this model attends by {model.pattern}.")
 
 
 def _check_table(table: Tensor, grid: int, where: str) -> None:

@@ -275,3 +275,21 @@ def test_without_h5py(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ImportError, match=r'pip install "lightning-dilated\[slides\]"'):
         module(folder).check()
+
+
+def test_slides_of_two_magnifications(folder):
+    write(folder / "s4.h5", features(), grid(TILES) * 2, patch_size_level0=512)
+    with pytest.raises(ValueError, match=r"different level-0 widths .*says 256.*s4\.h5 says 512"):
+        SlideDataModule(str(folder), str(folder / "labels.csv")).check()
+
+
+def test_coordinates_of_every_slide_are_looked_at(folder):
+    for i in range(6):
+        write(folder / f"s{i}.h5", features(), grid(TILES) // (256 if i == 3 else 1), patch_size_level0=256)
+    with pytest.raises(ValueError, match=r"s3\.h5.*look like tile numbers"):
+        SlideDataModule(str(folder), str(folder / "labels.csv")).check()
+
+
+def test_endings_in_capitals_count(folder):
+    (folder / "s5.h5").rename(folder / "s5.H5")
+    assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).found.slides) == 6

@@ -39,6 +39,28 @@ def turned(rank, group, number, examples, device="cpu"):
             close(f"{tuple(joint.shape)}, {heads} heads", a, b, 1e-6, 1.0)
 
 
+def broadcast(rank, group):
+    """Tables of one sample or one token, as torch broadcasts them; a table of another length is refused; any strides."""
+    joint = torch.randn(3, 16, 4, 8)
+    for positions in (torch.arange(16)[None], torch.arange(1), torch.arange(16).expand(3, 16)):
+        table = Rotary(8)(positions)
+        for a, b in zip(turn(joint, table.cos, table.sin, None, 3), table.rotate(*joint.split((3, 1), 2)), strict=True):
+            close(str(tuple(positions.shape)), a, b, 1e-6, 1.0)
+    table, turned_over = Rotary(8)(torch.arange(16)), torch.randn(3, 16, 8, 4).transpose(2, 3)
+    for a, b in zip(
+        turn(turned_over, table.cos, table.sin, None, 3), table.rotate(*turned_over.split((3, 1), 2)), strict=True
+    ):
+        close("columns apart", a, b, 1e-6, 1.0)
+    for wrong in (32, 15):
+        table = Rotary(8)(torch.arange(wrong))
+        with pytest.raises(RuntimeError, match="expanded size"):
+            turn(joint, table.cos, table.sin, None, 3)
+
+
+def test_tables_of_other_shapes(interpreter):
+    interpreter.run(1, broadcast)
+
+
 @pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 150, marks=pytest.mark.slow)])
 def test_turn(interpreter, number, examples):
     interpreter.run(1, turned, number, examples)

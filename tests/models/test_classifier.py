@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from lightning_dilated import LongNetClassifier
+from lightning_dilated import DilatedPattern, LongNetClassifier
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.models.heads import class_metrics
 
@@ -187,3 +187,17 @@ def test_refused(name):
 def test_no_task_cannot_be_evaluated():
     with pytest.raises(ValueError, match="makes embeddings only"):
         trainer().validate(model(task=None), loader(batches()), verbose=False)
+
+
+def test_a_blank_row_is_refused():
+    """SlideDataModule puts one in front for a class token, which this model does not have."""
+    model = LongNetClassifier(DilatedPattern.dense(), feature_dim=4, num_classes=2, dim=8, depth=1, num_heads=2)
+    data = {
+        "features": torch.zeros(1, 5, 4),
+        "coords": torch.zeros(1, 5, 2, dtype=torch.int64),
+        "label": torch.tensor([0]),
+    }
+    model.loss_terms(data)
+    data["coords"][:, 0] = -1
+    with pytest.raises(ValueError, match=r"set data\.class_token to false"):
+        model.loss_terms(data)

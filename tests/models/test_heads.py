@@ -141,3 +141,9 @@ def test_bad_labels_and_settings(name):
     call, error, says = BAD[name]
     with pytest.raises(error, match=says):
         call()
+
+
+def test_regression_labels_are_not_rounded_to_the_logits_dtype():
+    head = make_head("regression", 4, 1, "mse")
+    logits, label = torch.zeros(1, 1, dtype=torch.bfloat16), torch.tensor([[1234.6]])
+    assert float(head.losses(logits, label)) == pytest.approx(1234.6**2, rel=1e-6)

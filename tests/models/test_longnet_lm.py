@@ -298,3 +298,10 @@ def test_refused(name):
     call, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("shape", [(1,), (2 * 8,), (3, 8)])
+def test_positions_of_another_shape_are_refused(shape):
+    model = LongNetLM(DilatedPattern.dense(), dim=16, depth=1, num_heads=2)
+    with pytest.raises(ValueError, match=r"positions must be \(8,\) or \(2, 8\)"):
+        model(torch.zeros(2, 8, dtype=torch.int64), positions=torch.zeros(shape, dtype=torch.int64))

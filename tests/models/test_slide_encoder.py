@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from lightning_dilated import SlideEncoder, SlidePretrainer
+from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 from lightning_dilated.models.slide_backbone import released_segments
 
 from . import loader, trainer
@@ -168,3 +169,42 @@ def test_refused(name):
     call, error, says = REFUSED[name]
     with pytest.raises(error, match=says):
         call()
+
+
+# -- what does not fit -------------------------------------------------------------------------------------------------
+def test_batches_without_coordinates_are_refused():
+    data = batch(20)
+    del data["coords"]
+    with pytest.raises(ValueError, match="no coords, which a slide encoder needs"):
+        encoder().embed(data)
+
+
+@pytest.mark.parametrize("change", [{"num_heads": 2}, {"tile_size": 512}, {"grid": 9}])
+def test_a_checkpoint_of_other_settings_is_refused(tmp_path, change):
+    run = trainer(max_steps=1)
+    run.fit(
+        encoder(**TASK).float(), loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
+    )
+    run.save_checkpoint(tmp_path / "it.ckpt")
+    (name,) = change
+    with pytest.raises(ValueError, match=f"was trained with {name}=.*Set the model's {name}"):
+        SlideEncoder(**{**SIZES, **change}, **TASK, pretrained=str(tmp_path / "it.ckpt")).configure_model()
+
+
+def test_data_that_does_not_fit_is_refused_before_training(tmp_path):
+    write_synthetic_slides(tmp_path, slides=10, tiles=(5, 9), features=5, classes=3)
+    data = SlideDataModule(str(tmp_path), str(tmp_path / "labels.csv"))
+    fits = {**SIZES, "feature_dim": 5, "tile_size": 256, "task": "classification", "num_classes": 3}
+    for name, value, there in (("num_classes", 2, "3"), ("feature_dim", 6, "5"), ("tile_size", 128, "256")):
+        with pytest.raises(ValueError, match=f"{name}={value}.*set the model's {name} to {there}"):
+            trainer(max_steps=1).fit(SlideEncoder(**{**fits, name: value}), data)
+
+
+def test_loaded_encoders_train_in_training_mode():
+    """from_gigapath gives eval mode; a fit that kept it would run without dropout."""
+    model, seen = encoder(**TASK).float().eval(), []
+    model.transformer.register_forward_pre_hook(lambda module, args: seen.append(module.training))
+    trainer(max_steps=1).fit(
+        model, loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
+    )
+    assert seen == [True]
