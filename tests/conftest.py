@@ -17,6 +17,10 @@ settings.register_profile("explore", derandomize=False, **_COMMON)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+#: what a launcher tells its processes
+LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skip what is marked `gpu` where torch sees no CUDA device."""
     if torch.cuda.is_available():
@@ -35,7 +39,13 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def no_process_group_left():
-    """Lightning leaves its process group to the end of the process, and later tests that fork would inherit it."""
+    """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and to what these start."""
+    before = {name: os.environ.get(name) for name in LAUNCHED}
     yield
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

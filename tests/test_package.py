@@ -199,6 +199,7 @@ def test_imports_and_runs_without_triton_and_cuda(tmp_path):
     assert result.stdout.strip() == "fine", result.stderr
 
 
+@pytest.mark.slow
 def test_python_m(tmp_path):
     result = run(sys.executable, "-m", "lightning_dilated", "validate", cwd=tmp_path)
     assert result.returncode == 2 and result.stdout == ""

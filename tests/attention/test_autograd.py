@@ -36,7 +36,7 @@ def test_gradcheck(name, engine):
 
 
 @pytest.mark.parametrize(
-    "name", ["gqa", "lengths", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "causal", "documents"))]
+    "name", ["gqa", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "causal", "lengths", "documents"))]
 )
 def test_gradcheck_dropout(name):
     q, k, v, _ = CHECKED[name].tensors()

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.engines import Request, choose
 from lightning_dilated.attention.oracle import oracle
 
@@ -47,13 +46,22 @@ def test_scale_beyond_float32():
 def test_cache_with_dropout_in_training():
     layer = ld.MultiheadDilatedAttention(16, 2, PATTERN, causal=True, dropout=0.1)
     with pytest.raises(ValueError, match=r"without dropout: call \.eval\(\)"):
-        layer(torch.randn(1, 4, 16), cache=KVCache())
-    layer.eval()(torch.randn(1, 4, 16), cache=KVCache())
+        layer(torch.randn(1, 4, 16), cache=layer.new_cache())
+    with torch.no_grad():
+        layer.eval()(torch.randn(1, 4, 16), cache=layer.new_cache())
 
 
+def test_cache_with_gradients():
+    layer = ld.MultiheadDilatedAttention(16, 2, PATTERN, causal=True)
+    with pytest.raises(ValueError, match=r"without gradients: call under torch\.no_grad\(\)"):
+        layer(torch.randn(1, 4, 16), cache=layer.new_cache())
+
+
+@torch.no_grad()
 def test_decoding_refuses_where_the_full_sequence_does():
     pattern = ld.DilatedPattern([(6, 4)], padding="attended")
-    layer, cache = ld.MultiheadDilatedAttention(16, 2, pattern, causal=True), KVCache()
+    layer = ld.MultiheadDilatedAttention(16, 2, pattern, causal=True)
+    cache = layer.new_cache()
     layer(torch.randn(1, 6, 16), cache=cache)
     with pytest.raises(ValueError, match="not a multiple of dilation_rate=4"):
         layer(torch.randn(1, 1, 16), cache=cache)

@@ -77,7 +77,7 @@ def whole(parts, name, step=0, dim=1):
 
 
 @pytest.mark.parametrize(
-    "workers, seed", [(0, True), (0, False), (1, True), pytest.param(1, False, marks=pytest.mark.slow)]
+    "workers, seed", [(0, True), (0, False), *(pytest.param(1, x, marks=pytest.mark.slow) for x in (True, False))]
 )
 def test_augmentation_is_that_of_the_sample(pools, workers, seed):
     """Trap 3: the ranks of a sequence augment it alike, in the main process and in workers, also where nobody set a seed."""
