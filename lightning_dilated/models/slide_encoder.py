@@ -188,6 +188,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
             raise ValueError(
                 "tiles alone are encoded on one rank; on several give batches with a blank row to `embed`."
             )
+        if isinstance(features, Tensor) and features.ndim == 3 and not features.shape[1]:
+            raise ValueError("a slide has at least one tile; got features of none.")
         tiles = check_lengths(lengths, features.shape[1], 1, "a slide has at least one tile")
         x = self.tile_tokens(features, coords, tiles)
         return self._pooled(x, torch.arange(x.shape[1]), None if tiles is None else tiles + 1, all_layers)

@@ -77,6 +77,10 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int) -> dict[str
     Raises:
         ValueError: naming parameters that are missing, or a table of positions that is another one.
     """
+    if any(".lora_" in name or ".base_layer." in name for name in stored):
+        raise ValueError(
+            f"{where} holds LoRA's updates apart from the weights: call merge_lora() on the model and save it again."
+        )
     found = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
     if len(found) != 1:
         raise ValueError(f"{where} is no slide encoder with a class token: no single cls_token among {_few(stored)}.")

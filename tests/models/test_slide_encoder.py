@@ -208,3 +208,9 @@ def test_loaded_encoders_train_in_training_mode():
         model, loader({k: v.float() if v.is_floating_point() else v for k, v in batch(20).items()})
     )
     assert seen == [True]
+
+
+def test_a_slide_without_tiles_is_refused():
+    model = encoder().eval()
+    with pytest.raises(ValueError, match="at least one tile"):
+        model(torch.zeros(1, 0, SIZES["feature_dim"], dtype=torch.float64), torch.zeros(1, 0, 2, dtype=torch.int64))

@@ -186,3 +186,11 @@ def test_names_there_and_back(tmp_path):
         for name, p in model.named_parameters():
             same = torch.equal(named[name], p.float().double())
             assert same != name.startswith("head."), name
+
+
+def test_lora_apart_from_the_weights_is_named(tmp_path):
+    state = encoder().state_dict()
+    state["transformer.blocks.0.ffn.fc1.base_layer.weight"] = state.pop("transformer.blocks.0.ffn.fc1.weight")
+    torch.save(state, tmp_path / "it.pth")
+    with pytest.raises(ValueError, match=r"it\.pth holds LoRA's updates apart.*merge_lora\(\)"):
+        encoder(pretrained=str(tmp_path / "it.pth")).configure_model()
