@@ -124,6 +124,9 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
         ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
     """
     rows = list(rows)
+    twice = sorted({name for name in classes or () if (classes or []).count(name) > 1})
+    if twice:
+        raise ValueError(f"data.classes names {', '.join(map(repr, twice))} more than once; name each class once")
     words = [str(row.label) for row in rows]
     numbers = [_number(word) for word in words]
     if classes is None and all(x is not None for x in numbers):
@@ -133,7 +136,8 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
                 f"{path}, line {broken[0].line}: the label {broken[0].label} is no class, as it is not a whole number: set "
                 "data.labels to 'numbers' for regression"
             )
-        words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
+        if not any(_padded(word) for word in words):  # 01 and 1 may be two classes, so padded numbers stay words
+            words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
     names = (
         sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
     )
@@ -169,6 +173,11 @@ def _number(word: str) -> float | None:
     except ValueError:
         return None
     return value if math.isfinite(value) else None
+
+
+def _padded(word: str) -> bool:
+    digits = word.lstrip("+-")
+    return len(digits) > 1 and digits[0] == "0" and digits[1].isdecimal()
 
 
 def _whole(word: str) -> bool:

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule
+from lightning_dilated.data.slide_labels import Row, class_numbers
 
 from .test_slides import grid, module, stored, table, write
 
@@ -104,3 +105,20 @@ def test_left_out_slides_are_told(folder, tmp_path):
     ):
         data.check()
     assert sum(len(data.dataset(split)) for split in ("train", "val", "test")) == 8
+
+
+def test_padded_numbers_are_classes_of_their_own():
+    rows = [Row(i + 2, f"s{i}", label, None, None) for i, label in enumerate(["01", "1", "10", "1"])]
+    assert class_numbers("x.csv", rows, None)[1] == [class_numbers("x.csv", rows, None)[0].index(x.label) for x in rows]
+    assert len(class_numbers("x.csv", rows, None)[0]) == 3
+
+
+def test_underscores_are_no_digits():
+    rows = [Row(i + 2, f"s{i}", label, None, None) for i, label in enumerate(["1_0", "10"])]
+    assert sorted(class_numbers("x.csv", rows, None)[0]) == ["10", "1_0"]
+
+
+def test_a_class_named_twice_is_refused():
+    rows = [Row(2, "s", "0", None, None), Row(3, "t", "1", None, None)]
+    with pytest.raises(ValueError, match=r"data\.classes names '1' more than once"):
+        class_numbers("x.csv", rows, ["0", "1", "1"])

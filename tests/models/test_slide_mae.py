@@ -102,6 +102,32 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
         SlideEncoder.from_pretrained_mae(tmp_path / "bare.pth")
 
 
+def test_a_resumed_run_hides_what_an_unbroken_one_hides(tmp_path, monkeypatch):
+    """Also where the checkpoint ends inside an epoch, after which Lightning's own epoch counter drifts."""
+    seen, real = [], SlidePretrainer.hidden_tiles
+
+    def watched(self, index, positions, lengths):
+        found = real(self, index, positions, lengths)
+        seen.append((self.trainer.global_step, found))
+        return found
+
+    monkeypatch.setattr(SlidePretrainer, "hidden_tiles", watched)
+    data = [smooth(s) for s in range(4)]
+    make = lambda: SlidePretrainer(**SIZES, **SMALL)  # noqa: E731
+    broken = trainer(max_steps=3)
+    broken.fit(make(), loader(*data))
+    broken.save_checkpoint(tmp_path / "x.ckpt")
+    seen.clear()
+    trainer(max_steps=8).fit(make(), loader(*data), ckpt_path=tmp_path / "x.ckpt")
+    assert [step for step, _ in seen] == [3, 4, 5, 6, 7]
+    # what an unbroken run hides at that step is a function of the step and the slide; the loader's order is not at issue
+    model = make().train()
+    for step, found in seen:
+        monkeypatch.setattr(model, "_trainer", type("At", (), {"global_step": step})())
+        lengths, positions = data[0]["lengths"], torch.arange(data[0]["features"].shape[1])
+        assert any(torch.equal(real(model, x["index"], positions, lengths), found) for x in data), step
+
+
 REFUSED = {
     "mask_ratio": (lambda: SlidePretrainer(mask_ratio=1.0), "mask_ratio must lie between 0 and 1"),
     "decoder_dim": (lambda: SlidePretrainer(decoder_dim=100), "num_heads=16 must divide decoder_dim=100"),
