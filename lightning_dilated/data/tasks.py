@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split 
 from __future__ import annotations
 
 from random import Random
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -123,11 +123,16 @@ class FarRecallDataModule(RuleDataModule):
     lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
     that their loss is that of recall over the distance.
 
+    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0, and so is the label of
+    its key's queries, which no answer follows. Nothing has to be bound then, every query is a far one, and what is measured is
+    the way alone.
+
     Args:
         seq_len: N.
         num_pairs: pairs of a sequence.
         vocabulary: V, number of different keys and also of values.
         num_queries: queries of a sequence, of each key at least one; null is `num_pairs`.
+        pair_tokens: tokens that a pair, and a query with its answer, take: 2, or 1.
         batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
@@ -141,6 +146,7 @@ class FarRecallDataModule(RuleDataModule):
         num_pairs: int = 4,
         vocabulary: int = 8,
         num_queries: int | None = None,
+        pair_tokens: Literal[1, 2] = 2,
         batch_size: int = 32,
         train_size: int = 100_000,
         val_size: int = 512,
@@ -160,41 +166,49 @@ class FarRecallDataModule(RuleDataModule):
                 f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
                 "raise data.vocabulary or lower data.num_pairs"
             )
-        if 2 * self.num_queries > self.seq_len // 2:
+        if pair_tokens not in (1, 2):
+            raise ValueError(f"data.pair_tokens is {pair_tokens!r}; it must be 1 or 2")
+        self.pair_tokens = pair_tokens
+        if pair_tokens * self.num_queries > self.seq_len // 2:
             raise ValueError(
-                f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of 2 tokens in each half need "
-                f"{4 * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
+                f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of {pair_tokens} tokens in each half "
+                f"need {2 * pair_tokens * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
             )
-        #: tokens of the task: filler, keys, values
-        self.vocab_size = 1 + 2 * self.vocabulary
+        #: tokens of the task: filler, keys, and values or pairs
+        self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
         """The task in words."""
         return (
             f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
-            f"{self.num_queries} queries"
+            f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
         )
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,), "labels": (N,)} int64."""
-        count, half = self.num_pairs, self.seq_len // 2
+        count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
         again = rng.integers(0, count, self.num_queries - count)
         asked = rng.permutation(np.concatenate([np.arange(count), again]))
-        pairs, queries = _places(rng, half, count), half + _places(rng, self.seq_len - half, len(asked))
+        pairs = _places(rng, half, count, size)
+        queries = half + _places(rng, self.seq_len - half, len(asked), size)
         tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
-        tokens[pairs], tokens[pairs + 1] = keys, values
-        tokens[queries], tokens[queries + 1] = keys[asked], values[asked]
-        first = np.unique(asked, return_index=True)[1]
-        counted = slice(None) if split == "train" else first
-        labels[queries[counted]] = values[asked[counted]]
+        if size == 1:
+            values = values + self.vocabulary * (keys - 1)
+            tokens[pairs], tokens[queries], labels[queries] = values, keys[asked], values[asked]
+        else:
+            tokens[pairs], tokens[pairs + 1] = keys, values
+            tokens[queries], tokens[queries + 1] = keys[asked], values[asked]
+            first = np.unique(asked, return_index=True)[1]
+            counted = slice(None) if split == "train" else first
+            labels[queries[counted]] = values[asked[counted]]
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
 
-def _places(rng: np.random.Generator, size: int, count: int) -> np.ndarray:
-    """Where `count` pairs of neighbours begin in `size` places, none overlapping, each arrangement as likely: sorted."""
-    return np.sort(rng.choice(size - count, count, replace=False)) + np.arange(count)
+def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
+    """Where `count` runs of `size` neighbours begin in `room` places, none overlapping, each arrangement as likely: sorted."""
+    return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)
 
 
 class ListOpsDataModule(RuleDataModule):

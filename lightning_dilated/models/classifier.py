@@ -134,7 +134,7 @@ class LongNetClassifier(PooledModule):
         self.dropout = nn.Dropout(self.options.dropout)
         self.transformer = self._transformer(self.depth)
         self.head = self._make_head()
-        init_weights(self, self.depth)
+        init_weights(self, self.depth, self.dim)
         if self.compile_blocks:
             self.transformer.compile_blocks()
 

@@ -130,7 +130,7 @@ class TokenModel(DilatedModule):
         self.embedding = nn.Embedding(self.embedded_tokens, self.dim)
         self.transformer = self._transformer(self.depth)
         self.head = nn.Linear(self.dim, self.vocab_size, bias=False)
-        init_weights(self, self.depth)
+        init_weights(self, self.depth, self.dim)
         if self.tie_embeddings:
             self.head.weight = self.embedding.weight
         self.dropout = nn.Dropout(self.options.dropout)

@@ -159,7 +159,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         """The encoder and the head, with fresh weights or those of `pretrained`."""
         self._build_backbone()
         self.head = self._make_head()
-        init_weights(self, self.depth)
+        init_weights(self, self.depth, self.dim)
         if self.pretrained is not None:
             load_backbone(self, self.pretrained)
         if self.compile_blocks:

@@ -100,7 +100,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
             self.decoder_dim, self.decoder_depth, self.num_heads, self.pattern, causal=False, options=options
         )
         self.decoder_predict = nn.Linear(self.decoder_dim, self.feature_dim)
-        init_weights(self, self.depth)
+        init_weights(self, self.depth, self.dim)
         if self.compile_blocks:
             self.transformer.compile_blocks()
             self.decoder.compile_blocks()

@@ -101,6 +101,25 @@ def test_far_recall_obeys_its_rule(seq_len: int, pairs: int, vocabulary: int, qu
     assert np.abs(share - 1 / vocabulary).max() < 5 * np.sqrt(1 / vocabulary / len(values))
 
 
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize(("seq_len", "pairs", "vocabulary", "queries"), [(64, 4, 8, 32), (9, 1, 2, None), (8, 4, 4, 4)])
+def test_far_recall_of_pairs_in_one_token(seq_len, pairs, vocabulary, queries, split) -> None:
+    data = FarRecallDataModule(seq_len, pairs, vocabulary, queries, pair_tokens=1, val_size=200)
+    assert data.vocab_size == 1 + vocabulary + vocabulary**2 and data.rule().endswith("a token a pair")
+    half, places, drawn = seq_len // 2, set(), []
+    for sample in (data.dataset(split)[i] for i in range(200)):
+        tokens, labels = sample["tokens"].tolist(), sample["labels"].tolist()
+        known = {1 + (token - 1 - vocabulary) // vocabulary: token for token in tokens[:half] if token}
+        asked = [p for p in range(half, seq_len) if tokens[p]]
+        assert len(known) == pairs and len(asked) == (queries or pairs) and {tokens[p] for p in asked} == set(known)
+        assert labels == [known[tokens[p]] if p in asked else -100 for p in range(seq_len)]
+        places |= {p for p in range(seq_len) if tokens[p]}
+        drawn += list(known.values())
+    assert places == set(range(seq_len)) or (seq_len, queries) == (9, None) and places >= set(range(8))
+    share = np.bincount(drawn, minlength=data.vocab_size)[1 + vocabulary :] / len(drawn)
+    assert np.abs(share - vocabulary**-2).max() < 6 * np.sqrt(vocabulary**-2 / len(drawn))
+
+
 WRONG = [
     (
         FarRecallDataModule,
@@ -110,6 +129,7 @@ WRONG = [
     ),
     (FarRecallDataModule, {"num_queries": 3}, ValueError, "data.num_queries is 3; it must be .* at least 4"),
     (FarRecallDataModule, {"num_pairs": 0}, ValueError, "data.num_pairs is 0"),
+    (FarRecallDataModule, {"pair_tokens": 3}, ValueError, "data.pair_tokens is 3; it must be 1 or 2"),
     (
         FarRecallDataModule,
         {"num_pairs": 9},

@@ -143,10 +143,10 @@ def test_default_hidden(dim, ffn, want):
 def test_init_weights():
     torch.manual_seed(0)
     model = DilatedTransformer(256, 2, 4, PATTERN, causal=True, options=BlockOptions(bias=True))
-    init_weights(model, depth=8)
+    init_weights(model, depth=8, dim=256)
     for name, p in model.named_parameters():
         if p.ndim >= 2:
-            std = 0.02 / 4 if name.endswith(("out_proj.weight", "fc2.weight")) else 0.02
+            std = 0.039528 / (4 if name.endswith(("out_proj.weight", "fc2.weight")) else 1)  # sqrt(2 / 1280)
             assert p.std().item() == pytest.approx(std, rel=0.05), name
         else:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
