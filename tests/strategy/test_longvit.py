@@ -67,7 +67,7 @@ def fitted(rank, group, settings, options, fsdp=False):
 
 WAYS = {
     "4, data 2": (4, {"sequence_size": 2}, {"norm_at": "patches"}),
-    "3, strided, attended": (3, {"layout": "strided"}, {"padding": "attended"}),
+    "4, strided, attended": (4, {"layout": "strided"}, {"padding": "attended"}),
 }
 
 
