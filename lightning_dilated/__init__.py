@@ -7,6 +7,7 @@ from lightning_dilated.models import (
     LongNetClassifier,
     LongNetLM,
     LongNetMLM,
+    LongViT,
     SlideEncoder,
     SlidePretrainer,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",
+    "LongViT",
     "MultiheadDilatedAttention",
     "RingDilatedFSDPStrategy",
     "RingDilatedStrategy",

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -42,7 +43,7 @@ def read_file(path: str | Path) -> Any:
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path}: no such file of slide encoder weights.")
     try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zipfile(path))  # not before torch 1.6
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(f"{path} cannot be read as torch weights ({lines[0][:120]}).") from None
@@ -83,7 +84,11 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int) -> dict[str
         )
     found = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
     if len(found) != 1:
-        raise ValueError(f"{where} is no slide encoder with a class token: no single cls_token among {_few(stored)}.")
+        image = any(name.endswith("patch_embed.proj.weight") and x.ndim == 4 for name, x in stored.items())
+        hint = " It embeds images: LongViT.from_longvit loads a LongViT." if image else ""
+        raise ValueError(
+            f"{where} is no slide encoder with a class token: no single cls_token among {_few(stored)}.{hint}"
+        )
     inside = {name.removeprefix(found[0]): x for name, x in stored.items() if name.startswith(found[0])}
     extra = [name for name in stored if not name.startswith(found[0])]
     layers = [int(m[1]) for m in map(_LAYERS.match, inside) if m]
