@@ -123,9 +123,9 @@ class FarRecallDataModule(RuleDataModule):
     lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
     that their loss is that of recall over the distance.
 
-    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0, and so is the label of
-    its key's queries, which no answer follows. Nothing has to be bound then, every query is a far one, and what is measured is
-    the way alone.
+    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
+    its key's queries, too, and no answer follows them. Nothing has to be bound then, every query is a far one, and what is
+    measured is the way alone.
 
     Args:
         seq_len: N.
@@ -207,7 +207,7 @@ class FarRecallDataModule(RuleDataModule):
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
-    """Where `count` runs of `size` neighbours begin in `room` places, none overlapping, each arrangement as likely: sorted."""
+    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, none overlapping, each way as likely."""
     return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)
 
 

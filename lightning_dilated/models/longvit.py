@@ -181,7 +181,7 @@ class LongViT(PooledModule):
         self.transformer = self._transformer(self.depth)
         self.norm = nn.LayerNorm(self.dim, eps=1e-6 if self.norm_at == "patches" else 1e-5)
         self.head = self._make_head()
-        init_weights(self, self.depth)
+        init_weights(self, self.depth, self.dim)
         if self.pretrained is not None:
             load_longvit(self, self.pretrained)
         if self.compile_blocks:
