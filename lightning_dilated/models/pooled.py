@@ -163,7 +163,7 @@ class PooledModule(DilatedModule):
     def _report(self, stage: str) -> None:
         super()._report(stage)
         metric = self.epoch_scores[stage]
-        found = metric.compute()  # of all ranks, gathered by torchmetrics
+        found = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
         metric.reset()
         for name, value in self.head.metrics(*found).items():
             self.log(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
