@@ -25,6 +25,7 @@ from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
+from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.verify import run as run_verify
 
 PROG = "lightning-dilated"
@@ -41,7 +42,7 @@ commands:
   fit        train; a checkpoint, config.yaml and plots go to the run folder
   validate   validation loss of a checkpoint
   test       test loss of a checkpoint
-  predict    bits per byte of every test sequence, as a CSV
+  predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
@@ -137,10 +138,11 @@ class DilatedCLI(LightningCLI):
                 check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Lightning's, with a writer for what a language model predicts unless the recipe has one."""
+        """Lightning's, with a writer for what our models predict unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        if self.subcommand == "predict" and isinstance(self.model, TokenModel) and not writers:
+        ours = isinstance(self.model, (TokenModel, PooledModule))
+        if self.subcommand == "predict" and ours and not writers:
             trainer.callbacks.append(PredictionWriter())
         return trainer
 

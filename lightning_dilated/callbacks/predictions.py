@@ -1,4 +1,7 @@
-"""PredictionWriter: what `predict` returns, as one CSV row a sequence."""
+"""PredictionWriter: what `predict` returns, as one CSV row a sequence.
+
+Shape letters: B sequences of a batch, E numbers of a sequence, such as its embedding's.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,9 @@ class PredictionWriter(BasePredictionWriter):
     """Writes `predictions.csv` into the run folder, batch by batch; where several ranks have samples of their own, one file
     each: `predictions.RANK.csv`. Of the ranks that share a sequence the first one writes.
 
-    A prediction must be a mapping of names to tensors with one entry a sample, as `LongNetLM.predict_step` returns it.
+    A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as the
+    `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
+    called "embedding", e0, e1 and so on: beside its name in one file, which grows batch by batch and any table reads.
 
     Args:
         path: of the CSV; None means `predictions.csv` in the logger's folder.
@@ -26,10 +31,11 @@ class PredictionWriter(BasePredictionWriter):
         super().__init__(write_interval="batch")
         self.path = path
         self._started = False
+        self._header: list[str] | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the file anew, where every rank takes part in finding the folder."""
-        self._started = False
+        self._started, self._header = False, None
         self._target = self._find_target(trainer)
 
     def _find_target(self, trainer: pl.Trainer) -> Path:
@@ -49,24 +55,63 @@ class PredictionWriter(BasePredictionWriter):
         dataloader_idx: int,
     ) -> None:
         """Append the rows of one batch."""
+        # looked at on every rank of a sequence: if one alone stopped, the others would wait for it
+        columns = _columns(f"{type(pl_module).__name__}.predict_step", prediction)
+        if self._header not in (None, list(columns)):
+            raise ValueError(
+                f"{type(pl_module).__name__}.predict_step returned the columns {_some(columns)} after batches with "
+                f"{_some(self._header)}; the rows of one CSV have the same ones. Return the same names for every batch."
+            )
+        self._header = list(columns)
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
             return
-        if not isinstance(prediction, Mapping) or not all(
-            isinstance(x, Tensor) and x.ndim == 1 for x in prediction.values()
-        ):
-            raise TypeError(
-                f"{type(pl_module).__name__}.predict_step must return a mapping of names to tensors (B,) for "
-                f"PredictionWriter, got {type(prediction).__name__}. Change it, or leave the callback out."
-            )
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        with self._target.open("a" if self._started else "w", newline="") as file:
+        with self._target.open("a" if self._started else "w", newline="", encoding="utf-8") as file:
             writer = csv.writer(file)
             if not self._started:
-                writer.writerow(prediction)
-            writer.writerows(zip(*(x.tolist() for x in prediction.values()), strict=True))
+                writer.writerow(columns)
+            writer.writerows(zip(*columns.values(), strict=True))
         self._started = True
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the rows are."""
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
+
+
+def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
+    """{column: one value a sequence}."""
+    if not isinstance(prediction, Mapping) or not prediction or not all(map(_is_column, prediction.values())):
+        found = type(prediction).__name__
+        if isinstance(prediction, Mapping):
+            kinds = {n: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for n, x in prediction.items()}
+            found = f"{found} {kinds}"
+        raise TypeError(
+            f"{step} must return a mapping of names to tensors (B,) or (B, E), or to lists of B words or numbers, for "
+            f"PredictionWriter, got {found}. Change it, or leave the callback out."
+        )
+    sizes = {name: len(x) for name, x in prediction.items()}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(f"{step} must return one value a sequence under every name, got {sizes} of them.")
+    out: dict[str, list[Any]] = {}
+    for name, x in prediction.items():
+        if not isinstance(x, Tensor):
+            out[name] = list(x)
+        elif x.ndim == 1:
+            out[name] = x.tolist()
+        else:
+            prefix = "e" if name == "embedding" else f"{name}_"
+            out |= {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
+    return out
+
+
+def _is_column(x: Any) -> bool:
+    if isinstance(x, Tensor):
+        return x.ndim in (1, 2)
+    return isinstance(x, (list, tuple)) and all(isinstance(value, (str, int, float)) for value in x)
+
+
+def _some(names: Any) -> str:
+    """The first names, and how many there are."""
+    shown = list(names)
+    return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"

@@ -20,7 +20,8 @@ NOWHERE = -1
 
 
 class SlideSequences(Dataset):
-    """Slides in a fixed order; a sample is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index"}.
+    """Slides in a fixed order; a sample is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index",
+    "slide_id": the slide's name}.
 
     "label" is there where labels are, "coords" where the reader has a name for them.
 
@@ -93,7 +94,7 @@ class SlideSequences(Dataset):
         sample = {"features": _placed(features, real, len(at), 0)}
         if coords is not None:
             sample["coords"] = _placed(coords, real, len(at), NOWHERE)
-        sample |= {"length": self.length_of(index), "index": index}
+        sample |= {"length": self.length_of(index), "index": index, "slide_id": slide.name}
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
     def _rows(self, index: int) -> np.ndarray:
@@ -123,12 +124,12 @@ def _placed(values: torch.Tensor, at: np.ndarray, count: int, blank: int) -> tor
     return out
 
 
-def collate_slides(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
     """A batch of samples, padded on the right with features 0 and coords -1.
 
     Returns:
         {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label": (B,) int64 of classes or float32,
-        "index": (B,)}; "coords" and "label" where the samples have them.
+        "index": (B,), "slide_id": list of B str}; "coords" and "label" where the samples have them.
     """
     batch = {"features": _padded([s["features"] for s in samples], 0)}
     if "coords" in samples[0]:
@@ -139,6 +140,7 @@ def collate_slides(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         whole = all(isinstance(x, int) for x in labels)
         batch["label"] = torch.tensor(labels, dtype=torch.int64 if whole else torch.float32)
     batch["index"] = torch.tensor([s["index"] for s in samples], dtype=torch.int64)
+    batch["slide_id"] = [s["slide_id"] for s in samples]
     return batch
 
 

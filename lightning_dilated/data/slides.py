@@ -13,6 +13,7 @@ import torch
 from lightning_dilated.data.coordinates import coordinate_faults, tile_step
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import collect_files, path_list
+from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slide_checks import Found, about_slides, by_name, check_sizes, each, matched, one_tile_size
 from lightning_dilated.data.slide_files import BLOCK, H5, PT, Slide, SlideReader
 from lightning_dilated.data.slide_labels import (
@@ -25,7 +26,7 @@ from lightning_dilated.data.slide_labels import (
     warn_of_untrained,
 )
 from lightning_dilated.data.slide_sequences import SlideSequences, collate_slides
-from lightning_dilated.data.values import flag, fraction, one_of, whole_number
+from lightning_dilated.data.values import flag, fraction, one_of, share, whole_number
 from lightning_dilated.sequence.spec import SequenceSpec
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -35,10 +36,10 @@ class SlideDataModule(SplitDataModule):
     """Slides as .h5 files with `features` (N, F) and `coords` (N, 2), as CLAM and TRIDENT write them, or .pt files.
 
     Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label": (B,) int64 of
-    classes or float32, "index": (B,)}, padded on the right with features 0 and coords -1. With `class_token` a blank
-    row of the same kind comes first, which `lengths` counts: a slide of T tiles has T + 1 positions, tile t at position
-    t + 1. Under "ring_dilated" a rank reads the tiles of its part only (for B > 1, of its part of the positions of the
-    longest slide).
+    classes or float32, "index": (B,), "slide_id": list of B names}, padded on the right with features 0 and coords -1.
+    A slide's name is that of its file without the ending. With `class_token` a blank row of the same kind comes first,
+    which `lengths` counts: a slide of T tiles has T + 1 positions, tile t at position t + 1. Under "ring_dilated" a rank
+    reads the tiles of its part only (for B > 1, of its part of the positions of the longest slide).
 
     Args:
         paths: slide files, directories (read recursively) or globs. A .pt file holds a tensor (N, F), or a dict of tensors;
@@ -51,7 +52,9 @@ class SlideDataModule(SplitDataModule):
         split_column: column of train, val or test; "auto" is one called `split` where there is one; null deals by fractions.
         group_column: slides with the same value here, such as a patient's, stay in one split when dealt by fractions.
         classes: the labels in the order of their numbers; null sorts those there are.
-        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1.
+        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. With
+            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are there to be
+            tested or predicted, and none to train on.
         unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning.
         batch_size: B, slides of a batch on each device.
         class_token: put a blank row first.
@@ -72,7 +75,7 @@ class SlideDataModule(SplitDataModule):
     """
 
     collate = staticmethod(collate_slides)
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["lengths", "label", "index"])
+    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["lengths", "label", "index", "slide_id"])
 
     def __init__(
         self,
@@ -112,7 +115,12 @@ class SlideDataModule(SplitDataModule):
         self.columns = Columns(slide_column, label, split_column, group_column)
         self.classes_wanted = None if classes is None else [str(x) for x in classes]
         self.val_fraction = fraction("data.val_fraction", val_fraction)
-        self.test_fraction = fraction("data.test_fraction", test_fraction)
+        self.test_fraction = share("data.test_fraction", test_fraction)
+        if self.val_fraction + self.test_fraction > 1:
+            raise ValueError(
+                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} are above 1 together: lower one "
+                "(to test or predict all slides, set data.val_fraction to 0 and data.test_fraction to 1)"
+            )
         self.unmatched = one_of("data.unmatched", unmatched, ("error", "leave_out"))
         self.class_token = flag("data.class_token", class_token)
         self.max_tiles = None if max_tiles is None else whole_number("data.max_tiles", max_tiles, 1)
@@ -150,7 +158,7 @@ class SlideDataModule(SplitDataModule):
                     f"the {split} split has none of the {len(slides)} slides: change data.val_fraction and "
                     "data.test_fraction, or add slides (or groups)"
                 )
-        if found.classes is not None:
+        if found.classes is not None and "train" in found.splits:
             warn_of_untrained(found.classes, found.labels or [], found.splits)
         first = [slides[found.splits.index(split)] for split in SPLITS if split in found.splits]
         each(
@@ -160,7 +168,8 @@ class SlideDataModule(SplitDataModule):
         )
         if self.reader.coords is not None:
             each("slides have coordinates that cannot be used", self._check_coords, slides)
-        self.check_batch(found.splits.count("train"), 1)
+        if "train" in found.splits:
+            self.check_batch(found.splits.count("train"), 1)
         self._found = found
 
     @property
@@ -209,11 +218,21 @@ class SlideDataModule(SplitDataModule):
     def wanted(self, split: str, found: Found | None = None) -> str | None:
         """None where a split was asked for, else the setting that says it was not."""
         found = found or self.found
-        if split == "train" or split in found.splits:
+        if split in found.splits:
             return None
+        if split == "train":  # asked for, unless every slide was meant for testing
+            only = set(found.splits) == {"test"} and (found.by_column or self.test_fraction == 1)
+            return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
         if found.by_column:
             return f"no line of {self.labels_csv} has the split {split!r}"
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The training slides; raises ValueError where none was asked for."""
+        missing = self.wanted("train")
+        if missing is not None:
+            raise ValueError(f"there is no train split to fit on: {missing}")
+        return super().train_dataloader()
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, slides: list[Slide], rows: list[Row] | None) -> tuple[list[str], bool]:

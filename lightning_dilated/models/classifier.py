@@ -45,7 +45,7 @@ class LongNetClassifier(PooledModule):
         ValueError, TypeError: when made, naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "tokens": 1}, whole=["label", "lengths", "index"])
+    sequence_spec = SequenceSpec({"features": 1, "tokens": 1}, whole=["label", "lengths", "index", "slide_id"])
     input_layers = ("embedding.", "project.")
 
     def __init__(

@@ -82,3 +82,11 @@ class EpochScores(Metric):
         """(scores (S, C), labels), fp64."""
         whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
         return whole(self.scores), whole(self.labels)
+
+    def whole_epoch(self) -> tuple[Tensor, Tensor]:
+        """As `compute`, in these shapes for a single sample too: torchmetrics makes a scalar of a tensor that holds one
+        number."""
+        scores, labels = (
+            x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
+        )
+        return scores, labels

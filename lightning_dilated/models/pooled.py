@@ -163,19 +163,20 @@ class PooledModule(DilatedModule):
     def _report(self, stage: str) -> None:
         super()._report(stage)
         metric = self.epoch_scores[stage]
-        found = metric.compute()  # of all ranks, gathered by torchmetrics
+        found = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
         metric.reset()
         for name, value in self.head.metrics(*found).items():
             self.log(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """The head's predictions, each (B,), or without a task `embedding` (B, E); beside `index` where the batch has it."""
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+        """The head's predictions, each (B,), or without a task `embedding` (B, E); after the batch's `index`, `slide_id` and
+        `label`, where it has them, so that a row says whose it is."""
         self.configure_model()
         embedding = self.embed(batch)
-        index = {"index": batch["index"]} if "index" in batch else {}
+        known = {name: batch[name] for name in ("index", "slide_id", "label") if name in batch}
         if self.head is None:
-            return {**index, "embedding": embedding}
-        return {**index, **self.head.predictions(self.head(embedding))}
+            return {**known, "embedding": embedding}
+        return {**known, **self.head.predictions(self.head(embedding))}
 
     # -- fine-tuning ---------------------------------------------------------------------------------------------------
     def layer_of(self, name: str) -> int:

@@ -6,7 +6,7 @@ Shape letters: B slides, T tiles, N = 1 + T rows (the class token's in front), F
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
+from lightning_dilated.models.attention_maps import chosen_layers, layer_weights, tile_rows
 from lightning_dilated.models.blocks import BlockOptions, init_weights
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
@@ -55,7 +56,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         ValueError, TypeError: when made, naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index"])
+    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
 
     def __init__(
         self,
@@ -182,17 +183,62 @@ class SlideEncoder(SlideBackbone, PooledModule):
         Raises:
             TypeError, ValueError: for shapes, or coordinates that would give wrong positions.
         """
+        _one_rank("tiles alone are encoded on one rank; on several give batches with a blank row to `embed`.")
+        x, rows = self._tiles(features, coords, lengths)
+        return self._pooled(x, torch.arange(x.shape[1]), rows, all_layers)
+
+    @torch.no_grad()
+    def attention_map(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        lengths: Tensor | None = None,
+        *,
+        layer: int | str = -1,
+        heads: Literal["mean", "all"] = "mean",
+        queries: Sequence[int] | None = None,
+    ) -> Tensor:
+        """How much the class token attends to each tile, exactly and without an N x N matrix: a heat map of the slide.
+
+        Memory beyond that of encoding the slides is O(B H T) a layer (times the number of `queries`).
+
+        Args:
+            features, coords, lengths: as `forward` takes them.
+            layer: 0 to depth - 1, or -1 for the last, and so on; "all" for every layer.
+            heads: "mean" over them, or "all".
+            queries: Q tiles to ask for in place of the class token, such as [5].
+
+        Returns:
+            (B, T) fp32 (fp64 for such weights), without a gradient: column t is tile t in the order of `features`, 0 in the
+            padding and where no branch of the pattern reaches. Up to three dims more, in this order: layers in front for
+            layer="all", (.., B, H, T) for heads="all", (.., Q, T) for `queries`; a query beyond its slide's length has 0.
+            A row sums to 1 less the class token's own weight (and, with padding="attended", that of the zero pads).
+            Of slide b `heat_map(found[b, :n], coords[b, :n], tile_size)` is a picture and `write_attention(path,
+            found[b, :n])` writes into its file, n being its tiles (both in `lightning_dilated.data`).
+
+        Raises:
+            TypeError, ValueError: as `forward`, for other arguments, in training mode, and while ranks share a sequence.
+        """
+        _one_rank("attention_map takes whole slides on one rank: call it outside of the steps that share a sequence.")
+        layers = chosen_layers(layer, self.depth)
+        if heads not in ("mean", "all"):
+            raise ValueError(f"heads must be mean or all, got {heads!r}.")
+        if self.training:
+            raise ValueError("attention_map is for a model in eval mode, as dropout changes it: call .eval() before.")
+        x, rows = self._tiles(features, coords, lengths)
+        asked = [0] if queries is None else tile_rows(queries, features.shape[1])
+        found = layer_weights(self.transformer, x, asked, layers, rows)
+        maps = torch.stack([(w.mean(1) if heads == "mean" else w)[..., 1:] for w in found])
+        maps = maps[..., 0, :] if queries is None else maps
+        return maps if layer == "all" else maps[0]
+
+    def _tiles(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """(class token and tiles (B, 1 + T, E), lengths (B,) that count both)."""
         self.configure_model()
-        group = active_sequence()
-        if group is not None and group.ranks > 1:
-            raise ValueError(
-                "tiles alone are encoded on one rank; on several give batches with a blank row to `embed`."
-            )
         if isinstance(features, Tensor) and features.ndim == 3 and not features.shape[1]:
             raise ValueError("a slide has at least one tile; got features of none.")
         tiles = check_lengths(lengths, features.shape[1], 1, "a slide has at least one tile")
-        x = self.tile_tokens(features, coords, tiles)
-        return self._pooled(x, torch.arange(x.shape[1]), None if tiles is None else tiles + 1, all_layers)
+        return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) from a batch as training has it: this rank's rows, the first of the whole slide blank."""
@@ -213,6 +259,13 @@ class SlideEncoder(SlideBackbone, PooledModule):
         watch = (lambda y: layers.append(pool(y))) if all_layers else None
         out = self.transformer(self.dropout(x), lengths=lengths, watch=watch)
         return layers if all_layers else pool(out)
+
+
+def _one_rank(message: str) -> None:
+    """Raise ValueError while several ranks share a sequence."""
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise ValueError(message)
 
 
 def slide_options(dropout: float, attention_dropout: float, drop_path: float, engine: str) -> BlockOptions:

@@ -47,7 +47,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         ValueError, TypeError: when made, naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index"])
+    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
 
     def __init__(
         self,

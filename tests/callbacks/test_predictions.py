@@ -8,10 +8,12 @@ import pytest
 import torch
 from lightning.pytorch.loggers import CSVLogger
 
-from lightning_dilated import LongNetLM
+from lightning_dilated import LongNetClassifier, LongNetLM
 from lightning_dilated.callbacks import PredictionWriter
+from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer
+from ..models.slides import encoder
 
 
 def rows(path):
@@ -68,11 +70,77 @@ def test_nothing_predicted(tmp_path, capsys):
     assert not (tmp_path / "p.csv").exists() and "predictions:" not in capsys.readouterr().out
 
 
+# -- slides ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Five slides and their labels.csv. Read only."""
+    path = tmp_path_factory.mktemp("slides")
+    write_synthetic_slides(path, slides=5, tiles=(4, 20), features=12, classes=3)
+    return str(path)
+
+
+SCORES = [f"probability_{c}" for c in range(3)]
+TASKS = {
+    "classification": ({"task": "classification", "num_classes": 3}, ["label", "prediction", *SCORES]),
+    "ordinal": ({"task": "ordinal", "num_classes": 3}, ["label", "prediction", *SCORES]),
+    "regression": ({"task": "regression"}, ["label", "prediction"]),
+    "two targets": ({"task": "regression", "num_classes": 2}, ["label", "prediction_0", "prediction_1"]),
+    "embedding": ({}, ["label", *(f"e{i}" for i in range(16))]),
+    "unlabelled": ({"task": "regression"}, ["prediction"]),
+}
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_row_a_slide(tmp_path, folder, task):
+    """By its name, in the order of the files, with what the model returns for it alone."""
+    options, want = TASKS[task]
+    model = encoder(dtype=torch.float32, grid=100, **options)
+    labels = {} if task == "unlabelled" else {"labels_csv": f"{folder}/labels.csv"}
+    kind = {} if not labels else {"labels": "numbers"} if options.get("task") == "regression" else {}
+    data = SlideDataModule(folder, **labels, **kind, val_fraction=0, test_fraction=1, batch_size=2)
+    predict(PredictionWriter(str(tmp_path / "p.csv")), data, model)
+    header, *lines = rows(tmp_path / "p.csv")
+    assert header == ["index", "slide_id", *want] and len(lines) == 5
+    for i, line in enumerate(lines):
+        assert line[:2] == [str(i), f"slide_{i:03}"]
+        sample = data.collate([data.dataset("test")[i]])
+        with torch.no_grad():
+            alone = model(sample["features"][:, 1:], sample["coords"][:, 1:])
+            if model.head is not None:
+                alone = model.head(alone)
+        if "probability_0" in want:
+            assert int(line[3]) == max(range(3), key=lambda c: float(line[4 + c]))
+            alone = alone.exp() if task == "ordinal" else alone.softmax(-1)
+        values = [float(x) for x in line[-alone.numel() :]]
+        assert values == pytest.approx(alone[0].tolist(), abs=1e-6)
+        if labels:
+            assert float(line[2]) == pytest.approx(float(sample["label"][0]))
+
+
+def test_any_features(tmp_path):
+    """LongNetClassifier, with ids and targets of one's own and without."""
+    model = LongNetClassifier(PATTERN, feature_dim=3, task=None, dim=16, depth=1)
+    x = {"features": torch.randn(2, 9, 3)}
+    named = [{**x, "slide_id": ids, "label": torch.randn(2, 2)} for ids in (["a,b", 'c "d"'], ["é", "\n"])]
+    for data, want in ((named, ["slide_id", "label_0", "label_1"]), ([x], [])):
+        (got, *_) = predict(PredictionWriter(str(tmp_path / "p.csv")), data, model)
+        header, *lines = rows(tmp_path / "p.csv")
+        assert header == [*want, *(f"e{i}" for i in range(16))]
+        assert [float(v) for v in lines[1][len(want) :]] == got["embedding"][1].tolist()
+        if want:
+            assert [line[0] for line in lines] == ["a,b", 'c "d"', "é", "\n"]
+            assert float(lines[1][2]) == float(named[0]["label"][1, 1])
+
+
 WRONG = {
     "a tensor": torch.ones(2),
     "a list": [torch.ones(2)],
     "a mapping of floats": {"score": 1.0},
     "scalars": {"score": torch.ones(())},
+    "3-D tensors": {"score": torch.ones(2, 3, 4)},
+    "lists of tensors": {"score": [torch.ones(())] * 2},
+    "words": {"name": "ab"},
+    "nothing": {},
 }
 
 
@@ -82,6 +150,23 @@ def test_other_predictions_are_refused(tmp_path, name):
         def predict_step(self, batch, batch_idx):
             return WRONG[name]
 
-    with pytest.raises(TypeError, match=r"Odd.predict_step must return a mapping of names to tensors \(B,\)"):
+    with pytest.raises(TypeError, match=r"Odd.predict_step must return a mapping of names to tensors \(B,\) or"):
         predict(PredictionWriter(str(tmp_path / "p.csv")), [batch(2, 20)], Odd(PATTERN, **SIZES))
     assert not (tmp_path / "p.csv").exists()
+
+
+@pytest.mark.parametrize("second, says", [
+    ({"index": torch.arange(2), "name": ["a", "b", "c"]}, r"one value a sequence under every name.*'name': 3"),
+    ({"index": torch.arange(2), "score": torch.ones(2)}, r"columns index, score \(2\) after batches with index, name \(2\)"),
+    ({"name": ["a"], "index": torch.arange(1)}, r"columns name, index"),
+])  # fmt: skip
+def test_batches_of_other_columns_are_refused(tmp_path, second, says):
+    """A value under another's name would be a wrong number without an error."""
+
+    class Odd(LongNetLM):
+        def predict_step(self, batch, batch_idx):
+            return second if batch_idx else {"index": torch.arange(2), "name": ["x", "y"]}
+
+    with pytest.raises(ValueError, match=f"Odd.predict_step .*{says}"):
+        predict(PredictionWriter(str(tmp_path / "p.csv")), [batch(2, 20)] * 2, Odd(PATTERN, **SIZES))
+    assert rows(tmp_path / "p.csv") == [["index", "name"], ["0", "x"], ["1", "y"]]

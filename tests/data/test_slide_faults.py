@@ -254,6 +254,10 @@ CHECKS = {
     "tile size": ({"tile_size": 512}, "says that its tiles are 256 level-0 pixels wide, but data.tile_size is 512"),
     "batch": ({"batch_size": 9}, "has 4 samples, but one batch takes 9"),
     "fractions": ({"val_fraction": 0.6, "test_fraction": 0.4}, "the train split has none of the 6 slides"),
+    "too much": (
+        {"test_fraction": 1},
+        "val_fraction 0.1 and data.test_fraction 1 are above 1.*set data.val_fraction to 0",
+    ),
     "split": ({}, "split is 'dev'; it must be one of train, val, test"),
 }
 

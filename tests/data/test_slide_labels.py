@@ -56,6 +56,31 @@ def test_split_column_without_a_test_split(folder, tmp_path):
     assert data.test_dataloader() == [] and "has the split 'test'" in data.wanted("test")
 
 
+@pytest.mark.parametrize("by_column", [False, True], ids=["fraction", "column"])
+def test_all_slides_for_testing(folder, tmp_path, by_column, recwarn):
+    """Slides of others, to be predicted: in the files' order, also fewer than a batch, and a fit says why it cannot be."""
+    options = {"batch_size": 13}
+    if by_column:
+        lines = [f"slide_{i:03d},{i % 3},test" for i in range(12)]
+        options["labels_csv"] = table(tmp_path / "labels.csv", "slide_id,label,split", *lines)
+    else:
+        options |= {"val_fraction": 0, "test_fraction": 1}
+    data = module(folder, **options)
+    (batch,) = data.predict_dataloader()
+    assert batch["slide_id"] == [f"slide_{i:03d}" for i in range(12)] and batch["index"].tolist() == list(range(12))
+    assert not recwarn.list  # such as that no class can be learned
+    with pytest.raises(ValueError, match=r"no train split to fit on: all slides are in the test split.*test_fraction"):
+        data.train_dataloader()
+
+
+def test_one_slide_is_for_testing_only_where_that_was_asked(tmp_path):
+    write(tmp_path / "a.h5", np.ones((3, 2), np.float32), grid(3))
+    with pytest.raises(ValueError, match="the train split has none of the 1 slides"):
+        SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=0.9).check()
+    data = SlideDataModule(str(tmp_path), val_fraction=0, test_fraction=1)
+    assert names(data) == {"train": [], "val": [], "test": ["a"]} and data.val_dataloader() == []
+
+
 LABELS = {
     "whole numbers": ("2 10 2 7", {}, ["2", "7", "10"], [0, 2, 0, 1]),
     "written as floats": ("0.0 1.0 0.0 10.0", {}, ["0", "1", "10"], [0, 1, 0, 2]),

@@ -58,6 +58,8 @@ def test_samples_are_the_files(folder, class_token):
 def test_batches_are_padded_on_the_right(folder):
     data = module(folder, batch_size=4)
     batch = next(iter(data.train_dataloader()))
+    names = batch.pop("slide_id")
+    assert names == [data.dataset("train").slides[i].name for i in batch["index"].tolist()]
     assert {k: v.dtype for k, v in batch.items()} == {
         "features": torch.float32,
         "coords": torch.int64,
@@ -236,6 +238,7 @@ def test_workers_read_the_same(folder, method):
     alone = list(DataLoader(dataset, batch_size=5, collate_fn=data.collate))
     there = DataLoader(dataset, batch_size=5, collate_fn=data.collate, num_workers=1, multiprocessing_context=method)
     for left, right in zip(alone, there, strict=True):
+        assert left.pop("slide_id") == right.pop("slide_id")
         assert all(torch.equal(left[key], right[key]) for key in left)
 
 

@@ -91,12 +91,15 @@ def refused(rank, group, name):
         try:
             if name == "tiles alone":
                 model(mine["features"], mine["coords"])
+            if name == "attention":
+                model.eval().attention_map(mine["features"], mine["coords"])
             model.loss_terms(mine)
         except ValueError as error:
             return str(error)
 
 
 SAYS = {"coords": "cells along an axis", "blank": "one blank row in front", "tiles alone": "are encoded on one rank"}
+SAYS["attention"] = "attention_map takes whole slides on one rank"
 
 
 @pytest.mark.parametrize("name", SAYS)

@@ -98,6 +98,20 @@ def test_trains_under_a_trainer(tmp_path):
     assert torch.equal(start.eval().embed(data[0]), model.embed(data[0]))
 
 
+@pytest.mark.parametrize("options, label", [
+    (TASK, [1]), ({"task": "ordinal", "num_classes": 3}, [2]), ({"task": "regression"}, [0.5]),
+    ({"task": "regression", "num_classes": 2}, [[0.5, 1.0]]),
+])  # fmt: skip
+def test_one_slide_to_validate_on(options, label):
+    """torchmetrics makes a scalar of what holds one number, which is no list of labels any more."""
+    model = encoder(**options, dtype=torch.float32)
+    data = {**batch(9), "label": torch.tensor(label)}
+    (found,) = trainer().validate(model, loader(data), verbose=False)
+    assert found["val_mse" if options["task"] == "regression" else "val_balanced_accuracy"] >= 0
+    if options["task"] == "regression":
+        assert found["val_mse"] == pytest.approx(found["val_loss"], rel=1e-5)
+
+
 @pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_half_precision(precision, cls):

@@ -67,7 +67,9 @@ class Mean(pl.LightningModule):
         self.layer, self.seen = torch.nn.Linear(width, 1), []
 
     def training_step(self, batch, batch_idx):
-        self.seen.append({k: v.clone() for k, v in batch.items()})
+        self.seen.append(
+            {k: v.clone() for k, v in batch.items() if isinstance(v, torch.Tensor)} | {"slide_id": batch["slide_id"]}
+        )
         real = batch["coords"][..., 0] >= 0
         error = (self.layer(batch["features"])[..., 0] - batch["label"][:, None]).square() * real
         loss = loss_share(error.sum(), int(real.sum()))
@@ -130,6 +132,7 @@ def test_the_parts_make_up_the_batch(pools, folder, name):
             assert torch.equal(torch.cat([part[entry] for part in parts], 1), batch[entry])
         for entry in ("lengths", "label", "index"):
             assert all(torch.equal(part[entry], batch[entry]) for part in parts)
+        assert all(part["slide_id"] == batch["slide_id"] and len(batch["slide_id"]) == batch_size for part in parts)
     for _, _, weights in found:
         torch.testing.assert_close(weights, want, rtol=1e-5, atol=1e-6)
 
@@ -139,6 +142,7 @@ def test_workers_hand_over_the_same_parts(pools, folder):
     here, there = (pools(2).run(2, fit, folder, 3, {}, workers) for workers in (0, 1))
     for (one, _, _), (other, _, _) in zip(here, there, strict=True):
         for a, b in zip(one, other, strict=True):
+            assert a.pop("slide_id") == b.pop("slide_id")
             assert all(torch.equal(a[entry], b[entry]) for entry in a)
 
 

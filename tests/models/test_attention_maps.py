@@ -1,0 +1,159 @@
+"""SlideEncoder.attention_map: the explicit softmax of every layer, in the order of the tiles, and what cannot be asked."""
+
+from types import SimpleNamespace
+
+import h5py
+import numpy as np
+import pytest
+import torch
+
+from lightning_dilated.data import SlideDataModule, heat_map, write_attention, write_synthetic_slides
+from lightning_dilated.pattern.definition import counts, pads
+
+from .slides import encoder, slides
+
+WAYS = {"masked": {}, "attended": {"padding": "attended"}, "mean pool": {"pool": "mean"}, "one branch": {}}
+WAYS["one branch"] |= {"segment_lengths": [8], "dilation_rates": [2]}  # heads of offset 1 never see the class token
+same = lambda a, b: torch.testing.assert_close(a, b, rtol=0, atol=1e-12)  # noqa: E731
+
+
+@torch.no_grad()
+def explicit(model, features, coords):
+    """[(H, N, N) of each layer] of one slide: counts times exp of scores over their sum, by the definition."""
+    seen = []
+    model.transformer(model.tile_tokens(features, coords, None), watch=seen.append)
+    found = []
+    for x, block in zip(seen, model.transformer.blocks, strict=False):
+        a, heads = block.attention, block.attention.num_heads
+        qkv = torch.nn.functional.linear(block.attention_norm(x), a.in_proj_weight, a.in_proj_bias)[0]
+        q, k, _ = (y.unflatten(-1, (heads, -1)) for y in qkv.chunk(3, -1))
+        e = torch.einsum("phd,jhd->hpj", q, k).div(q.shape[-1] ** 0.5).exp()
+        e = e * counts(model.pattern, len(q), heads, False, heads)
+        total = e.sum(-1) + pads(model.pattern, len(q), heads, False, heads)
+        found.append(e / torch.where(total > 0, total, 1)[..., None])
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_the_explicit_softmax(way):
+    """A ragged batch against each slide alone: all layers and heads, of the class token and of tiles, 0 in the padding."""
+    model = encoder(depth=3, **WAYS[way]).eval()
+    features, coords, tiles = slides(40, 23, 1)
+    asked = [39, 0, 22]
+    given = features, coords, tiles
+    token = model.attention_map(*given, layer="all", heads="all")
+    others = model.attention_map(*given, layer="all", heads="all", queries=asked)
+    assert token.shape == (3, 3, 4, 40) and others.shape == (3, 3, 4, 3, 40) and token.dtype == torch.float64
+    for b, n in enumerate(tiles.tolist()):
+        for layer, want in enumerate(explicit(model, features[b : b + 1, :n], coords[b : b + 1, :n])):
+            same(token[layer, b, :, :n], want[:, 0, 1:])
+            for i, tile in enumerate(asked):
+                same(others[layer, b, :, i, :n], want[:, tile + 1, 1:] if tile < n else torch.zeros(4, n).double())
+        assert (token[:, b, :, n:] == 0).all() and (others[:, b, ..., n:] == 0).all()
+    assert (token > 0).any() and not token.requires_grad
+    same(model.attention_map(*given), token[-1].mean(1))
+    same(model.attention_map(*given, layer=-3, heads="all"), token[0])
+    same(model.attention_map(*given, layer=1, queries=torch.tensor(asked)), others[1].mean(1))
+    same(model.attention_map(*given, layer="all", queries=[2, 2])[:, :, 1], model.attention_map(
+        *given, layer="all", queries=range(2, 3))[:, :, 0])  # fmt: skip
+
+
+@pytest.mark.parametrize("padding", ["masked", "attended"])
+def test_rows_lack_the_class_tokens_own_weight_and_that_of_pads(padding):
+    """Segments begin at the class token, so it never meets a pad; the last tile does."""
+    features, coords, _ = slides(40)
+    model = encoder(padding=padding).eval()
+    want = explicit(model, features, coords)[-1]
+    rest = lambda **o: 1 - model.attention_map(features, coords, heads="all", **o)[0].sum(-1)  # noqa: E731
+    same(rest(), want[:, 0, 0])
+    of_pads = rest(queries=[39])[:, 0] - want[:, 40, 0]
+    assert (of_pads > 0.01).all() if padding == "attended" else (of_pads.abs() < 1e-12).all()
+
+
+def test_tiles_in_another_order_keep_their_weights_in_theirs():
+    """Within one segment of rate 1 the order of tiles is of no account, so weights move with them."""
+    model = encoder(segment_lengths=[64], dilation_rates=[1]).eval()
+    features, coords, _ = slides(30)
+    order = torch.randperm(30, generator=torch.Generator().manual_seed(0))
+    same(model.attention_map(features[:, order], coords[:, order]), model.attention_map(features, coords)[:, order])
+
+
+def test_compiled_blocks_are_run_as_they_are():
+    features, coords, _ = slides(30)
+    want = encoder().eval().attention_map(features, coords, layer="all")
+    compiled = encoder(compile_blocks=True).eval()
+    same(compiled.attention_map(features, coords, layer="all"), want)
+    assert not any(m._forward_pre_hooks for m in compiled.modules())
+
+
+def test_low_rank_updates_take_part():
+    pytest.importorskip("peft")
+    features, coords, _ = slides(30)
+    model = encoder(task="classification", num_classes=2, lora_rank=2).eval()  # every weight random, updates too
+    got = model.attention_map(features, coords, layer="all", heads="all")
+    model.merge_lora()
+    torch.testing.assert_close(got, model.attention_map(features, coords, layer="all", heads="all"))
+
+
+@pytest.mark.parametrize("precision", ["autocast", "bf16"])
+def test_half_precision(precision):
+    features, coords, _ = slides(30)
+    want = encoder(dtype=torch.float32).eval().attention_map(features.float(), coords)
+    model = encoder(dtype=torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
+        got = model.attention_map(features.bfloat16(), coords)
+    assert got.dtype == torch.float32 and not torch.equal(got, want)
+    torch.testing.assert_close(got, want, rtol=0.1, atol=2e-3)
+
+
+def test_from_a_file_to_a_picture_and_back_into_the_file(tmp_path):
+    write_synthetic_slides(tmp_path, slides=3, tiles=(9, 30), features=12)
+    data = SlideDataModule(str(tmp_path), class_token=False, val_fraction=0, test_fraction=1, batch_size=3)
+    batch = next(iter(data.test_dataloader()))
+    model = encoder(dtype=torch.float32, grid=100).eval()
+    found = model.attention_map(batch["features"], batch["coords"], batch["lengths"])
+    for b, (name, n) in enumerate(zip(batch["slide_id"], batch["lengths"].tolist(), strict=True)):
+        weights, coords = found[b, :n], batch["coords"][b, :n]
+        picture = heat_map(weights, coords, data.tile_size)
+        column, row = coords[n - 1] // data.tile_size
+        assert picture[row, column] == weights[n - 1] and np.nansum(picture) == pytest.approx(float(weights.sum()))
+        write_attention(tmp_path / f"{name}.h5", weights)
+        with h5py.File(tmp_path / f"{name}.h5") as file:
+            assert file["attention"][:].tolist() == weights.tolist()
+
+
+REFUSED = {
+    "layer beyond": ({"layer": 2}, ValueError, "layer must be 'all' or a number from -2 to 1 .* got 2"),
+    "layer below": ({"layer": -3}, ValueError, "got -3"),
+    "layer of a bool": ({"layer": True}, ValueError, "got True"),
+    "layer of a word": ({"layer": "last"}, ValueError, "got 'last'"),
+    "heads": ({"heads": 0}, ValueError, "heads must be mean or all, got 0"),
+    "tile beyond": ({"queries": [0, 9]}, ValueError, r"queries holds tile 9, but there are 9 tiles \(0\.\.8\)"),
+    "negative tile": ({"queries": [-1]}, ValueError, r"queries\[0\] must be at least 0"),
+    "one tile": ({"queries": 3}, TypeError, "queries must be a list of tiles such as"),
+    "padding": ({"lengths": None}, ValueError, "negative for a tile, got -5"),
+    "lengths": ({"lengths": torch.tensor([9, 0])}, ValueError, r"lengths\[1\] is 0"),
+    "no tile": (
+        {"features": torch.zeros(2, 0, 12), "coords": torch.zeros(2, 0, 2).long()},
+        ValueError,
+        "at least one tile",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    change, error, says = REFUSED[name]
+    given = dict(zip(("features", "coords", "lengths"), slides(9, 5), strict=True))
+    with pytest.raises(error, match=says):
+        encoder().eval().attention_map(**{**given, **change})
+
+
+def test_refused_in_training_mode_and_while_ranks_share_a_sequence(monkeypatch):
+    features, coords, _ = slides(9)
+    with pytest.raises(ValueError, match=r"call \.eval\(\)"):
+        encoder().attention_map(features, coords)
+    group = SimpleNamespace(ranks=2)
+    monkeypatch.setattr("lightning_dilated.models.slide_encoder.active_sequence", lambda: group)
+    with pytest.raises(ValueError, match="attention_map takes whole slides on one rank"):
+        encoder().eval().attention_map(features, coords)
