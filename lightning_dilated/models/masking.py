@@ -24,8 +24,8 @@ def sample_numbers(index: object) -> Tensor:
     found = torch.as_tensor(index)
     if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
         raise TypeError(
-            f"index must hold integers, each sample's number, got {found.dtype}: samples whose numbers round to the same one "
-            "would share a mask. Let the dataset return an int."
+            f"index must hold integers, each sample's number, got {found.dtype}: numbers that round to the same one would "
+            "share a mask. Let the dataset return an int."
         )
     return found
 
