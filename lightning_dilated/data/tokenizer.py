@@ -71,11 +71,13 @@ def drops_unknown(tokenizer: Tokenizer) -> bool:
 
 
 def is_dropped(tokenizer: Tokenizer, character: str) -> bool:
-    """Whether a character leaves no token, though the normaliser keeps it."""
+    """Whether a character, as the normaliser leaves it, or one of its bytes has no token in a `drops_unknown`."""
     kept = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
-    tokens = tokenizer.encode(character, add_special_tokens=False).tokens
-    # U+2581 stands for a space, which some put before every text
-    return bool(kept.strip("\u2581")) and not "".join(tokens).strip("\u2581")
+    words = (
+        [kept] if tokenizer.pre_tokenizer is None else [x for x, _ in tokenizer.pre_tokenizer.pre_tokenize_str(kept)]
+    )
+    # tokens of a word are its pieces, so where they are shorter something is left out
+    return any(sum(len(token.value) for token in tokenizer.model.tokenize(word)) < len(word) for word in words)
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

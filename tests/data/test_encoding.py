@@ -199,6 +199,18 @@ def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
     assert found.tokens > 0
 
 
+def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
+    """BPE of the bytes that its training text had: of ê (0xc3 0xaa) the first one only, which é has, too."""
+    made = trained()
+    made.model = models.BPE()
+    made.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))
+    assert len(made.encode("ê").ids) == 1
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match=r"a holds 'ê' \(U\+00EA\), for which"):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="and ê é ü"), tmp_path / "a.bin")
+    assert encode_files(tmp_path / "t.json", write(tmp_path, b="and é ü" + END), tmp_path / "b.bin").documents == 2
+
+
 def test_a_run_without_a_cut_is_named_and_nothing_stays(
     tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
