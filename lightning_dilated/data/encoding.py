@@ -124,7 +124,7 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """BPE without unknown token and without all bytes leaves out what it never saw, such as lower case bases; white space may go."""
+    """BPE without unknown token and without all bytes leaves out what it never saw, in silence; only white space may go."""
     if not drops_unknown(tokenizer):
         return
     added = tokenizer.get_added_tokens_decoder().values()
