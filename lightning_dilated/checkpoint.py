@@ -63,17 +63,22 @@ def load_module(path: str | Path) -> DilatedModule:
     return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
 
 
-def load_byte_model(path: str | Path) -> LongNetLM:
-    """A LongNetLM over bytes from a checkpoint.
+def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
+    """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     Raises:
-        ValueError: for another model or vocabulary.
+        ValueError: for another model; for a vocabulary that is not of bytes, or smaller than the tokenizer's.
     """
     model = load_module(path)
-    if not isinstance(model, LongNetLM) or model.vocab_size != 256:
-        vocabulary = getattr(model, "vocab_size", None)
+    found = getattr(model, "vocab_size", None)
+    held = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {found}"
+    if not isinstance(model, LongNetLM) or (vocab_size is None and found != 256):
         raise ValueError(
-            f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {vocabulary}; "
-            "generating text from the command line takes a LongNetLM over bytes (vocab_size 256)."
+            f"{held}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
+            "--tokenizer with the tokenizer.json that a LongNetLM was trained with."
+        )
+    if vocab_size is not None and vocab_size > model.vocab_size:
+        raise ValueError(
+            f"{held}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
         )
     return model

@@ -22,6 +22,7 @@ from lightning_dilated import __version__
 from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
+from lightning_dilated.encode import run as run_tokenize
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
@@ -30,7 +31,9 @@ from lightning_dilated.verify import run as run_verify
 
 PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
-OTHERS = {"generate": run_generate, "explain": run_explain, "verify": run_verify, "bench": run_bench}
+OTHERS = {
+    "generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify, "bench": run_bench,
+}  # fmt: skip
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -44,6 +47,7 @@ commands:
   test       test loss of a checkpoint
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
+  tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention
@@ -77,7 +81,7 @@ def one_line_errors() -> Iterator[None]:
     """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
     try:
         yield
-    except (ValueError, TypeError, OSError, MisconfigurationException) as error:
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
         if wants_traceback():
             raise
         fail(essence(str(error)))

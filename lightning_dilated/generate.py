@@ -1,4 +1,4 @@
-"""`lightning-dilated generate`: continue a prompt with a byte model from a checkpoint."""
+"""`lightning-dilated generate`: continue a prompt with a language model from a checkpoint, over bytes or tokens."""
 
 from __future__ import annotations
 
@@ -8,26 +8,33 @@ import itertools
 import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import yaml
 
-from lightning_dilated.checkpoint import load_byte_model
+from lightning_dilated.checkpoint import load_language_model
+from lightning_dilated.data.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models.generation import check_sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 
 def parser() -> argparse.ArgumentParser:
     """The options of `generate`."""
-    p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a byte model.")
+    p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
     p.add_argument("--config", "-c", type=Path, help="a yaml of these options; what is given beside it wins")
-    p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a byte LongNetLM")
+    p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
+    p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
     p.add_argument("--prompt", help="text to continue; - reads standard input")
     p.add_argument("--max_new_bytes", type=int, default=256, help="bytes to add (default %(default)s)")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest byte (default %(default)s)")
-    p.add_argument("--top_k", type=int, help="draw from the k likeliest bytes only")
-    p.add_argument("--top_p", type=float, help="draw from the likeliest bytes that hold this probability")
-    p.add_argument("--stop", help=r"a character of one byte that ends the text, such as '\n'")
-    p.add_argument("--stream", action="store_true", help="print bytes as they are drawn")
+    p.add_argument("--max_new_tokens", type=int, help="with --tokenizer, tokens to add (default: as many)")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
+    p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
+    p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
+    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with --tokenizer a token")
+    p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
     p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
     p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
     return p
@@ -72,14 +79,30 @@ def check_device(name: str) -> None:
         raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
 
 
+def unescaped(text: str) -> str:
+    r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
+    try:
+        return codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+    except UnicodeDecodeError:
+        return ""
+
+
+def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
+    """The token that ends the text, from what it says."""
+    if text is None:
+        return None
+    whole = tokenizer.token_to_id(text)
+    found = encode(tokenizer, unescaped(text)) if whole is None else [whole]
+    if len(found) != 1:
+        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(found)}.")
+    return found[0]
+
+
 def stop_byte(text: str | None) -> int | None:
     """The byte that ends the text, from a character or its escape."""
     if text is None:
         return None
-    try:
-        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-    except UnicodeDecodeError:
-        found = ""
+    found = unescaped(text)
     if len(found.encode()) != 1:
         raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
     return ord(found)
@@ -93,23 +116,42 @@ def print_bytes(chunks: Iterable[bytes]) -> None:
     print(decoder.decode(b"", final=True))
 
 
+def count_of(args: argparse.Namespace) -> int:
+    """Bytes or tokens to add."""
+    if args.max_new_tokens is not None and args.tokenizer is None:
+        raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
+    name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
+    if getattr(args, name) < 0:
+        raise ValueError(f"--{name} must be at least 0, got {getattr(args, name)}.")
+    return getattr(args, name)
+
+
 def run(argv: list[str]) -> None:
     """Parse, load, generate, and print the prompt with its continuation."""
     args = parsed(argv)
-    prompt = (sys.stdin.read() if args.prompt == "-" else args.prompt).encode()
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise ValueError("--prompt is empty; give at least one character to continue.")
-    if args.max_new_bytes < 0:
-        raise ValueError(f"--max_new_bytes must be at least 0, got {args.max_new_bytes}.")
+    count = count_of(args)
     check_sampling(args.temperature, args.top_k, args.top_p)
     if not 0 <= args.seed < 2**63:
         raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
-    stop = stop_byte(args.stop)
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    stop = stop_byte(args.stop) if tokenizer is None else stop_token(args.stop, tokenizer)
+    ids = list(prompt.encode()) if tokenizer is None else encode(tokenizer, prompt)
+    if not ids:
+        raise ValueError(f"--prompt {prompt!r} holds no token of the tokenizer; give at least one to continue.")
     check_device(args.device)
-    model = load_byte_model(args.ckpt_path).to(args.device)
+    model = load_language_model(args.ckpt_path, None if tokenizer is None else vocabulary_size(tokenizer)).to(
+        args.device
+    )
     generator = torch.Generator(args.device).manual_seed(args.seed)
-    tokens = torch.tensor(list(prompt), device=args.device)[None]
     options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
-    drawn = model.generate_stream(tokens, args.max_new_bytes, **options, generator=generator, stop=stop)
-    following = (bytes(step.tolist()) for step in drawn)
-    print_bytes(itertools.chain([prompt], following) if args.stream else [prompt + b"".join(following)])
+    tokens = torch.tensor([ids], device=args.device)
+    drawn = (int(step) for step in model.generate_stream(tokens, count, **options, generator=generator, stop=stop))
+    if tokenizer is None:
+        following = (bytes([x]) for x in drawn)
+    else:
+        following = (text.encode() for text in decoded(tokenizer, ids, drawn))
+    parts = itertools.chain([prompt.encode()], following)
+    print_bytes(parts if args.stream else [b"".join(parts)])

@@ -2,6 +2,7 @@
 
 from lightning_dilated.data.bytes import ByteDataModule, ByteSequences
 from lightning_dilated.data.coordinates import check_coordinates
+from lightning_dilated.data.encoding import EncodedFiles, encode_files
 from lightning_dilated.data.fasta import GenomeDataModule
 from lightning_dilated.data.heat_maps import heat_map, write_attention
 from lightning_dilated.data.module import SplitDataModule
@@ -18,6 +19,7 @@ __all__ = [
     "ByteDataModule",
     "ByteSequences",
     "ByteStream",
+    "EncodedFiles",
     "FarRecallDataModule",
     "GenomeDataModule",
     "GenomeWindows",
@@ -29,6 +31,7 @@ __all__ = [
     "SplitDataModule",
     "TokenDataModule",
     "check_coordinates",
+    "encode_files",
     "heat_map",
     "write_attention",
     "write_synthetic_slides",

@@ -10,6 +10,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
@@ -23,7 +24,7 @@ class ResumableSampler(DistributedSampler):
     Lightning does not replace it.
 
     Args:
-        dataset: a dataset with a length; its `seq_len`, if it has one, becomes part of the saved state.
+        dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
         num_replicas, rank: number of data-parallel replicas and this one's number.
         shuffle: permute the samples anew in each epoch; otherwise they come in order.
         seed: the seed of the permutations.
@@ -121,7 +122,7 @@ class ResumableLoader(DataLoader):
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Position and identity of the data as plain numbers; an epoch that is used up gives the next one's start."""
+        """Position and identity of the data as plain values; an epoch that is used up gives the next one's start."""
         if not isinstance(self.sampler, ResumableSampler):
             return {}
         epoch, samples = self.sampler.epoch, self.sampler.consumed
@@ -134,7 +135,8 @@ class ResumableLoader(DataLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
 
-        Raises: ValueError if it lacks keys or was taken with another seed, number of samples or sequence length.
+        Raises: ValueError if it lacks keys or was taken with another seed, number of samples, sequence length or
+            fingerprint of the data. A state that has no fingerprint yet is taken with a warning.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
@@ -143,8 +145,14 @@ class ResumableLoader(DataLoader):
             raise ValueError(
                 f"the checkpoint's data state lacks {', '.join(missing)}: it was written by other data code"
             )
-        for key, here in self._identity().items():
-            if state[key] != here:
+        identity = self._identity()
+        if "fingerprint" not in state and identity["fingerprint"] is not None:
+            rank_zero_warn(
+                "the checkpoint does not tell by a fingerprint which training data it was written with: see yourself that "
+                "it is the same now, or start a new run from the weights only."
+            )
+        for key, here in identity.items():
+            if state.get(key, here) != here:
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
                     "resume with the same data, data.seed and data.seq_len, or start a new run from the weights only"
@@ -161,11 +169,13 @@ class ResumableLoader(DataLoader):
 
     def _identity(self) -> dict[str, Any]:
         sampler, size = self.sampler, len(self.dataset)  # type: ignore[arg-type]
+        fingerprint = getattr(self.dataset, "fingerprint", None)
         return {
             "seed": sampler.seed,
             "num_samples": size,
             "seq_len": getattr(self.dataset, "seq_len", None),
             "shuffle": sampler.shuffle,
+            "fingerprint": fingerprint() if callable(fingerprint) else None,
         }
 
     def _step(self) -> int:

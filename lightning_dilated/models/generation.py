@@ -39,8 +39,24 @@ def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -
         raise ValueError(f"temperature must be 0 (the likeliest token) or a positive number, got {temperature!r}.")
     if top_k is not None:
         integer(top_k, "top_k", 1)
-    if top_p is not None and not 0 < top_p <= 1:
+    number = isinstance(top_p, (int, float)) and not isinstance(top_p, bool)
+    if top_p is not None and not (number and 0 < top_p <= 1):
         raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}.")
+
+
+def check_prompt(tokens: Tensor, vocab_size: int) -> None:
+    """Raise unless these are (B, N >= 1) integers from 0 to V - 1."""
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        raise ValueError(
+            f"the prompt holds token {int(tokens[row, at])} at position {at} of row {row}, but vocab_size={vocab_size} "
+            f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
+        )
 
 
 def sample(
@@ -101,12 +117,10 @@ def generate_stream(
         prompt_chunk: tokens of the prompt that are read at once, which bounds the memory that a long one takes.
 
     Raises:
-        ValueError, TypeError: at the call, for an empty prompt or options that make no distribution.
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that make
+            no distribution.
     """
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
-    if tokens.is_floating_point():
-        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
+    check_prompt(tokens, model.vocab_size)
     integer(max_new_tokens, "max_new_tokens", 0)
     integer(prompt_chunk, "prompt_chunk", 1)
     check_sampling(temperature, top_k, top_p)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
@@ -145,6 +146,16 @@ class LongNetLM(TokenModel):
     none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
     """
 
+    def setup(self, stage: str) -> None:
+        """As `TokenModel`; and see that bits per byte are not those of a token. 512 leaves room for special tokens."""
+        super().setup(stage)
+        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", self.vocab_size)
+        if tokens > 512 and self.bytes_per_token == 1:
+            rank_zero_warn(
+                f"bytes_per_token is 1, but {tokens} different tokens are no bytes: bits_per_byte will be bits per token. "
+                "Set bytes_per_token to the mean bytes of text a token, which `lightning-dilated tokenize` prints."
+            )
+
     def forward(
         self,
         tokens: Tensor,
@@ -184,7 +195,7 @@ class LongNetLM(TokenModel):
         return self.token_losses(batch).sum(), (batch["labels"] != IGNORE).sum()
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte and perplexity (of a token)."""
+        """Bits per byte and perplexity (of a token). A base of a genome is one byte, so there they are bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:

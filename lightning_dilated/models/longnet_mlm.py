@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.models.longnet_lm import TokenModel
-from lightning_dilated.models.masking import Masking
+from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.pattern import DilatedPattern
@@ -108,6 +108,7 @@ class LongNetMLM(TokenModel):
 
         Raises:
             ValueError: for tokens that are not (B, N), or without `index` (B,).
+            TypeError: for an `index` that does not hold integers.
         """
         tokens, index = batch["tokens"], batch.get("index")
         if tokens.ndim != 2:
@@ -118,10 +119,11 @@ class LongNetMLM(TokenModel):
                 f"a batch needs index (B,), each sample's number, for masks that do not depend on ranks; got {found}. Let "
                 'the dataset return {"tokens": ..., "index": index}.'
             )
+        index = sample_numbers(index)
         group, length = active_sequence(), tokens.shape[1]
         positions = torch.arange(length) if group is None else group.positions(length)
         stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
-        return self.masking.apply(tokens, stream, torch.as_tensor(index), positions, batch.get("lengths"))
+        return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """(nats, at least fp32; whether the likeliest token is the true one; the sample in the batch), each (M,)."""

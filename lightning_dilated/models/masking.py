@@ -19,6 +19,17 @@ _WORDS = 2**32
 _BEGIN, _CHOOSE, _TREAT, _REPLACE = range(4)
 
 
+def sample_numbers(index: object) -> Tensor:
+    """A batch's `index`, the samples' numbers, as a tensor. Raises: TypeError where they are no integers."""
+    found = torch.as_tensor(index)
+    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+        raise TypeError(
+            f"index must hold integers, each sample's number, got {found.dtype}: numbers that round to the same one would "
+            "share a mask. Let the dataset return an int."
+        )
+    return found
+
+
 @dataclass(frozen=True)
 class Masking:
     """BERT's masking (arXiv 1810.04805, section 3.1), of whole stretches as SpanBERT's (arXiv 1907.10529).

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.blocks import DilatedTransformer, init_weights
+from lightning_dilated.models.masking import sample_numbers
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled import check_lengths, guarded
 from lightning_dilated.models.slide_backbone import SlideBackbone
@@ -147,3 +148,4 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
 def _check_index(batch: Mapping[str, Any]) -> None:
     if "index" not in batch:
         raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which says what is hidden.")
+    sample_numbers(batch["index"])

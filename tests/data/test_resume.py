@@ -1,12 +1,15 @@
 """Runs of a real Trainer that are stopped and resumed must see the samples that an uninterrupted run sees."""
 
+import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
-from lightning_dilated.data import ByteDataModule
+from lightning_dilated.data import ByteDataModule, TokenDataModule
 
 from .runs import BATCHES, SAMPLES, SEQ_LEN, Recorder, data, every_step, run
 
@@ -147,6 +150,58 @@ def test_a_checkpoint_of_other_data_is_refused(
     settings = {"seq_len": SEQ_LEN, "batch_size": 2, "val_fraction": 0.125, "test_fraction": 0, "seed": 3}
     with pytest.raises(ValueError, match=f"written with ({named}) = .*start a new run"):
         run(ByteDataModule(file, **{**settings, **change}), tmp_path / "a.ckpt", **limits)
+
+
+OTHERS = {
+    "another file of that size": lambda path, other: data(str(other)),
+    "documents end otherwise": lambda path, other: tokens(path, eos_token=9),
+    "another type of token": lambda path, other: tokens(path, dtype="int32"),
+}
+
+
+def tokens(path: Path, **options: object) -> TokenDataModule:
+    """11 sequences of 4 tokens, whether they are uint32 or int32, in documents."""
+    settings = {"vocab_size": 20, "dtype": "uint32", "eos_token": 7, "val_fraction": 0, "test_fraction": 0, "seed": 3}
+    return TokenDataModule(str(path), SEQ_LEN, **{**settings, **options})
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_data_of_the_same_size_is_refused_by_both_fingerprints(file: str, tmp_path: Path, name: str) -> None:
+    """Half way through an epoch, of which the rest would be of other samples."""
+    numbers, other = tmp_path / "tokens.bin", tmp_path / "other.bin"
+    numbers.write_bytes(np.arange(SAMPLES * SEQ_LEN + 1, dtype=np.uint32).__mod__(17).tobytes())
+    other.write_bytes(Path(file).read_bytes()[::-1])
+    make = (lambda: data(file)) if "file" in name else (lambda: tokens(numbers))
+    _, trainer = run(make(), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    found = [x.dataset("train").fingerprint() for x in (make(), OTHERS[name](numbers, other))]
+    assert found[0] != found[1]
+    says = re.escape(f"written with fingerprint = {found[0]} of the training data, but it is {found[1]} now")
+    with pytest.raises(ValueError, match=says):
+        run(OTHERS[name](numbers, other), tmp_path / "a.ckpt", max_steps=9)
+    resumed, _ = run(make(), tmp_path / "a.ckpt", max_steps=4)
+    assert len(resumed.seen) == 1
+
+
+def test_data_that_was_moved_is_the_same(file: str, tmp_path: Path) -> None:
+    whole, trainer = run(data(file), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    (tmp_path / "elsewhere").mkdir()
+    moved = Path(file).rename(tmp_path / "elsewhere" / Path(file).name)
+    resumed, _ = run(data(str(moved)), tmp_path / "a.ckpt", max_steps=5)
+    assert not set(resumed.samples()) & set(whole.samples())
+
+
+def test_a_checkpoint_that_has_no_fingerprint_yet(file: str, tmp_path: Path) -> None:
+    _, trainer = run(data(file), max_steps=3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    stored = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    states = [stored["ByteDataModule"]["train"], *stored["loops"]["fit_loop"]["state_dict"]["combined_loader"]]
+    assert all(state.pop("fingerprint") for state in states)
+    torch.save(stored, tmp_path / "old.ckpt")
+    with pytest.warns(UserWarning, match="does not tell by a fingerprint"):
+        resumed, _ = run(data(file), tmp_path / "old.ckpt", max_steps=4)
+    assert len(resumed.seen) == 1
 
 
 def test_a_checkpoint_may_be_tested_on_other_data(file: str, tmp_path: Path) -> None:

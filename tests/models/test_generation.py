@@ -166,8 +166,9 @@ def test_mode_comes_back_and_dropout_sleeps(training):
     out = generate(model, temperature=0)
     assert model.training == training
     assert torch.equal(generate(model, temperature=0), out)
-    with pytest.raises(IndexError):
-        model.generate(torch.tensor([[99]]), 1)
+    model.head.register_forward_hook(lambda *given: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model)
     assert model.training == training
 
 
@@ -199,6 +200,16 @@ REFUSED = {
     "stop negative": ((PROMPT, 1), {"stop": -1}, ValueError, "stop must be at least 0, got -1"),
     "stop too large": ((PROMPT, 1), {"stop": [3, 11]}, ValueError, "stop must lie below vocab_size=11, got 11"),
     "prompt_chunk": ((PROMPT, 1), {"prompt_chunk": 0}, ValueError, "prompt_chunk must be at least 1, got 0"),
+    "above the vocabulary": (
+        (torch.tensor([[1, 2], [3, 11]]), 1),
+        {},
+        ValueError,
+        "holds token 11 at position 1 of row 1, but vocab_size=11 allows 0 to 10",
+    ),
+    "a negative token": ((torch.tensor([[-1, 2]]), 1), {}, ValueError, "token -1 at position 0 of row 0"),
+    "bools": ((PROMPT > 1, 1), {}, TypeError, "must hold integer tokens, got torch.bool"),
+    "top_p a str": ((PROMPT, 1), {"top_p": "a"}, ValueError, r"top_p must lie in \(0, 1\], got 'a'"),
+    "top_p True": ((PROMPT, 1), {"top_p": True}, ValueError, r"top_p must lie in \(0, 1\], got True"),
     "top_p nan": ((PROMPT, 1), {"top_p": math.nan}, ValueError, "top_p must lie in"),
 }
 

@@ -3,6 +3,7 @@
 import math
 from itertools import pairwise
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -305,3 +306,21 @@ def test_positions_of_another_shape_are_refused(shape):
     model = LongNetLM(DilatedPattern.dense(), dim=16, depth=1, num_heads=2)
     with pytest.raises(ValueError, match=r"positions must be \(8,\) or \(2, 8\)"):
         model(torch.zeros(2, 8, dtype=torch.int64), positions=torch.zeros(shape, dtype=torch.int64))
+
+
+class Vocabulary(pl.LightningDataModule):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.vocab_size = vocab_size
+
+    def train_dataloader(self):
+        return loader(batch(2, 16))
+
+
+@pytest.mark.parametrize("tokens, bytes_per_token, told", [(513, 1.0, True), (512, 1.0, False), (513, 3.7, False)])
+def test_bits_of_a_token_are_not_taken_for_those_of_a_byte(recwarn, tokens, bytes_per_token, told):
+    """Tokens of text with `bytes_per_token` left out: bits per byte would be several times too many."""
+    model = tiny(dtype=torch.float32, vocab_size=1000, bytes_per_token=bytes_per_token)
+    trainer(max_steps=1).fit(model, Vocabulary(tokens))
+    found = [str(x.message) for x in recwarn if "bytes_per_token is 1" in str(x.message)]
+    assert bool(found) == told and all(f"but {tokens} different tokens" in x for x in found)

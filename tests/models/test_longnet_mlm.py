@@ -202,6 +202,11 @@ REFUSED = {
         "got none. Let the dataset return",
     ),
     "short index": (lambda: tiny().loss_terms({**batch(), "index": torch.tensor([1])}), ValueError, r"got \(1,\)"),
+    "float index": (
+        lambda: tiny().loss_terms({**batch(), "index": batch()["index"] + 0.5}),
+        TypeError,
+        "index must hold integers, .* got torch.float32",
+    ),
     "1-D": (lambda: tiny().loss_terms({k: v[0] for k, v in batch().items()}), ValueError, r"tokens must be \(B, N\)"),
 }
 

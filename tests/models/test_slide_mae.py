@@ -134,11 +134,14 @@ REFUSED = {
     "no index": (
         lambda: pretrainer().loss_terms({k: v for k, v in batch(9).items() if k != "index"}), "but no index"
     ),
+    "float index": (
+        lambda: pretrainer().loss_terms({**batch(9), "index": batch(9)["index"].double()}), "index must hold integers"
+    ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     call, says = REFUSED[name]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises((ValueError, TypeError), match=says):
         call()

@@ -1,0 +1,229 @@
+"""Text files to tokens: the same as of the whole text, documents where TokenDataModule finds them, and what is refused."""
+
+import itertools
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from lightning_dilated.data import TokenDataModule, encode_files, encoding
+
+tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
+
+END = "<|end|>"
+TEXT = "The quick brown fox jumps over the lazy dog; naïve cafés, 東京 and 🦊🦊!\n\n  It's 1,024 steps…   away.\r\n" * 8
+
+
+def trained(kind: str = "bytes", size: int = 400, special: tuple[str, ...] = (END,)) -> "tokenizers.Tokenizer":
+    """A tiny BPE: of bytes, as GPT-2's; of characters after a mark for spaces, as Llama's; or of characters with no cut."""
+    made = tokenizers.Tokenizer(models.BPE(unk_token=None))
+    alphabet = []
+    if kind == "bytes":
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        made.decoder, alphabet = decoders.ByteLevel(), pre_tokenizers.ByteLevel.alphabet()
+    elif kind == "marked":
+        made.pre_tokenizer, made.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    elif kind == "composed":
+        made.normalizer = normalizers.NFD()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    made.train_from_iterator([TEXT, "ab ac ad ", "a" * 64], trainer)
+    return made
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    trained().save(str(tmp_path / "tokenizer.json"))
+    return str(tmp_path / "tokenizer.json")
+
+
+def write(folder: Path, **texts: str) -> list[str]:
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode())
+    return [str(folder / name) for name in texts]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "marked", "composed", "plain"])
+def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Pieces of 300 characters, and words in random order with blanks, long runs and a special token in between."""
+    monkeypatch.setattr(encoding, "PIECE", 300)
+    monkeypatch.setattr(encoding, "OVERLAP", 128)
+    tokenizer, draw = trained(kind), random.Random(0)
+    tokenizer.save(str(tmp_path / "t.json"))
+    words = [*TEXT.split(" "), "\n", "\n\n\n", " " * 7, END, "aaa", "\t", "naïve" * 5]
+    texts = {f"{i}.txt": " ".join(draw.choices(words, k=draw.choice([1, 40, 300, 900]))) for i in range(12)}
+    texts["run.txt"] = "ab " * 50 + "a" * 5001 + " ac" * 500
+    texts["blank.txt"] = "ab" + " " * 3333 + "ac" * 500
+    found = encode_files(tmp_path / "t.json", write(tmp_path, **texts), tmp_path / "out.bin")
+    got = np.fromfile(tmp_path / "out.bin", np.uint16).tolist()
+    end = tokenizer.token_to_id(END)
+    want = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts.values()]
+    assert got == [x for ids in want for x in ids]
+    assert found.tokens == len(got) and found.documents == got.count(end) > found.files == len(texts)
+    assert found.bytes_per_token == sum(len(x.encode()) for x in texts.values()) / len(got)
+
+
+def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:
+    """Sequences are the texts one after another, and documents end where files do."""
+    texts = {"a.txt": TEXT[:200], "b.txt": "fox", "c.txt": TEXT[300:900]}
+    found = encode_files(saved, write(tmp_path, **texts), tmp_path / "train.bin")
+    assert (found.dtype, found.vocab_size, found.eos_token, found.documents) == (
+        "uint16",
+        trained().get_vocab_size(),
+        0,
+        3,
+    )
+    data = TokenDataModule(
+        found.path, found.tokens - 1, found.vocab_size, dtype=found.dtype, eos_token=found.eos_token,
+        val_fraction=0, test_fraction=0,
+    )  # fmt: skip
+    sample = data.dataset("train")[0]
+    tokenizer, bounds = trained(), sample["cu_seqlens"].tolist()
+    cut = [sample["tokens"][a:b].tolist() for a, b in itertools.pairwise(bounds)]
+    assert [tokenizer.decode(ids) for ids in cut] == list(texts.values())
+    assert (sample["labels"] == -100).nonzero()[:, 0].tolist() == [x - 1 for x in bounds[1:-1]]
+    assert sample["tokens"].dtype == torch.int64
+
+
+def test_documents_may_be_left_out_or_named(tmp_path: Path) -> None:
+    trained(special=("<s>", "</s>")).save(str(tmp_path / "two.json"))
+    files = write(tmp_path, a="fox", b="dog")
+    plain = encode_files(tmp_path / "two.json", files, tmp_path / "plain.bin", documents=False)
+    ended = encode_files(tmp_path / "two.json", files, tmp_path / "ended.bin", eos_token="</s>")
+    assert (plain.documents, plain.eos_token, ended.documents, ended.eos_token) == (0, None, 2, 1)
+    assert ended.tokens == plain.tokens + 2 and np.fromfile(ended.path, np.uint16)[-1] == 1
+
+
+def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
+    """One token above what uint16 holds; ids of a vocabulary may have gaps."""
+    for top, kind in ((65535, "uint16"), (65536, "uint32")):
+        vocabulary = {"[UNK]": 0, "fox": 7, "dog": top}
+        made = tokenizers.Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        made.save(str(tmp_path / f"{kind}.json"))
+        file = write(tmp_path, a="dog fox cat")
+        found = encode_files(tmp_path / f"{kind}.json", file, tmp_path / f"{kind}.bin", documents=False)
+        assert (found.dtype, found.vocab_size, found.unknown) == (kind, top + 1, 1)
+        assert np.fromfile(found.path, kind).tolist() == [top, 7, 0]
+
+
+def test_truncation_and_templates_of_the_file_are_left_alone(tmp_path: Path) -> None:
+    made = trained()
+    made.enable_truncation(5)
+    made.enable_padding(length=3000, pad_id=0, pad_token=END)
+    made.post_processor = tokenizers.processors.TemplateProcessing(f"{END} $A", special_tokens=[(END, 0)])
+    made.save(str(tmp_path / "t.json"))
+    found = encode_files(tmp_path / "t.json", write(tmp_path, a=TEXT), tmp_path / "a.bin", documents=False)
+    assert trained().decode(np.fromfile(found.path, np.uint16).tolist(), skip_special_tokens=False) == TEXT
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest text that the tokenizer is given at once, whatever the file's length."""
+    monkeypatch.setattr(encoding, "PIECE", 1000)
+    monkeypatch.setattr(encoding, "OVERLAP", 256)
+    given, real = [], encoding._encoded
+
+    def watched(tokenizer, pieces):
+        for piece in real(tokenizer, pieces):
+            given.append(len(piece.text))
+            yield piece
+
+    monkeypatch.setattr(encoding, "_encoded", watched)
+    encode_files(saved, write(tmp_path, a=TEXT * 200), tmp_path / "a.bin")
+    assert max(given) == 1256 and len(given) > 100
+
+
+# -- what is refused ---------------------------------------------------------------------------------------------------
+BAD = {
+    "no such tokenizer": (
+        {"tokenizer": "none.json"},
+        {},
+        FileNotFoundError,
+        "none.json: no such file. Pass a tokenizer",
+    ),
+    "no tokenizer": ({"tokenizer": "a"}, {"a": "{"}, ValueError, "a cannot be read .*EOF"),
+    "another json": ({"tokenizer": "a"}, {"a": "{}"}, ValueError, "a cannot be read .*Pass a tokenizer.json"),
+    "missing": ({"inputs": "gone.txt"}, {}, FileNotFoundError, "gone.txt does not exist; pass existing text files"),
+    "no inputs": ({"inputs": []}, {}, ValueError, "inputs is an empty list"),
+    "empty file": ({}, {"b.txt": b""}, ValueError, r"b.txt is empty: .* leave it out"),
+    "Latin-1": ({}, {"b.txt": b"caf\xe9 x"}, ValueError, r"b.txt is not UTF-8 text: byte 3 .* is 0xe9"),
+    "cut off": ({}, {"b.txt": "é".encode()[:1]}, ValueError, r"b.txt is not UTF-8 text: byte 0 .*unexpected end"),
+    "far": ({}, {"b.txt": b"x" * 3_000_000 + b"\xff"}, ValueError, r"byte 3,000,000 \(counted from 0\) is 0xff"),
+    "split": (
+        {},
+        {"b.txt": b"x" * ((1 << 20) - 1) + b"\xe2\x82x"},
+        ValueError,
+        r"byte 1,048,575 \(counted from 0\) is 0xe2",
+    ),
+    "suffix": ({"out": "a.npy"}, {}, ValueError, "let its name end in .bin"),
+    "there": ({"out": "b.bin"}, {"b.bin": b"x"}, FileExistsError, "b.bin is there already"),
+    "no folder": ({"out": "x/b.bin"}, {}, FileNotFoundError, "there is no folder .*x; make it first"),
+    "no such token": ({"eos_token": "</s>"}, {}, ValueError, r"no token '</s>' .*special tokens are <\|end\|>"),
+    "both": ({"eos_token": END, "documents": False}, {}, ValueError, "documents are off"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_refused_before_anything_is_written(tmp_path: Path, saved: str, name: str) -> None:
+    options, files, error, says = BAD[name]
+    for file, content in {"a.txt": TEXT, **files}.items():
+        (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
+    before = sorted(tmp_path.iterdir())
+    given = {"tokenizer": saved, "inputs": str(tmp_path / "*.txt"), "out": tmp_path / "out.bin"}
+    paths = {k: v if k == "eos_token" or not isinstance(v, str) else str(tmp_path / v) for k, v in options.items()}
+    with pytest.raises(error, match=says):
+        encode_files(**{**given, **paths})
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("special", [(), ("<s>", "</s>")], ids=["none", "two"])
+def test_which_token_ends_a_document_is_not_guessed(tmp_path: Path, special: tuple[str, ...]) -> None:
+    trained(special=special).save(str(tmp_path / "t.json"))
+    there = "its special tokens are <s>, </s>" if special else "it has no special tokens"
+    with pytest.raises(ValueError, match=f"which token of .* ends a document.*{there}"):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="fox"), tmp_path / "a.bin")
+
+
+def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
+    """A BPE of bases, and a genome in which repeats are in lower case."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*left out in silence"):
+        encode_files(tmp_path / "t.json", write(tmp_path, **{"a.txt": "ACGTcgC"}), tmp_path / "a.bin", documents=False)
+    found = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
+    assert found.tokens > 0
+
+
+def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:
+    """BPE of the bytes that its training text had: of ê (0xc3 0xaa) the first one only, which é has, too."""
+    made = trained()
+    made.model = models.BPE()
+    made.train_from_iterator(["é and ü"], trainers.BpeTrainer(special_tokens=[END], show_progress=False))
+    assert len(made.encode("ê").ids) == 1
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match=r"a holds 'ê' \(U\+00EA\), for which"):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="and ê é ü"), tmp_path / "a.bin")
+    assert encode_files(tmp_path / "t.json", write(tmp_path, b="and é ü" + END), tmp_path / "b.bin").documents == 2
+
+
+def test_a_run_without_a_cut_is_named_and_nothing_stays(
+    tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("PIECE", 300), ("OVERLAP", 128), ("LONGEST", 2000)):
+        monkeypatch.setattr(encoding, name, value)
+    file = write(tmp_path, **{"a.txt": "ab " * 200 + "a" * 5001})
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(ValueError, match=r"a.txt: the tokenizer finds no place to cut the text after character 300"):
+        encode_files(saved, file, tmp_path / "out.bin")
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_without_the_library(saved: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    with pytest.raises(ModuleNotFoundError, match=r"'lightning-dilated\[tokenizers\]'"):
+        encode_files(saved, str(tmp_path), tmp_path / "out.bin")
