@@ -74,6 +74,8 @@ class PooledModule(DilatedModule):
         self.num_classes, self.regression_loss = num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
         self.head: nn.Module | None = None
+        #: the classes that the outputs of the head stand for, once trained on data that names them
+        self.classes: list[str] | None = None
         if task is not None:
             with torch.device("meta"):
                 head = self._make_head()
@@ -97,14 +99,42 @@ class PooledModule(DilatedModule):
         return compile_blocks
 
     def setup(self, stage: str) -> None:
-        """See that every class of the data has an output."""
+        """See that the data's classes are those of the outputs; training takes them over."""
         super().setup(stage)
-        classes = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
-        if classes is not None and self.task in ("classification", "ordinal") and len(classes) != self.num_classes:
+        classes = self._data_classes()
+        if classes is not None and len(classes) != self.num_classes:
             raise ValueError(
-                f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(map(str, classes))}): "
+                f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(classes)}): "
                 f"set the model's num_classes to {len(classes)}."
             )
+        if stage == "fit":
+            self.classes = classes
+        self._check_classes(self.classes)
+
+    def _data_classes(self) -> list[str] | None:
+        found = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        return None if found is None or self.task not in ("classification", "ordinal") else [str(x) for x in found]
+
+    def _check_classes(self, trained: list[str] | None) -> None:
+        found = self._data_classes()
+        if trained is not None and found is not None and found != trained:
+            raise ValueError(
+                f"the model was trained on the classes {trained}, in this order, but the data's are {found}: its scores "
+                f"would be of other classes. Set data.classes to {trained}, or train a new model on the data's own."
+            )
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """DilatedModule's, and the names of the classes."""
+        super().on_save_checkpoint(checkpoint)
+        if self.classes is not None:
+            checkpoint["classes"] = self.classes
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """DilatedModule's; see that the data's classes are those of the checkpoint."""
+        super().on_load_checkpoint(checkpoint)
+        if checkpoint.get("classes") is not None:
+            self._check_classes(checkpoint["classes"])
+            self.classes = checkpoint["classes"]
 
     def configure_model(self) -> None:
         """Build the layers, once, and freeze what is not trained."""
