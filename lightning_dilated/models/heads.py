@@ -15,6 +15,12 @@ from lightning_dilated.pattern.branch import integer
 REGRESSION_LOSSES = ("mse", "smooth_l1")
 
 
+def _unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
+    """linear(x) in the dtype of the weights: one row a sample costs nothing, and autocast would round losses to 8 bits."""
+    with torch.autocast(x.device.type, enabled=False):
+        return linear(x.to(linear.weight.dtype))
+
+
 class ClassificationHead(nn.Module):
     """C logits; cross-entropy."""
 
@@ -27,7 +33,7 @@ class ClassificationHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, C) from (B, E)."""
-        return self.linear(x)
+        return _unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
         """The labels (B,) int64, or an error that shows one that is no class."""
@@ -35,7 +41,8 @@ class ClassificationHead(nn.Module):
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
         """(B,) nats."""
-        return nn.functional.cross_entropy(logits, label, reduction="none")
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        return nn.functional.cross_entropy(logits.to(wide), label, reduction="none")
 
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C) probabilities, fp64."""
@@ -79,7 +86,7 @@ class OrdinalHead(ClassificationHead):
         sigmoid(a) sigmoid(-b) (1 - exp(b - a)): a product, so that its logarithm is exact in the tails.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        t, s = self.thresholds().to(wide), self.linear(x).to(wide)
+        t, s = self.thresholds().to(wide), _unrounded(self.linear, x).to(wide)
         below = nn.functional.logsigmoid(t - s)  # log P(y <= k)
         above = nn.functional.logsigmoid(s - t)
         between = below[:, 1:] + above[:, :-1] + torch.log(-torch.expm1(t[:-1] - t[1:]))
@@ -108,10 +115,15 @@ class RegressionHead(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C) from (B, E)."""
-        return self.linear(x)
+        return _unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B, C), or an error for another shape or a value that is not finite."""
+        """The labels (B, C), or an error for another shape, a value that is not finite, or labels rounded to 16 bits."""
+        if label.dtype in (torch.bfloat16, torch.float16):
+            raise TypeError(
+                f"the labels are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
+                "batch. Train with precision='bf16-mixed', or make the labels of the data whole numbers."
+            )
         shaped = label[:, None] if label.ndim == 1 else label
         if shaped.ndim != 2 or shaped.shape[1] != self.classes:
             raise ValueError(f"labels of this regression must be (B, {self.classes}), got {tuple(label.shape)}.")

@@ -147,3 +147,17 @@ def test_regression_labels_are_not_rounded_to_the_logits_dtype():
     head = make_head("regression", 4, 1, "mse")
     logits, label = torch.zeros(1, 1, dtype=torch.bfloat16), torch.tensor([[1234.6]])
     assert float(head.losses(logits, label)) == pytest.approx(1234.6**2, rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["classification", "ordinal", "regression"])
+def test_autocast_does_not_round_logits(name):
+    head, x = make_head(name, 16, 3, "mse"), torch.randn(4, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = head(x)
+    assert got.dtype == torch.float32 and torch.equal(got, head(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_labels_that_were_rounded_are_refused(dtype):
+    with pytest.raises(TypeError, match=r"labels are torch\.\w+16, rounded: .*bf16-mixed"):
+        make_head("regression", 4, 1, "mse").check(torch.tensor([1234.6]).to(dtype))
