@@ -149,7 +149,7 @@ class LongNetMLM(TokenModel):
 
     def _report(self, stage: str) -> None:
         super()._report(stage)
-        self.log(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
+        self._log_of_all(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
         self.accuracy[stage].reset()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:

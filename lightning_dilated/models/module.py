@@ -7,6 +7,8 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 from __future__ import annotations
 
 import inspect
+import re
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -165,9 +167,14 @@ class DilatedModule(Pretrained, pl.LightningModule):
         metric = self.mean_loss[stage]
         loss = metric.compute()  # summed over the ranks by torchmetrics
         metric.reset()
-        self.log(f"{stage}_loss", loss)
+        self._log_of_all(f"{stage}_loss", loss)
         for name, value in self.derived_metrics(loss).items():
-            self.log(f"{stage}_{name}", value, prog_bar=stage == "val")
+            self._log_of_all(f"{stage}_{name}", value, prog_bar=stage == "val")
+
+    def _log_of_all(self, name: str, value: Any, **options: Any) -> None:
+        """Log a value that is of all ranks already, without Lightning's advice to average it over them (`sync_dist`)."""
+        warnings.filterwarnings("ignore", message=re.escape(f"It is recommended to use `self.log({name!r}"))
+        self.log(name, value, **options)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Adds the batch's tokens to the validation mean."""

@@ -196,7 +196,7 @@ class PooledModule(DilatedModule):
         found = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
         metric.reset()
         for name, value in self.head.metrics(*found).items():
-            self.log(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
+            self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """The head's predictions, each (B,), or without a task `embedding` (B, E); after the batch's `index`, `slide_id` and
