@@ -95,13 +95,14 @@ def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
         raise ValueError(f"{step} must return one value a sequence under every name, got {sizes} of them.")
     out: dict[str, list[Any]] = {}
     for name, x in prediction.items():
-        if not isinstance(x, Tensor):
-            out[name] = list(x)
-        elif x.ndim == 1:
-            out[name] = x.tolist()
+        prefix = "e" if name == "embedding" else f"{name}_"
+        if isinstance(x, Tensor) and x.ndim == 2:
+            made = {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
         else:
-            prefix = "e" if name == "embedding" else f"{name}_"
-            out |= {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
+            made = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
+        if twice := sorted(out.keys() & made.keys()):
+            raise ValueError(f"{step} returns two columns {twice[0]!r}, one of them out of {name!r}: rename one.")
+        out |= made
     return out
 
 

@@ -155,7 +155,8 @@ class ResumableLoader(DataLoader):
             if state.get(key, here) != here:
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
-                    "resume with the same data, data.seed and data.seq_len, or start a new run from the weights only"
+                    "resume with the same data (of files, their names count), data.seed and data.seq_len, or start a new "
+                    "run from the weights only"
                 )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size

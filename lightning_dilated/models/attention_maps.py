@@ -6,6 +6,7 @@ Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding d
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import torch
@@ -64,11 +65,11 @@ def chosen_layers(layer: Any, depth: int) -> list[int]:
     """
     if isinstance(layer, str) and layer == "all":
         return list(range(depth))
-    if isinstance(layer, bool) or not isinstance(layer, int) or not -depth <= layer < depth:
+    if isinstance(layer, bool) or not hasattr(layer, "__index__") or not -depth <= index(layer) < depth:
         raise ValueError(
             f"layer must be 'all' or a number from {-depth} to {depth - 1} (-1 is the last), got {layer!r}."
         )
-    return [layer % depth]
+    return [index(layer) % depth]
 
 
 def tile_rows(queries: Any, tiles: int) -> list[int]:

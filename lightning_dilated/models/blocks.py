@@ -271,7 +271,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit): with 0.02
     everywhere narrow models hardly begin to learn.
     """
-    std = (2 / (5 * dim)) ** 0.5
+    std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             if name.endswith("bias"):

@@ -39,7 +39,7 @@ class LongViT(PooledModule):
     """LongViT: patches of an image, embedded linearly, with learned positions; the mean over the patches is the embedding.
 
     Called with images it returns embeddings, see `forward`. Trained, its batches are mappings with `label` (B,) and either
-    `image` (B, C, H, W), or, for a sequence on several ranks and for images of unlike size, `patches` (B, N, C P P), padded
+    `image` (B, C, H, W), or, under this package's strategies and for images of unlike size, `patches` (B, N, C P P), padded
     on the right, with `grid` (B, 2), rows and columns of patches: what `image_patches` makes.
 
     Args:
@@ -193,8 +193,8 @@ class LongViT(PooledModule):
 
         Args:
             images: (B, C, H, W), floating point, H and W multiples of P; on any device, since strips of it are moved. Or an
-                iterable of such strips of the same images from top to bottom, of any height each: then one strip and the
-                patches' embeddings (twice N x E while they are put together) are all that is held of an image.
+                iterator of such strips of the same images from top to bottom, of any height each: then one strip and the
+                patches' embeddings (twice N x E while they are put together) are all that is held. A list is refused.
 
         Raises:
             TypeError, ValueError: for another shape or dtype.
@@ -211,10 +211,9 @@ class LongViT(PooledModule):
         self.configure_model()
         group = active_sequence()
         if group is not None and group.ranks > 1:
-            raise ValueError(
-                "images are embedded on one rank; on several, give batches with `patches` and `grid` as "
-                "models.image_patches makes them."
-            )
+            raise ValueError("images are embedded on one rank; several take patches and grid of models.image_patches.")
+        if isinstance(images, (list, tuple)):
+            raise TypeError("images come stacked (B, C, H, W); strips of the same images come from an iterator.")
         found = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
         if not found or not len(found[0][0]):
             raise ValueError("there is no image: got an empty batch, or no strips.")

@@ -99,7 +99,7 @@ class PooledModule(DilatedModule):
         return compile_blocks
 
     def setup(self, stage: str) -> None:
-        """See that the data's classes are those of the outputs; training takes them over."""
+        """See that the data has a class for each output, and the classes that were trained on."""
         super().setup(stage)
         classes = self._data_classes()
         if classes is not None and len(classes) != self.num_classes:
@@ -107,9 +107,14 @@ class PooledModule(DilatedModule):
                 f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(classes)}): "
                 f"set the model's num_classes to {len(classes)}."
             )
-        if stage == "fit":
-            self.classes = classes
-        self._check_classes(self.classes)
+        if (
+            stage != "fit"
+        ):  # a fit may begin anew on other classes; one that goes on is checked as its checkpoint is loaded
+            self._check_classes(self.classes)
+
+    def on_train_start(self) -> None:
+        """Take over the data's classes."""
+        self.classes = self._data_classes()
 
     def _data_classes(self) -> list[str] | None:
         found = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
@@ -200,13 +205,20 @@ class PooledModule(DilatedModule):
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
         """The head's predictions, each (B,), or without a task `embedding` (B, E); after the batch's `index`, `slide_id` and
-        `label`, where it has them, so that a row says whose it is."""
+        `label`, where it has them, so that a row says whose it is. `prediction_class` is the predicted class by its name, if
+        the training data named its classes; a label that the Trainer's precision rounded is left out."""
         self.configure_model()
         embedding = self.embed(batch)
         known = {name: batch[name] for name in ("index", "slide_id", "label") if name in batch}
         if self.head is None:
             return {**known, "embedding": embedding}
-        return {**known, **self.head.predictions(self.head(embedding))}
+        if getattr(known.get("label"), "dtype", None) in (torch.bfloat16, torch.float16):
+            del known["label"]
+        found = self.head.predictions(self.head(embedding))
+        if self.classes is not None:
+            known["prediction"] = found["prediction"]
+            known["prediction_class"] = [self.classes[i] for i in found["prediction"].tolist()]
+        return {**known, **found}
 
     # -- fine-tuning ---------------------------------------------------------------------------------------------------
     def layer_of(self, name: str) -> int:

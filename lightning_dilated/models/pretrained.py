@@ -30,8 +30,9 @@ TRAINING = ("optimizer", "lr_scheduler")
 class Pretrained:
     """What every DilatedModule has: `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    config.json holds {"class_path", "init_args"}, plain values as in a recipe; model.safetensors every tensor of the state
-    dict, a shared one once. The hub's libraries are imported when they are used.
+    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and the names of a classifier's classes;
+    model.safetensors holds every tensor of the state dict, a shared one once. The hub's libraries are imported when they are
+    used.
     """
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -44,6 +45,8 @@ class Pretrained:
             ValueError: for parameters of which this rank holds a part.
         """
         config = {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": plain_hparams(self)}
+        if getattr(self, "classes", None) is not None:
+            config["classes"] = self.classes
         tensors = _once(self)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,6 +84,8 @@ class Pretrained:
         kept = {k: v for k, v in config["init_args"].items() if open_ended or k in names}
         model = which(**{**kept, **changes})
         _load(model, _read_tensors(folder / WEIGHTS), folder)
+        if config.get("classes") is not None:
+            model.classes = [str(x) for x in config["classes"]]
         return model
 
     def push_to_hub(

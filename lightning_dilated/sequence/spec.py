@@ -115,7 +115,8 @@ class SequenceSpec:
                 sizes[name] = x.shape[dim]
         if not sizes:
             raise ValueError(
-                f"the batch holds none of {list(self.dims)}, which the sequence_spec declares as sequences."
+                f"the batch holds none of {list(self.dims)}, which the sequence_spec declares as sequences, but "
+                f"{list(entries)}: let the dataset return what is to be cut, or train without a strategy that cuts."
             )
         if len(set(sizes.values())) > 1:
             raise ValueError(

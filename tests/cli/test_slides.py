@@ -61,11 +61,14 @@ def test_predictions_of_a_checkpoint(cli, here):
     (ckpt,) = here.rglob("*.ckpt")
     for given in (labels, []):
         rows = written(cli("predict", *DATA, *QUIET, *given, "--ckpt_path", ckpt))
-        names = ["index", "slide_id", *(["label"] if given else []), "prediction", "probability_0", "probability_1"]
-        assert list(rows[0]) == names and [r["slide_id"] for r in rows] == [f"slide_{i:03}" for i in range(5)]
+        names = ["index", "slide_id", *(["label"] if given else []), "prediction", "prediction_class"]
+        assert list(rows[0]) == [*names, "probability_0", "probability_1"] and [r["slide_id"] for r in rows] == [
+            f"slide_{i:03}" for i in range(5)
+        ]
         for row in rows:
             scores = float(row["probability_0"]), float(row["probability_1"])
             assert sum(scores) == pytest.approx(1) and int(row["prediction"]) == (scores[1] > scores[0])
+            assert row["prediction_class"] == row["prediction"]  # the words of the csv are 0 and 1
 
 
 def test_fit_without_a_slide_to_train_on(cli, here):

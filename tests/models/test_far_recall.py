@@ -9,11 +9,13 @@ from lightning_dilated.data import FarRecallDataModule
 from lightning_dilated.models import WarmupCosine
 
 WALLED = {"segment_lengths": [16, 64], "dilation_rates": [1, 4]}
+#: bits of a guess among 8 values; half a bit below it is no chance with 512 samples of four queries
+GUESS = 3.0
 FAR = {"segment_lengths": [16, 64, 128], "dilation_rates": [1, 4, 8]}
 
 
 def bits(pattern: dict, steps: int, *, pair_tokens: int, **options) -> float:
-    """Validation loss in bits a query after training; guessing among 8 values costs 3."""
+    """Validation loss in bits a query after training."""
     pl.seed_everything(0)
     data = FarRecallDataModule(
         128, 4, 8, 32, pair_tokens, batch_size=32, train_size=32 * steps, val_size=512, test_size=0
@@ -35,8 +37,8 @@ def bits(pattern: dict, steps: int, *, pair_tokens: int, **options) -> float:
 @pytest.mark.timeout(3600)
 def test_a_far_branch_beats_the_walled_control() -> None:
     far, walled = bits(FAR, 1500, pair_tokens=2), bits(WALLED, 1500, pair_tokens=2)
-    assert walled > 2.9, "nothing joins the halves, so this can only be a guess"
-    assert far < 1.8, f"{far:.2f} bits a query, the control {walled:.2f}"
+    assert walled > GUESS - 0.05, "nothing joins the halves, so this can only be a guess"
+    assert far < GUESS - 0.5, f"{far:.2f} bits a query, the control {walled:.2f}"
 
 
 @pytest.mark.slow
@@ -44,4 +46,4 @@ def test_a_far_branch_beats_the_walled_control() -> None:
 def test_shifted_layers_beat_unshifted() -> None:
     shifted = bits(FAR, 1500, pair_tokens=1, shift_layers="odd", shift_below=128)
     unshifted = bits(FAR, 1500, pair_tokens=1)
-    assert shifted < 2.0 < 2.7 < unshifted, f"{shifted:.2f} bits a query shifted, {unshifted:.2f} unshifted"
+    assert shifted < min(GUESS, unshifted) - 0.5, f"{shifted:.2f} bits a query shifted, {unshifted:.2f} unshifted"

@@ -161,3 +161,9 @@ def test_autocast_does_not_round_logits(name):
 def test_labels_that_were_rounded_are_refused(dtype):
     with pytest.raises(TypeError, match=r"labels are torch\.\w+16, rounded: .*bf16-mixed"):
         make_head("regression", 4, 1, "mse").check(torch.tensor([1234.6]).to(dtype))
+
+
+def test_classification_losses_are_not_rounded_to_the_logits_dtype():
+    head, logits, label = make_head("classification", 4, 3, "mse"), torch.randn(5, 3).bfloat16(), torch.arange(5) % 3
+    want = torch.nn.functional.cross_entropy(logits.double(), label, reduction="none")
+    torch.testing.assert_close(head.losses(logits, label).double(), want, rtol=1e-6, atol=1e-7)

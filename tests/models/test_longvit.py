@@ -48,14 +48,19 @@ WRONG_IMAGES = {
     "one image": (pixels(3, 8, 8), ValueError, r"images must be \(images, 3, height, width\), got \(3, 8, 8\)"),
     "channels last": (pixels(1, 8, 8, 3), ValueError, r"got \(1, 8, 8, 3\)"),
     "no whole patches": (pixels(1, 3, 9, 8), ValueError, "9 x 8 pixels is not made of whole patches of 4 x 4.*8 x 8"),
-    "nothing": ([], ValueError, "there is no image"),
+    "nothing": (iter([]), ValueError, "there is no image"),
     "no images": (pixels(0, 3, 8, 8), ValueError, "there is no image"),
     "strips of other images": (
-        [pixels(1, 3, 4, 8), pixels(1, 3, 4, 12)],
+        iter([pixels(1, 3, 4, 8), pixels(1, 3, 4, 12)]),
         ValueError,
         r"strips must be of the same images: .* of \[\(1, 2\), \(1, 3\)\]",
     ),
-    "no tensors": (["slide.png"], ValueError, "got str"),
+    "no tensors": (iter(["slide.png"]), ValueError, "got str"),
+    "a list": (
+        [pixels(1, 3, 8, 8)] * 2,
+        TypeError,
+        r"stacked \(B, C, H, W\); strips of the same images come from an iterator",
+    ),
 }
 
 
