@@ -145,9 +145,9 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
         if dropped:
             shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
             raise ValueError(
-                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are in "
-                "a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: change "
-                "the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
+                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
+                "in a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: "
+                "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
             )
 
 

@@ -84,18 +84,18 @@ def test_pieces_are_joined_far_from_their_ends() -> None:
     """At the first token of the overlap's middle half if all of that half agree, ids and places; the rest may differ."""
     count, quarter = encoding.OVERLAP, encoding.OVERLAP // 4
 
-    def piece(begin: int, size: int, changed: int | None = None, shifted: int = 0) -> encoding._Piece:
+    def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> encoding._Piece:
         starts = np.arange(size)
         ids = starts + begin
         if changed is not None:
             ids[changed] = -1
-        return encoding._Piece("a", begin, "", False, ids, np.stack([starts, starts + 1], 1) + shifted)
+        return encoding._Piece("a", begin, "", False, ids, np.stack([starts, starts + 1 + longer], 1))
 
     left, right = piece(0, 9000), 9000 - count
     assert encoding._seam(left, piece(right, 9000)) == (right + quarter, quarter)
     for changed, joined in [(quarter - 1, True), (quarter, False), (3 * quarter - 1, False), (3 * quarter, True)]:
         assert (encoding._seam(left, piece(right, 9000, changed)) is not None) == joined
-    assert encoding._seam(left, piece(right, 9000, shifted=1)) is None
+    assert encoding._seam(left, piece(right, 9000, longer=1)) is None
 
 
 def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:

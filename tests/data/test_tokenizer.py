@@ -85,6 +85,16 @@ def test_a_trained_affix_is_no_reason_to_refuse(tmp_path: Path, affix: str) -> N
         encode_files(tmp_path / "t.json", write(tmp_path, b="box fob"), tmp_path / "b.bin", documents=False)
 
 
+@pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
+def test_tokens_of_all_bytes_do_not_do_where_an_affix_is_needed(tmp_path: Path, affix: str) -> None:
+    alphabet = {x: i for i, x in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = tokenizers.Tokenizer(models.BPE(alphabet, [], **{affix: "##"}))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match="holds 'b'"):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="ab"), tmp_path / "a.bin", documents=False)
+
+
 def test_what_is_left_out_depends_on_the_normaliser(tmp_path: Path) -> None:
     """e and an accent have tokens, what NFC makes of them has none."""
     made = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
