@@ -7,8 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_dilated.models import DilatedModule, LongNetLM
+
+#: ids that a vocabulary is padded by at most, as usual
+_PADDING = 1024
 
 
 def read_checkpoint(path: str | Path) -> dict[str, Any]:
@@ -66,19 +70,38 @@ def load_module(path: str | Path) -> DilatedModule:
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
     """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
+    A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
+    unused, or more than half, it warns; it cannot know, as a checkpoint does not hold its tokenizer. What is over bytes
+    (vocab_size 256 and bytes_per_token 1) is never padded.
+
     Raises:
-        ValueError: for another model; for a vocabulary that is not of bytes, or smaller than the tokenizer's.
+        ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
+            with fewer tokens than the tokenizer.
     """
     model = load_module(path)
     found = getattr(model, "vocab_size", None)
     held = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {found}"
-    if not isinstance(model, LongNetLM) or (vocab_size is None and found != 256):
+    of_bytes = isinstance(model, LongNetLM) and found == 256 and model.bytes_per_token == 1
+    if not isinstance(model, LongNetLM) or (vocab_size is None and not of_bytes):
+        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and found == 256 else ""
         raise ValueError(
-            f"{held}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
+            f"{held}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
             "--tokenizer with the tokenizer.json that a LongNetLM was trained with."
         )
-    if vocab_size is not None and vocab_size > model.vocab_size:
+    if vocab_size is None:
+        return model
+    if vocab_size > found:
         raise ValueError(
             f"{held}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
+        )
+    if of_bytes and vocab_size != found:
+        raise ValueError(
+            f"{held} and bytes_per_token 1, so it is over bytes, but the tokenizer has {vocab_size} tokens. Leave "
+            "--tokenizer out."
+        )
+    if found - vocab_size > min(_PADDING, found // 2):
+        rank_zero_warn(
+            f"{held}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one that "
+            "the model was trained with?"
         )
     return model

@@ -20,6 +20,9 @@ from lightning_dilated.models.generation import check_sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
+#: bytes or tokens to add, unless told otherwise
+_COUNT = 256
+
 
 def parser() -> argparse.ArgumentParser:
     """The options of `generate`."""
@@ -28,8 +31,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
     p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
     p.add_argument("--prompt", help="text to continue; - reads standard input")
-    p.add_argument("--max_new_bytes", type=int, default=256, help="bytes to add (default %(default)s)")
-    p.add_argument("--max_new_tokens", type=int, help="with --tokenizer, tokens to add (default: as many)")
+    p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
+    p.add_argument(
+        "--max_new_tokens", type=int, help="with --tokenizer, tokens to add, in place of bytes (default: as many)"
+    )
     p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
     p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
     p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
@@ -43,19 +48,32 @@ def parser() -> argparse.ArgumentParser:
 def parsed(argv: list[str]) -> argparse.Namespace:
     """The options: the parser's defaults, over them the config's, over them the command line's."""
     p = parser()
-    config = p.parse_args(argv).config
+    given = p.parse_args(argv)
+    config = given.config
     if config is not None:
         values = yaml.safe_load(config.read_text())
         known = {a.dest: a for a in p._actions if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
-        p.set_defaults(**{k: _typed(config, known[k], v) for k, v in values.items() if v is not None})
+        told = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
+        _one_count(f"--config {config}", told.get("max_new_bytes"), told.get("max_new_tokens"))
+        if given.max_new_bytes is not None or given.max_new_tokens is not None:  # wins over either of the config
+            told.update(max_new_bytes=None, max_new_tokens=None)
+        p.set_defaults(**told)
+    _one_count("generate", given.max_new_bytes, given.max_new_tokens)
     args = p.parse_args(argv)
     missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
     if missing:
         raise ValueError(f"generate needs {' and '.join(missing)}.")
     return args
+
+
+def _one_count(where: str, count: int | None, tokens: int | None) -> None:
+    if count is not None and tokens is not None:
+        raise ValueError(
+            f"{where} takes one of max_new_bytes and max_new_tokens, but has both ({count} and {tokens}): leave one out."
+        )
 
 
 def _typed(config: Path, action: argparse.Action, value: object) -> object:
@@ -82,9 +100,38 @@ def check_device(name: str) -> None:
 def unescaped(text: str) -> str:
     r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
     try:
-        return codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-    except UnicodeDecodeError:
+        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+        found.encode()  # half a character is none
+        return found
+    except UnicodeError:
         return ""
+
+
+def checked_text(option: str, text: str) -> str:
+    """The text. Raises: ValueError where bytes that are not UTF-8 hide in it, as the shell and standard input pass them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X}"
+        raise ValueError(
+            f"{option} is not UTF-8 text: {what} after {error.start:,} characters. Convert it first, as by iconv -t UTF-8."
+        ) from None
+    return text
+
+
+def prompt_of(given: str) -> str:
+    """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
+    try:
+        prompt = checked_text("--prompt", sys.stdin.read() if given == "-" else given)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt - is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start:,} (counted from 0). "
+            "Convert it first, as by iconv -t UTF-8."
+        ) from None
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character to continue.")
+    return prompt
 
 
 def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
@@ -121,17 +168,18 @@ def count_of(args: argparse.Namespace) -> int:
     if args.max_new_tokens is not None and args.tokenizer is None:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
-    if getattr(args, name) < 0:
-        raise ValueError(f"--{name} must be at least 0, got {getattr(args, name)}.")
-    return getattr(args, name)
+    count = _COUNT if getattr(args, name) is None else getattr(args, name)
+    if count < 0:
+        raise ValueError(f"--{name} must be at least 0, got {count}.")
+    return count
 
 
 def run(argv: list[str]) -> None:
     """Parse, load, generate, and print the prompt with its continuation."""
     args = parsed(argv)
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    if not prompt:
-        raise ValueError("--prompt is empty; give at least one character to continue.")
+    prompt = prompt_of(args.prompt)
+    if args.stop is not None:
+        checked_text("--stop", args.stop)
     count = count_of(args)
     check_sampling(args.temperature, args.top_k, args.top_p)
     if not 0 <= args.seed < 2**63:

@@ -1,7 +1,11 @@
 """Text files to one file of token ids, as `TokenDataModule` reads it, in bounded memory.
 
-A long text is encoded in pieces that overlap. Neighbours are joined inside a stretch of tokens on which both agree, far
-from the ends of either, so that the tokens are those of the text as a whole.
+A long text is encoded in pieces that overlap. Neighbours are joined at a stretch of tokens on which both agree, far from
+the ends of either. The tokens are those of the text as a whole for every tokenizer whose tokens depend on at most OVERLAP
+// 2 = 2,048 characters before and after where they begin: the usual ones, which cut at words, but for longer runs and words.
+Where pieces disagree they are encoded together, or refused. What is NOT seen is a dependence on what is farther away than
+that while the pieces agree, as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart: the tokens
+may differ then, without an error.
 """
 
 from __future__ import annotations
@@ -18,16 +22,15 @@ import numpy as np
 
 from lightning_dilated.data.paths import HINT, collect_files, path_list
 from lightning_dilated.data.tokenizer import (
-    drops_unknown,
-    is_dropped,
     load_tokenizer,
+    marking_dropped,
     special_tokens,
     unknown_token,
     vocabulary_size,
 )
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
 
 #: characters of a piece, and of what it shares with the next one
 PIECE, OVERLAP = 1 << 17, 1 << 12
@@ -37,6 +40,8 @@ _AT_ONCE = 8
 LONGEST = 1 << 23
 #: two pieces agree if they do so on this many tokens at least
 _AGREE = 4
+#: (file, begin, text, whether it is the last one) of a piece
+_Text = tuple[str, int, str, bool]
 
 
 @dataclass(frozen=True)
@@ -72,8 +77,10 @@ def encode_files(
 ) -> EncodedFiles:
     """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
 
-    Special tokens that a text spells out become those tokens, as the library does it. Nothing else is added: no token of
-    a template. `out` is there only once all is written.
+    The tokens are those of each whole text if the tokenizer looks at most 2,048 characters around (see above); one that
+    looks farther, as for pairs of quotes, may cut a text of more than 131,072 characters otherwise, without an error.
+    Special tokens that a text spells out become those tokens, as the library does it. Nothing else is added: no token of a
+    template. `out` is there only once all is written.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
@@ -124,23 +131,24 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """BPE without unknown token and without all bytes leaves out what it never saw, in silence; only white space may go."""
-    if not drops_unknown(tokenizer):
+    """Raise where the tokenizer would leave out anything but white space in silence: encodes all once more to see it."""
+    if (marking := marking_dropped(tokenizer)) is None:
         return
-    added = tokenizer.get_added_tokens_decoder().values()
-    known = set("".join(token.content for token in added))  # a text may spell out "<s>", though it has no other "<"
-    for file in files:
-        for block in _decoded(file):
-            new = sorted(set(block) - known)
-            dropped = [x for x in new if not x.isspace() and is_dropped(tokenizer, x)]
-            if dropped:
-                shown = ", ".join(f"{x!r} (U+{ord(x):04X})" for x in dropped[:5])
-                raise ValueError(
-                    f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which the tokenizer has neither "
-                    "a token nor an unknown token, so they would be left out in silence: change the text (such as to upper "
-                    "case), or take a tokenizer of bytes."
-                )
-            known.update(new)
+    marker, mark = marking
+    half = OVERLAP // 2  # nearer to a cut a word may be cut, too; the neighbour has it whole
+    for (file, begin, text, last), found in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
+        if mark not in found.ids:
+            continue
+        start, stop = half if begin else 0, len(text) if last else len(text) - half
+        places = [x for x, token in zip(found.offsets, found.ids, strict=True) if token == mark]
+        dropped = sorted({text[a:b] for a, b in places if start <= a < stop and not text[a:b].isspace()})
+        if dropped:
+            shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
+            raise ValueError(
+                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
+                "in a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: "
+                "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
+            )
 
 
 def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
@@ -210,8 +218,8 @@ class _Piece:
     first: int = 0
 
 
-def _pieces(file: str) -> Iterator[tuple[str, int, str, bool]]:
-    """(file, begin, text, whether it is the last one) of pieces that share OVERLAP characters with the next."""
+def _pieces(file: str) -> Iterator[_Text]:
+    """Pieces that share OVERLAP characters with the next."""
     text, begin = "", 0
     for block in _decoded(file):
         text += block
@@ -244,21 +252,28 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
                 yield np.array([end])
 
 
-def _encoded(tokenizer: Tokenizer, pieces: Iterator[tuple[str, int, str, bool]]) -> Iterator[_Piece]:
+def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[_Text, Encoding]]:
     while some := list(itertools.islice(pieces, _AT_ONCE)):
         try:
             found = tokenizer.encode_batch([text for _, _, text, _ in some], add_special_tokens=False)
         except Exception as error:  # the library raises no other kind
             files = ", ".join(dict.fromkeys(file for file, _, _, _ in some))
             raise ValueError(f"the tokenizer cannot encode the text of {files} ({error}).") from None
-        for (file, begin, text, last), encoding in zip(some, found, strict=True):
-            whole = begin == 0 and last  # needs no places
-            places = [] if whole else encoding.offsets
-            yield _Piece(file, begin, text, last, np.array(encoding.ids, np.int64), np.array(places).reshape(-1, 2))
+        yield from zip(some, found, strict=True)
+
+
+def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
+    for (file, begin, text, last), encoding in _encodings(tokenizer, pieces):
+        whole = begin == 0 and last  # needs no places
+        places = [] if whole else encoding.offsets
+        yield _Piece(file, begin, text, last, np.array(encoding.ids, np.int64), np.array(places).reshape(-1, 2))
 
 
 def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
-    """(index in left, index in right) of one token in the middle of what both share; None unless they agree around it."""
+    """(index in left, index in right) of the first token of the middle half of what both share; None unless all agree there.
+
+    A token that depends on OVERLAP // 2 characters around is right in one of both wherever it is, so all that agree are.
+    """
     quarter = OVERLAP // 4
     runs = []
     for piece in (left, right):
@@ -268,8 +283,7 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     alike = b - a == d - c >= _AGREE and np.array_equal(left.ids[a:b], right.ids[c:d])
     if not alike or not np.array_equal(left.places[a:b] + left.begin, right.places[c:d] + right.begin):
         return None
-    half = (b - a) // 2
-    return (int(a) + half, int(c) + half) if a + half >= left.first else None
+    return int(a), int(c)  # not before left.first, which is of the same place in the overlap before
 
 
 def _together(tokenizer: Tokenizer, held: _Piece, others: list[_Piece]) -> _Piece:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -60,24 +61,43 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
     """The token that stands for what the vocabulary does not have; None for a tokenizer without."""
-    name = getattr(tokenizer.model, "unk_token", None)
+    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not tell it of Unigram
+    if model["type"] == "Unigram":
+        return model["unk_id"]
+    name = model.get("unk_token")
     return None if name is None else tokenizer.token_to_id(name)
 
 
-def drops_unknown(tokenizer: Tokenizer) -> bool:
-    """Whether characters that the vocabulary does not have may vanish from a text: in BPE without unknown token."""
-    model = tokenizer.model
-    return type(model).__name__ == "BPE" and model.unk_token is None and not model.byte_fallback
+def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
+    """A tokenizer that puts the token M where `tokenizer` leaves out a character or a part of it, and M.
+
+    BPE without unknown token leaves out, in silence, what its vocabulary does not have. What that is depends on the word
+    (a suffix at its end, a prefix inside) and on the normaliser, so it is not told of characters alone. The other tokens
+    are not those of `tokenizer`. None where nothing can be left out.
+    """
+    state = json.loads(tokenizer.to_str())
+    model = state["model"]
+    if model["type"] != "BPE" or model["unk_token"] is not None or _has_all_bytes(state):
+        return None
+    name = max(model["vocab"], key=len) + "\0"  # longer than any token, so it is none
+    # loading counts the added tokens on from the size of the vocabulary: above all of them
+    mark = vocabulary_size(tokenizer) + len(state["added_tokens"]) + 1
+    model["vocab"][name], model["unk_token"], state["post_processor"] = mark, name, None
+    return type(tokenizer).from_str(json.dumps(state)), mark
 
 
-def is_dropped(tokenizer: Tokenizer, character: str) -> bool:
-    """Whether a character, as the normaliser leaves it, or one of its bytes has no token in a `drops_unknown`."""
-    kept = character if tokenizer.normalizer is None else tokenizer.normalizer.normalize_str(character)
-    words = (
-        [kept] if tokenizer.pre_tokenizer is None else [x for x, _ in tokenizer.pre_tokenizer.pre_tokenize_str(kept)]
-    )
-    # tokens of a word are its pieces, so where they are shorter something is left out
-    return any(sum(len(token.value) for token in tokenizer.model.tokenize(word)) < len(word) for word in words)
+def _has_all_bytes(state: dict[str, Any]) -> bool:
+    """Whether a BPE has a token for each of the 256 bytes, and its words are made of bytes or fall back to them."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    model, last = state["model"], state["pre_tokenizer"] or {"type": None}
+    if model["byte_fallback"] and all(f"<0x{byte:02X}>" in model["vocab"] for byte in range(256)):
+        return True
+    if last["type"] == "Sequence":
+        last = (last["pretokenizers"] or [{"type": None}])[-1]
+    if last["type"] != "ByteLevel" or model["end_of_word_suffix"] or model["continuing_subword_prefix"]:
+        return False
+    return all(letter in model["vocab"] for letter in ByteLevel.alphabet())
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:

@@ -1,11 +1,14 @@
 """`tokenize`, then `fit` with what it printed, then `generate` in text; and what they refuse."""
 
+import io
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from lightning_dilated import generate
 from lightning_dilated.checkpoint import load_language_model
 from lightning_dilated.data.tokenizer import decoded
 
@@ -110,6 +113,22 @@ REFUSED = {
     "not one": (["--tokenizer", "a.txt"], ["a.txt cannot be read", "Pass a tokenizer.json"]),
     "stop": (["--tokenizer", "tokenizer.json", "--stop", "xyz"], ["--stop takes one token", "'xyz' is 3"]),
     "tokens of bytes": (["--max_new_tokens", "3"], ["--max_new_tokens goes with --tokenizer"]),
+    "both counts": (
+        ["--tokenizer", "tokenizer.json", "--max_new_bytes", "3", "--max_new_tokens", "0"],
+        ["generate takes one of max_new_bytes and max_new_tokens, but has both (3 and 0)"],
+    ),
+    "both in a config": (
+        ["--tokenizer", "tokenizer.json", "--config", "both.yaml"],
+        ["--config both.yaml takes one of", "has both (3 and 4)"],
+    ),
+    "Latin-1": (
+        ["--tokenizer", "tokenizer.json", "--prompt", "caf\udce9"],
+        ["--prompt is not UTF-8 text: byte 0xe9 after 3 characters"],
+    ),
+    "Latin-1 of bytes": (["--prompt", "caf\udce9"], ["--prompt is not UTF-8 text: byte 0xe9 after 3 characters"]),
+    "half a character": (["--prompt", "\ud83e"], ["--prompt is not UTF-8 text: half a character, U+D83E after 0"]),
+    "stop in Latin-1": (["--tokenizer", "tokenizer.json", "--stop", "\udce9"], ["--stop is not UTF-8 text: byte 0xe9"]),
+    "stop half": (["--tokenizer", "tokenizer.json", "--stop", r"\ud83e"], ["--stop takes one token", "is 0"]),
     "negative": (["--tokenizer", "tokenizer.json", "--max_new_tokens", "-1"], ["must be at least 0, got -1"]),
 }
 
@@ -119,10 +138,35 @@ def test_generate_refuses(made, name):
     large = trained()
     large.add_tokens([f"more {x}" for x in range(310 - large.get_vocab_size())])
     large.save(str(made[0].folder / "large.json"))
+    (made[0].folder / "both.yaml").write_text("max_new_bytes: 3\nmax_new_tokens: 4\n")
     argv, texts = REFUSED[name]
     result = run_in(made[0].folder, "generate", "--ckpt_path", str(CKPT), "--prompt", "fox", *argv)
     assert result.code == 2 and result.out == "" and "Traceback" not in result.err
     assert all(text in result.err for text in texts), result.err
+
+
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # of UTF-8 locales, and of LANG=C
+def test_standard_input_is_text(made, monkeypatch, errors):
+    piped = io.TextIOWrapper(io.BytesIO(b"caf\xe9"), encoding="utf-8", errors=errors)
+    monkeypatch.setattr(sys, "stdin", piped)
+    says = {"strict": "byte 0xe9 at 3", "surrogateescape": "byte 0xe9 after 3"}[errors]
+    with pytest.raises(ValueError, match=f"--prompt .*is not UTF-8 text: {says}.*iconv"):
+        generate.run(["--ckpt_path", str(made[0].folder / CKPT), "--prompt", "-"])
+
+
+@pytest.mark.parametrize(
+    ("config", "argv", "count"),
+    [
+        ("", [], 256),
+        ("max_new_bytes: 5", [], 5),
+        ("max_new_bytes: 5", ["--max_new_tokens", "7"], 7),
+        ("max_new_tokens: 5", ["--max_new_bytes", "7"], 7),
+        ("max_new_tokens: 5", ["--temperature", "0"], 5),
+    ],
+)
+def test_the_count_beside_a_config_wins(tmp_path, config, argv, count):
+    (tmp_path / "g.yaml").write_text(f"prompt: a\nckpt_path: x\ntokenizer: t.json\n{config}\n")
+    assert generate.count_of(generate.parsed(["--config", str(tmp_path / "g.yaml"), *argv])) == count
 
 
 TOKENIZE = {

@@ -67,6 +67,37 @@ def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
     assert found.bytes_per_token == sum(len(x.encode()) for x in texts.values()) / len(got)
 
 
+def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pairs of quotes: which ones are a pair depends on all text before, and each stretch shows some."""
+    monkeypatch.setattr(encoding, "PIECE", 300)
+    monkeypatch.setattr(encoding, "OVERLAP", 128)
+    made, draw = trained("plain"), random.Random(0)
+    made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex('"[^"]*"'), "isolated")
+    made.train_from_iterator(['"ab" ab "ac" a" " "b'] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
+    made.save(str(tmp_path / "t.json"))
+    text = "".join(f'{draw.choice(["ab ", "ac", "a"]) * draw.randint(1, 9)}"' for _ in range(300))
+    found = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
+    assert np.fromfile(found.path, np.uint16).tolist() == made.encode(text).ids
+
+
+def test_pieces_are_joined_far_from_their_ends() -> None:
+    """At the first token of the overlap's middle half if all of that half agree, ids and places; the rest may differ."""
+    count, quarter = encoding.OVERLAP, encoding.OVERLAP // 4
+
+    def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> encoding._Piece:
+        starts = np.arange(size)
+        ids = starts + begin
+        if changed is not None:
+            ids[changed] = -1
+        return encoding._Piece("a", begin, "", False, ids, np.stack([starts, starts + 1 + longer], 1))
+
+    left, right = piece(0, 9000), 9000 - count
+    assert encoding._seam(left, piece(right, 9000)) == (right + quarter, quarter)
+    for changed, joined in [(quarter - 1, True), (quarter, False), (3 * quarter - 1, False), (3 * quarter, True)]:
+        assert (encoding._seam(left, piece(right, 9000, changed)) is not None) == joined
+    assert encoding._seam(left, piece(right, 9000, longer=1)) is None
+
+
 def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:
     """Sequences are the texts one after another, and documents end where files do."""
     texts = {"a.txt": TEXT[:200], "b.txt": "fox", "c.txt": TEXT[300:900]}
@@ -188,15 +219,13 @@ def test_which_token_ends_a_document_is_not_guessed(tmp_path: Path, special: tup
         encode_files(tmp_path / "t.json", write(tmp_path, a="fox"), tmp_path / "a.bin")
 
 
-def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
-    """A BPE of bases, and a genome in which repeats are in lower case."""
-    made = tokenizers.Tokenizer(models.BPE())
-    made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
-    made.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*left out in silence"):
-        encode_files(tmp_path / "t.json", write(tmp_path, **{"a.txt": "ACGTcgC"}), tmp_path / "a.bin", documents=False)
-    found = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
-    assert found.tokens > 0
+def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given, real = [], encoding._encodings
+    monkeypatch.setattr(encoding, "_encodings", lambda *x: given.append(x) or real(*x))
+    encode_files(saved, write(tmp_path, a=TEXT), tmp_path / "a.bin")
+    trained("marked").save(str(tmp_path / "marked.json"))
+    encode_files(tmp_path / "marked.json", write(tmp_path, a=TEXT), tmp_path / "b.bin")
+    assert len(given) == 1 + 2
 
 
 def test_half_a_character_is_not_left_out(tmp_path: Path) -> None:

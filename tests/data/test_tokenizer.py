@@ -1,0 +1,144 @@
+"""What a tokenizer has no token for: refused where it would be left out in silence, counted where it is unknown."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lightning_dilated.data import encode_files, encoding
+
+tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
+from tokenizers import models, normalizers, pre_tokenizers, trainers  # noqa: E402
+
+
+def write(folder: Path, **texts: str) -> list[str]:
+    for name, text in texts.items():
+        (folder / name).write_bytes(text.encode())
+    return [str(folder / name) for name in texts]
+
+
+def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
+    """A BPE of bases, and a genome in which repeats are in lower case."""
+    made = tokenizers.Tokenizer(models.BPE())
+    made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*left out in silence"):
+        encode_files(tmp_path / "t.json", write(tmp_path, **{"a.txt": "ACGTcgC"}), tmp_path / "a.bin", documents=False)
+    found = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
+    got = np.fromfile(found.path, np.uint16).tolist()
+    assert got == made.encode("ACGT\nACG").ids and found.tokens == len(got)
+    assert "".join(map(made.id_to_token, got)) == "ACGTACG"
+
+
+AFFIXED = {
+    "end of a word": ("axb ax", r"a.txt holds 'x' \(U\+0078\), for which"),
+    "inside a word": ("ab a<s>b<", r"a.txt holds '<' \(U\+003C\), for which"),  # "<s>" is a token, "<" is none
+    "all there": ("ab ax\nb<s>x", None),
+    "a word at cuts": ("c" * 2000 + "x b", None),  # c has a token inside of words only
+}
+
+
+@pytest.mark.parametrize("name", AFFIXED)
+def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """BPE with a suffix at the end of words: x has a token there only; pieces of 300 characters cut words."""
+    monkeypatch.setattr(encoding, "PIECE", 300)
+    monkeypatch.setattr(encoding, "OVERLAP", 128)
+    text, says = AFFIXED[name]
+    vocabulary = {x: i for i, x in enumerate(["a", "b", "c", "a</w>", "b</w>", "x</w>"])}
+    made = tokenizers.Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>"])
+    made.save(str(tmp_path / "t.json"))
+    files = write(tmp_path, **{"a.txt": text})
+    if says:
+        with pytest.raises(ValueError, match=says):
+            encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
+        return
+    found = encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
+    got = np.fromfile(found.path, np.uint16).tolist()
+    assert got == made.encode(text).ids and len(got) == len("".join(text.replace("<s>", "S").split()))
+
+
+def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each place of two neighbouring pieces is looked at in one of them."""
+    monkeypatch.setattr(encoding, "PIECE", 60)
+    monkeypatch.setattr(encoding, "OVERLAP", 32)
+    made = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
+    made.save(str(tmp_path / "t.json"))
+    for at in range(150):
+        files = write(tmp_path, a="a" * at + "x" + "a" * (149 - at))
+        with pytest.raises(ValueError, match="a holds 'x'"):
+            encode_files(tmp_path / "t.json", files, tmp_path / "a.bin", documents=False)
+
+
+@pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
+def test_a_trained_affix_is_no_reason_to_refuse(tmp_path: Path, affix: str) -> None:
+    """In "box fox bof" x comes only at the end of words, and b only at the start."""
+    mark = {"end_of_word_suffix": "</w>", "continuing_subword_prefix": "##"}[affix]
+    made = tokenizers.Tokenizer(models.BPE(**{affix: mark}))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.train_from_iterator(["box fox bof"], trainers.BpeTrainer(**{affix: mark}, show_progress=False))
+    made.save(str(tmp_path / "t.json"))
+    found = encode_files(tmp_path / "t.json", write(tmp_path, a="box fox"), tmp_path / "a.bin", documents=False)
+    assert np.fromfile(found.path, np.uint16).tolist() == made.encode("box fox").ids
+    with pytest.raises(ValueError, match=r"b holds 'b' \(U\+0062\), for which"):
+        encode_files(tmp_path / "t.json", write(tmp_path, b="box fob"), tmp_path / "b.bin", documents=False)
+
+
+@pytest.mark.parametrize("affix", ["end_of_word_suffix", "continuing_subword_prefix"])
+def test_tokens_of_all_bytes_do_not_do_where_an_affix_is_needed(tmp_path: Path, affix: str) -> None:
+    alphabet = {x: i for i, x in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    made = tokenizers.Tokenizer(models.BPE(alphabet, [], **{affix: "##"}))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(ValueError, match="holds 'b'"):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="ab"), tmp_path / "a.bin", documents=False)
+
+
+def test_what_is_left_out_depends_on_the_normaliser(tmp_path: Path) -> None:
+    """e and an accent have tokens, what NFC makes of them has none."""
+    made = tokenizers.Tokenizer(models.BPE({"e": 0, "\u0301": 1}, []))
+    made.normalizer = normalizers.NFC()
+    made.save(str(tmp_path / "t.json"))
+    with pytest.raises(
+        ValueError, match=r"a holds 'e' \(U\+0065\), for which, normalised and where they are in a word"
+    ):
+        encode_files(tmp_path / "t.json", write(tmp_path, a="eee\u0301e"), tmp_path / "a.bin", documents=False)
+
+
+BYTES = {f"<0x{x:02X}>": x for x in range(256)}
+FALLBACK = {
+    "all bytes": (BYTES, "é", None),
+    "all but one": ({k: v for k, v in BYTES.items() if k != "<0xA9>"}, "é", "holds 'é'"),
+}
+
+
+@pytest.mark.parametrize("name", FALLBACK)
+def test_falling_back_to_bytes_takes_all_of_them(tmp_path: Path, name: str) -> None:
+    vocabulary, text, says = FALLBACK[name]
+    tokenizers.Tokenizer(models.BPE(vocabulary, [], byte_fallback=True)).save(str(tmp_path / "t.json"))
+    arguments = tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin"
+    if says:
+        with pytest.raises(ValueError, match=says):
+            encode_files(*arguments, documents=False)
+    else:
+        assert encode_files(*arguments, documents=False).tokens == 2
+
+
+UNKNOWN = {
+    "Unigram": models.Unigram([("<unk>", 0.0), ("a", -1.0), ("b", -1.5)], unk_id=0),
+    "WordPiece": models.WordPiece({"<unk>": 0, "a": 1, "##a": 2}, unk_token="<unk>"),
+    "BPE": models.BPE({"a": 1, "b": 2, "<unk>": 0}, [], unk_token="<unk>"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "want"), [("Unigram", "abzzab", 1), ("WordPiece", "a z aa", 1), ("BPE", "abzzab", 2)]
+)
+def test_unknown_tokens_are_counted(tmp_path: Path, kind: str, text: str, want: int) -> None:
+    made = tokenizers.Tokenizer(UNKNOWN[kind])
+    if kind == "WordPiece":
+        made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "t.json"))
+    found = encode_files(tmp_path / "t.json", write(tmp_path, a=text), tmp_path / "a.bin", documents=False)
+    assert found.unknown == want == made.encode(text).ids.count(0)

@@ -1,0 +1,44 @@
+"""Which models a tokenizer goes with."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.checkpoint import load_language_model
+
+#: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
+CASES = {
+    "bytes": (256, 1.0, None, None),
+    "bytes, three words": (256, 1.0, 3, "so it is over bytes, but the tokenizer has 3 tokens. Leave --tokenizer out"),
+    "bytes, a little less": (256, 1.0, 255, "so it is over bytes"),
+    "tokens of one byte": (256, 1.0, 256, None),
+    "256 tokens": (256, 2.5, 250, None),
+    "256 tokens, no tokenizer": (256, 2.5, None, "vocab_size 256 and bytes_per_token 2.5; .* --tokenizer"),
+    "no tokenizer": (270, 2.5, None, "vocab_size 270; .*--tokenizer with"),
+    "too large": (270, 2.5, 271, "the tokenizer has 271 tokens"),
+    "the same": (270, 2.5, 270, None),
+    "half": (270, 2.5, 135, None),
+    "three of 270": (270, 2.5, 3, UserWarning("the tokenizer has 3 tokens only")),
+    "padded to 1,024": (3072, 2.5, 2048, None),
+    "more than padding": (3072, 2.5, 2047, UserWarning("the tokenizer has 2047 tokens only")),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_tokenizer_goes_with_the_model(tmp_path: Path, name: str) -> None:
+    vocab_size, bytes_per_token, tokens, says = CASES[name]
+    pattern = DilatedPattern.longnet([16], [1])
+    made = LongNetLM(pattern, vocab_size, dim=8, depth=1, num_heads=1, bytes_per_token=bytes_per_token)
+    made.save_pretrained(tmp_path)
+    if isinstance(says, str):
+        with pytest.raises(ValueError, match=says):
+            load_language_model(tmp_path, tokens)
+    elif says is not None:
+        with pytest.warns(UserWarning, match=str(says)):
+            load_language_model(tmp_path, tokens)
+    else:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message=".*tokenizer")
+            assert load_language_model(tmp_path, tokens).vocab_size == vocab_size
