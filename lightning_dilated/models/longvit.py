@@ -65,6 +65,7 @@ class LongViT(PooledModule):
 
     sequence_spec = SequenceSpec({"patches": 1}, whole=["image", "grid", "label", "index"])
     input_layers = ("patch_embed.", "pos_embed")
+    host_entries = ("grid",)
 
     def __init__(
         self,

@@ -45,6 +45,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
     """
 
     sequence_spec: SequenceSpec | None = None
+    #: entries of a batch that stay on the CPU, where their values are read: moved, each read would wait for the device
+    host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
 
     def __init__(
         self,
@@ -101,10 +103,10 @@ class DilatedModule(Pretrained, pl.LightningModule):
         return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Lightning's, but `lengths` and `cu_seqlens` of a mapping stay on the CPU, where the op reads them."""
+        """Lightning's, but `host_entries` of a mapping stay on the CPU."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if isinstance(batch, Mapping):
-            for name in ("lengths", "cu_seqlens"):
+            for name in self.host_entries:
                 if name in batch:
                     moved[name] = batch[name]
         return moved

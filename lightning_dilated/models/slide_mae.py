@@ -102,6 +102,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         )
         self.decoder_predict = nn.Linear(self.decoder_dim, self.feature_dim)
         init_weights(self, self.depth, self.dim)
+        init_weights(self.decoder, self.decoder_depth, self.decoder_dim)
         if self.compile_blocks:
             self.transformer.compile_blocks()
             self.decoder.compile_blocks()

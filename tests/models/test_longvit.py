@@ -150,3 +150,9 @@ def test_fine_tuned_saved_and_loaded(tmp_path):
     twin = LongViT.load_from_checkpoint(tmp_path / "it.ckpt", map_location="cpu").eval()
     with torch.no_grad():
         assert torch.equal(twin(images), model.cpu().eval()(images))
+
+
+def test_grids_stay_on_the_cpu():
+    batch = {"patches": torch.zeros(1, 4, 48), "grid": torch.tensor([[2, 2]])}
+    moved = made().transfer_batch_to_device(batch, torch.device("meta"), 0)
+    assert (moved["patches"].device.type, moved["grid"].device.type) == ("meta", "cpu")

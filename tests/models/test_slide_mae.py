@@ -145,3 +145,14 @@ def test_refused(name):
     call, says = REFUSED[name]
     with pytest.raises((ValueError, TypeError), match=says):
         call()
+
+
+def test_weights_begin_by_the_width_they_are_of():
+    torch.manual_seed(0)
+    made = SlidePretrainer(
+        feature_dim=32, dim=128, depth=1, num_heads=4, decoder_dim=32, decoder_depth=2,
+        segment_lengths=[16], dilation_rates=[1],
+    )  # fmt: skip
+    made.configure_model()
+    for name, dim in (("transformer.blocks.0.ffn.fc1.weight", 128), ("decoder.blocks.0.ffn.fc1.weight", 32)):
+        assert made.get_parameter(name).std().item() == pytest.approx((2 / (5 * dim)) ** 0.5, rel=0.05), name
