@@ -4,19 +4,27 @@
     python benchmarks/exchange.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
 "alone" is the op on one rank over its own tokens only, with the branches that fit a shard: the work that needs no exchange.
-"added" is what the widest branches and their exchange add to it. Bytes are those that rank 0..R-1 received at most, as
-counted by the exchange itself. Shape letters: L tokens a rank, N = R L, H heads, D head dim.
+"added" is what the widest branches and their exchange add to it. "exposed" is how long what computes stood still for rows
+(forward and backward, by the exchange's own clock, in calls that are not timed); "moving" is what remains of a call's time
+once nothing moves (--still): with it, buffers are left as they are. All are the most of any rank, calls are trusted as in
+training (`SequenceGroup.trusting`), and what they keep for the backward is kept in "forward", too. Bytes are those received,
+as counted by the exchange itself; "planned" are those of both passes by the plan, without the trade of tokens for heads.
+Shape letters: L tokens a rank, N = R L, H heads, D head dim.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import itertools
 import os
 import socket
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,6 +33,23 @@ import torch.multiprocessing as mp
 from lightning_dilated import DilatedPattern, dilated_attention
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.clock import Clock
+from lightning_dilated.sequence.exchange.wire import Posted, Wire
+from lightning_dilated.sequence.summary import summary
+
+COLUMNS = (
+    *(
+        "tokens a rank",
+        "causal",
+        "exchange",
+        "head_size",
+        "forward ms",
+        "forward + backward ms",
+        "added ms",
+        "exposed ms",
+    ),
+    *("moving ms", "received forward MB", "backward MB", "planned MB"),
+)
 
 
 def options() -> argparse.Namespace:
@@ -40,49 +65,145 @@ def options() -> argparse.Namespace:
     p.add_argument("--head-dim", type=int, default=64)
     p.add_argument("--dtype", default="bfloat16")
     p.add_argument("--causal", nargs="+", type=int, default=[0, 1])
-    p.add_argument("--exchanges", nargs="+", default=list(EXCHANGES))
+    p.add_argument("--exchanges", nargs="+", default=["auto", *EXCHANGES])
     p.add_argument("--head-sizes", nargs="+", type=int, default=[1])
     p.add_argument(
         "--ranks-per-node", type=int, help="default: all; smaller makes the hierarchical forms run on one node"
     )
+    p.add_argument("--still", action="store_true", help="time calls in which nothing moves, too")
     p.add_argument("--repeats", type=int, default=5)
     p.add_argument("--record", type=Path, help="append the table to this file")
     return p.parse_args()
 
 
-def seconds(run, device: torch.device, repeats: int) -> float:
-    """Median wall seconds of `run` on the slowest rank, after two warm-ups."""
+def seconds(run, device: torch.device, repeats: int, settle=lambda: None) -> float:
+    """Median wall seconds of `run`, of four after another as layers are, on the slowest rank, after two warm-ups."""
     found = []
     for i in range(repeats + 2):
-        dist.barrier()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        meet(device)
         begin = time.perf_counter()
-        run()
+        for _ in range(4):
+            run()
+        settle()
         if device.type == "cuda":
             torch.cuda.synchronize()
-        found += [time.perf_counter() - begin] if i > 1 else []
-    slowest = torch.tensor(statistics.median(found), device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+        found += [(time.perf_counter() - begin) / 4] if i > 1 else []
+    return most(device, statistics.median(found))[0]
+
+
+def meet(device: torch.device) -> None:
+    """All ranks begin together."""
+    dist.barrier()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def most(device: torch.device, *numbers: float) -> list[float]:
+    """The largest of any rank."""
+    found = torch.tensor(numbers, dtype=torch.float64, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    return found.tolist()
 
 
 def step(tensors, pattern, causal: bool, group: SequenceGroup | None):
     """(forward, forward and backward) of the op as functions without arguments."""
     q, k, v, grad = tensors
+    trusting = contextlib.nullcontext if group is None else group.trusting
 
-    def forward():
-        with torch.no_grad():
-            dilated_attention(q, k, v, pattern, causal=causal, sequence=group)
+    def call(backward: bool) -> None:
+        with trusting():
+            out = dilated_attention(q, k, v, pattern, causal=causal, sequence=group)
+            if backward:
+                torch.autograd.grad(out, (q, k, v), grad)
 
-    def both():
-        out = dilated_attention(q, k, v, pattern, causal=causal, sequence=group)
-        torch.autograd.grad(out, (q, k, v), grad)
-
-    return forward, both
+    return lambda: call(False), lambda: call(True)
 
 
-def rows(rank: int, args: argparse.Namespace, device: torch.device):
+def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[float, float, float]:
+    """(exposed seconds, bytes received by the plan, whether others were counted), most of any rank in a pass."""
+    exposed = []
+    for _ in range(repeats):
+        meet(device)
+        clock = Clock()
+        group.watch(clock)
+        run()
+        group.settle()
+        group.watch(None)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        *rows, total = summary(clock, group.links)
+        exposed.append(total.exposed)
+    unlike = any(x.as_planned is False for x in rows)
+    planned = [sum(x.planned_received for x in rows if x.run == run) for run in ("forward", "backward")]
+    exposed, unlike, *planned = most(device, statistics.median(exposed), unlike, *planned)
+    return exposed, sum(planned), unlike
+
+
+def still():
+    """Within, exchanges pack, compute and add up as ever, on whatever their buffers hold, but nothing moves."""
+
+    def post(self, rows, sends, receives, into=None, what="rows"):
+        out = rows.new_empty(sum(receives.values()), *rows.shape[1:]) if into is None else into
+        return Posted(out, None, rows.contiguous())
+
+    return mock.patch.object(Wire, "post", post)
+
+
+@dataclass
+class Line:
+    """A row of the table, equal on all ranks: seconds and bytes."""
+
+    local: int
+    causal: bool
+    name: str
+    size: int
+    forward: float
+    both: float
+    added: float = 0.0
+    exposed: float = 0.0
+    moving: float | None = None
+    received: tuple[float, float] = (0, 0)
+    planned: float = 0
+    unlike: float = 0
+
+    def __str__(self) -> str:
+        moving = [f"{self.moving * 1e3:.2f}" if self.moving is not None else "-"]
+        times = [f"{x * 1e3:.2f}" for x in (self.forward, self.both, self.added, self.exposed)]
+        sizes = [f"{x / 1e6:.2f}" for x in (*self.received, self.planned)]
+        sizes[-1] += " (NOT as counted)" if self.unlike else ""
+        return f"| {' | '.join([str(self.local), str(self.causal), self.name, str(self.size), *times, *moving, *sizes])} |\n"
+
+
+def measure(
+    group: SequenceGroup, tensors, pattern, causal: bool, alone: float, args: argparse.Namespace
+) -> Line | ValueError:
+    """One exchange, or why it cannot serve."""
+    device, local = tensors[0].device, tensors[0].shape[1]
+    forward, both = step(tensors, pattern, causal, group)
+    try:
+        forward()
+    except ValueError as error:
+        return error
+    name = f"auto ({group.plan.exchange or 'nothing'})" if group.exchange == "auto" else group.exchange
+    line = Line(
+        local,
+        causal,
+        name,
+        group.head_size,
+        *(seconds(run, device, args.repeats, group.settle) for run in (forward, both)),
+    )
+    line.added = line.both - alone
+    line.exposed, line.planned, line.unlike = watched(both, group, device, args.repeats)
+    group.forward_traffic.clear(), group.backward_traffic.clear()
+    both()
+    line.received = tuple(most(device, group.forward_traffic.received, group.backward_traffic.received))
+    if args.still:
+        with still():
+            line.moving = line.both - seconds(both, device, args.repeats, group.settle)
+    return line
+
+
+def lines(rank: int, args: argparse.Namespace, device: torch.device):
     """The lines of the table, equal on all ranks."""
     ranks = dist.get_world_size()
     for local in args.local:
@@ -93,24 +214,15 @@ def rows(rank: int, args: argparse.Namespace, device: torch.device):
         tensors = [make().requires_grad_() for _ in "qkv"] + [make()]
         for causal in map(bool, args.causal):
             alone = [seconds(run, device, args.repeats) for run in step(tensors, narrow, causal, None)]
-            yield (local, causal, "alone", 1, *alone, 0.0, 0, 0)
-            for size in args.head_sizes:
-                for name in args.exchanges:
-                    group = SequenceGroup(exchange=name, head_size=size, ranks_per_node=args.ranks_per_node)
-                    forward, both = step(tensors, pattern, causal, group)
-                    try:
-                        forward()
-                    except ValueError as error:
-                        if rank == 0:
-                            print(f"{name}: {error}", flush=True)
-                        continue
-                    took = [seconds(run, device, args.repeats) for run in (forward, both)]
-                    group.forward_traffic.clear(), group.backward_traffic.clear()
-                    both()
-                    got = torch.tensor([group.forward_traffic.received, group.backward_traffic.received], device=device)
-                    dist.all_reduce(got, op=dist.ReduceOp.MAX)
-                    yield (local, causal, name, size, *took, took[1] - alone[1], *got.tolist())
-                    group.close()
+            yield Line(local, causal, "alone", 1, *alone)
+            for size, name in itertools.product(args.head_sizes, args.exchanges):
+                group = SequenceGroup(exchange=name, head_size=size, ranks_per_node=args.ranks_per_node)
+                found = measure(group, tensors, pattern, causal, alone[1], args)
+                group.close()
+                if isinstance(found, Line):
+                    yield found
+                elif rank == 0:
+                    print(f"{name}: {found}", flush=True)
 
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
@@ -124,18 +236,16 @@ def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
         f"\n{ranks} ranks, {args.heads} heads of {args.head_dim}, {args.dtype}, geometric({args.first}, N), "
         f"ranks_per_node {args.ranks_per_node or 'all'}, torch {torch.__version__}, "
         f"{torch.cuda.get_device_name(device) if args.device == 'cuda' else 'CPU'}, {datetime.date.today()}\n\n"
-        "| tokens a rank | causal | exchange | head_size | forward ms | forward + backward ms | added ms "
-        "| received forward MB | backward MB |\n|---|---|---|---|---|---|---|---|---|\n"
+        f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     )
-    lines = [head]
+    written = [head]
     print(head, end="", flush=True) if rank == 0 else None
-    for local, causal, name, size, forward, both, added, got, back in rows(rank, args, device):
-        times = f"{forward * 1e3:.2f} | {both * 1e3:.2f} | {added * 1e3:.2f}"
-        lines.append(f"| {local} | {causal} | {name} | {size} | {times} | {got / 1e6:.2f} | {back / 1e6:.2f} |\n")
-        print(lines[-1], end="", flush=True) if rank == 0 else None
+    for line in lines(rank, args, device):
+        written.append(str(line))
+        print(line, end="", flush=True) if rank == 0 else None
     if args.record and rank == 0:
         with args.record.open("a") as file:
-            file.writelines(lines)
+            file.writelines(written)
     dist.destroy_process_group()
 
 

@@ -50,7 +50,7 @@ commands:
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
-  bench      measure this machine: bench attention
+  bench      measure this machine: bench attention, bench links
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml

@@ -37,7 +37,7 @@ MAY = {
     "checkpoint": {"models", "strategy"},
     "generate": {"data", "models", "checkpoint"},
     "encode": {"data"},
-    "bench": {"pattern", "attention", "planning", "generate"},
+    "bench": {"pattern", "sequence", "attention", "planning", "generate", "verify"},
     "explain": {"pattern", "models"},
     "verify": {"pattern", "sequence", "attention", "models"},
     "cli": {

@@ -27,7 +27,8 @@ class Call:
     """What every block of one call shares.
 
     `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
-    span holds whole are computed (the others are somebody else's).
+    span holds whole are computed (the others are somebody else's). Rows that arrive from other ranks are merged by triton's
+    forward itself up to `chained` (query, key) pairs of a head.
     """
 
     engine: Engine
@@ -39,6 +40,7 @@ class Call:
     scale: float
     mask: Dropout | None = None
     whole: bool = False
+    chained: float = 0.0
 
 
 def suited(engine: Engine, *tensors: Tensor) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers torch.ops.lightning_dilated
-from lightning_dilated.attention.sharded import share
+from lightning_dilated.attention.place import share
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs

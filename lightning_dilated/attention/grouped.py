@@ -57,15 +57,16 @@ def fits(found: Sequence[Span], shape: Sequence[int]) -> bool:
     return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in found)
 
 
-def block_flops(
-    pattern: DilatedPattern, found: Sequence[Span], shape: Sequence[int], kv_heads: int, causal: bool
-) -> float:
-    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped."""
+def block_flops(of: tuple, causal: bool, found: Sequence[Span], shape: Sequence[int]) -> float:
+    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped.
+
+    `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
+    """
     if not found or not fits(found, shape):
         return math.inf
     pairs, calls, rows = 0, 0, 0
     for span in found:
-        of_span, of_calls, of_rows = _work_of(pattern, span.document, shape[2], kv_heads, causal)
+        of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)
         pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
         return math.inf
@@ -73,9 +74,12 @@ def block_flops(
 
 
 @functools.lru_cache(maxsize=4096)
-def _work_of(pattern: DilatedPattern, tokens: int, heads: int, kv_heads: int, causal: bool) -> tuple[int, int, int]:
-    """(pairs, blocks, rows) of a document."""
-    found = blocks(pattern, tokens, heads, kv_heads)
+def _work_of(
+    pattern: DilatedPattern, num_heads: int, kv_heads: int, heads: tuple[int, int], whole: bool, causal: bool,
+    tokens: int, part: tuple[int, int] | None,
+) -> tuple[int, int, int]:  # fmt: skip
+    """(pairs, blocks, rows) of a document, or of a part of it."""
+    found = blocks(pattern, tokens, num_heads, kv_heads, part, heads, whole)
     return sum(b.pairs(causal) for b in found), len(found), sum(b.segments * b.heads * b.rows for b in found)
 
 

@@ -82,7 +82,8 @@ class DilatedAttention(nn.Module):
         flops = math.inf
         if active_sequence() is None:
             whole = spans(q.shape[0], q.shape[1], None, None)
-            flops = block_flops(self.pattern, whole, q.shape, num_kv_heads or q.shape[2], self.causal)
+            of = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
+            flops = block_flops(of, self.causal, whole, q.shape)
         return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
 
     def extra_repr(self) -> str:

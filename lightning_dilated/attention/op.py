@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.sharded import Inputs, Options, Saved, run_backward, run_forward
+from lightning_dilated.attention.place import Inputs, Options, Saved
+from lightning_dilated.attention.sharded import run_backward, run_forward
 
 NAME = "lightning_dilated::attention"
 

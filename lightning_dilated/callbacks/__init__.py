@@ -1,9 +1,17 @@
-"""Callbacks: activation recomputation, throughput, the run's report, and the writers of predictions and attention."""
+"""Callbacks: recomputation, throughput, communication, the run's report, and the writers of predictions and attention."""
 
 from lightning_dilated.callbacks.attention import AttentionWriter
+from lightning_dilated.callbacks.communication import CommunicationProfiler
 from lightning_dilated.callbacks.predictions import PredictionWriter
 from lightning_dilated.callbacks.recompute import ActivationRecompute
 from lightning_dilated.callbacks.report import RunReport
 from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
-__all__ = ["ActivationRecompute", "AttentionWriter", "PredictionWriter", "RunReport", "ThroughputMonitor"]
+__all__ = [
+    "ActivationRecompute",
+    "AttentionWriter",
+    "CommunicationProfiler",
+    "PredictionWriter",
+    "RunReport",
+    "ThroughputMonitor",
+]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
 from lightning_dilated.models.drop_path import drop_path_factors
-from lightning_dilated.models.recompute import recomputed
+from lightning_dilated.models.recompute import guarded, recomputed
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 
@@ -107,6 +107,11 @@ class TransformerBlock(nn.Module):
         self.dropout = nn.Dropout(options.dropout)
         #: what the backward computes again, one of `recompute.POLICIES`
         self.recompute = "none"
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`."""
+        super().compile(*args, **kwargs)
+        self._compiled_call_impl = guarded(self._compiled_call_impl)
 
     def forward(
         self,

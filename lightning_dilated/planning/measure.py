@@ -30,13 +30,32 @@ def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) ->
             found.append(time.perf_counter() - begin)
         return statistics.median(found)
     with torch.cuda.device(device):
-        times = max(1, round(0.02 / _on_gpu(run, 1)))
-        return statistics.median(_on_gpu(run, times) for _ in range(repeats))
+        times = max(1, round(0.02 / on_gpu(run, 1)))
+        return statistics.median(on_gpu(run, times) for _ in range(repeats))
 
 
-def _on_gpu(run: Callable[[], object], times: int) -> float:
+def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
+    """As `seconds_of`, but on a GPU the time of its kernels alone: they begin once the calls have been asked for, as in a
+    step whose host is ahead."""
+    if device.type != "cuda":
+        return seconds_of(run, device, repeats)
+    run()
+    with torch.cuda.device(device):
+        each = on_gpu(run, 1)
+        times = min(16, max(1, round(0.01 / each)))  # few enough launches for a stream's queue
+        return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
+
+
+#: cycles a second of a GPU's clock, about
+CLOCK = 2e9
+
+
+def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
+    """Seconds of a call, of `times` of them; the GPU is kept busy for `ahead` seconds before."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
+    if ahead:
+        torch.cuda._sleep(int(ahead * CLOCK))
     start.record()
     for _ in range(times):
         run()

@@ -2,8 +2,9 @@
 
 from lightning_dilated.sequence.collectives import sequence_gather, sequence_mean, sequence_sum
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.loss import loss_share, loss_sum
-from lightning_dilated.sequence.plan import Links, Plan, make_problem, plan
+from lightning_dilated.sequence.plan import Plan, make_problem, plan
 from lightning_dilated.sequence.shard import Shard
 from lightning_dilated.sequence.spec import Place, SequenceSpec
 

@@ -6,11 +6,11 @@ Shape letters: N tokens of the sequence, R ranks, L tokens of a rank.
 from __future__ import annotations
 
 import contextlib
-import hashlib
+import functools
 import itertools
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -18,32 +18,18 @@ import torch
 import torch.distributed as dist
 
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.agreement import Agreement, Table
+from lightning_dilated.sequence.exchange.clock import Clock
 from lightning_dilated.sequence.exchange.wire import Traffic
+from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.plan import Plan, check_exchange
-from lightning_dilated.sequence.quiet import Quiet
 from lightning_dilated.sequence.shard import Shard, check_layout
 
 _groups: dict[str, SequenceGroup] = {}
 _active: list[SequenceGroup] = []  # of the process, not of a thread: the backward runs in threads of its own
 _numbers = itertools.count()
-_REFUSED = -1
-#: routes of the latest calls that a group keeps: several layers' of a step, forward and backward
-REMEMBERED = 16
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What all ranks of a call found out together: N and each rank's tokens, rank 0's seed of the dropout masks, and the
-    number of the call, which tells two calls of equal shapes apart."""
-
-    lengths: tuple[int, ...]
-    seed: int
-    number: int = 0
-
-    @property
-    def seq_len(self) -> int:
-        """N."""
-        return sum(self.lengths)
+#: routes and places of the latest calls that a group keeps: several layers' of a step, forward and backward
+REMEMBERED = 32
 
 
 class SequenceGroup:
@@ -57,6 +43,7 @@ class SequenceGroup:
         ranks_per_node: ranks that share fast links; None: all of them.
         loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
         timeout: after which agreeing gives up on a rank; None is torch's own.
+        links: the speeds that "auto" reckons with, equal on all ranks; None: `Links.of_this_machine()`.
 
     Attributes:
         forward_traffic, backward_traffic: bytes and messages of this rank so far; `clear()` them at will.
@@ -65,6 +52,7 @@ class SequenceGroup:
     Raises:
         RuntimeError: without torch.distributed, or where this process is not in the group.
         TypeError, ValueError: naming the argument.
+        OSError, ValueError: for this machine's file of links, see `Links.of_this_machine`.
     """
 
     def __init__(
@@ -77,6 +65,7 @@ class SequenceGroup:
         ranks_per_node: int | None = None,
         loss_group: dist.ProcessGroup | None = None,
         timeout: timedelta | None = None,
+        links: Links | None = None,
     ) -> None:
         if (
             group is not None
@@ -100,16 +89,21 @@ class SequenceGroup:
                 f"allowed: {[n for n in range(1, self.ranks + 1) if self.ranks % n == 0]}."
             )
         self.ranks_per_node = self.ranks if ranks_per_node is None else integer(ranks_per_node, "ranks_per_node", 1)
-        self.forward_traffic, self.backward_traffic = Traffic(), Traffic()
+        if links is not None and not isinstance(links, Links):
+            raise TypeError(f"links must be a Links or None, got {links!r}; Links.load(path) reads a file.")
+        self.links = Links.of_this_machine() if links is None else links
+        # a named exchange is the same whatever the links
+        self._reckons = self.links.numbers if self.exchange == "auto" else None
+        self.forward_traffic, self.backward_traffic = Traffic("forward"), Traffic("backward")
         self.agreed: Agreement | None = None
         self.plan: Plan | None = None
         self.was_active = False
         self.loss_group = self.group if loss_group is None else loss_group
         self.shares = 0  # how often `loss_share` was asked for one
         self.unshared: str | None = None  # why losses cannot be added now
-        self._calls = itertools.count()
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self._quiet = Quiet(self.group, timeout)
+        self._table = Table(self.group, timeout)
+        self._trusted = False
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
 
@@ -146,7 +140,12 @@ class SequenceGroup:
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
-        """make(), kept while it is one of the last few: routes of documents that never come back hold device memory."""
+        """make(), kept while it is one of the last few: routes of documents that never come back hold device memory.
+
+        Without a key it is not kept.
+        """
+        if key is None:
+            return make()
         if key not in self._remembered:
             self._remembered[key] = make()
             if len(self._remembered) > REMEMBERED:
@@ -155,36 +154,64 @@ class SequenceGroup:
         return self._remembered[key]
 
     # -- agreeing ---------------------------------------------------------------------------------------------------
-    def agree(self, what: Mapping[str, Any], length: int | None = None, seed: int = 0) -> Agreement:
+    def agree(
+        self, what: Mapping[str, Any], length: int | None = None, seed: int = 0, turn: Any = None, later: bool = False
+    ) -> Agreement:
         """Compare a call on all ranks; every rank raises if one differs.
 
         Args:
             what: the call, by names; equal on all ranks.
             length: this rank's tokens; None where the call has none.
             seed: of dropout; rank 0's is taken.
+            turn: what else has to be equal, and is another in every call.
+            later: within `trusting`, a call that was agreed on before (but for its turn) goes on; `settle` compares it.
 
         Raises:
             ValueError: on every rank, naming the rank and what differs; or the rank whose shard has the wrong length.
+            RuntimeError: where a CUDA graph is recorded; where the others do not come.
         """
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph cannot record calls of several ranks: they compare each call through their hosts, which a "
+                "replay would pass over. Leave attention over a sequence out of the graph."
+            )
+        begin = time.perf_counter()
         facts = {**what, "layout": self.layout, "exchange": self.exchange, "head_size": self.head_size}
-        facts["ranks_per_node"] = self.ranks_per_node
-        digest = int.from_bytes(hashlib.blake2b(repr(facts).encode(), digest_size=8).digest(), "big") >> 1
-        try:
-            rows = self._exchange_words(digest, 0 if length is None else length, seed)
-        except RuntimeError as error:
-            raise RuntimeError(self._alone(what)) from error
-        if len({row[0] for row in rows}) > 1:
-            raise ValueError(self._difference({k: str(v) for k, v in facts.items()}))
-        agreed = Agreement(tuple(row[1] for row in rows), rows[0][2], next(self._calls))
+        facts |= {"ranks_per_node": self.ranks_per_node, "links": self._reckons}
+        check = functools.partial(self._checked, length is not None)
+        agreed = self._table.agree(facts, length or 0, seed, turn, later and self._trusted, check)
         if length is not None:
-            self._check_lengths(agreed)
             self.agreed = agreed
+        if self.forward_traffic.clock is not None:
+            self.forward_traffic.clock.agreeing += time.perf_counter() - begin
         return agreed
+
+    @contextlib.contextmanager
+    def trusting(self) -> Iterator[None]:
+        """Within, calls on GPUs that are like earlier ones are compared beside the work; `settle` before results are used.
+
+        Without, a rank waits in each call for the hosts of all others.
+        """
+        before, self._trusted = self._trusted, True
+        try:
+            yield
+        finally:
+            self._trusted = before
+
+    def settle(self) -> None:
+        """Compare what was put off.
+
+        Raises:
+            ValueError: as `agree`.
+        """
+        begin = time.perf_counter()
+        self._table.settle()
+        if self.forward_traffic.clock is not None:
+            self.forward_traffic.clock.agreeing += time.perf_counter() - begin
 
     def refuse(self, error: BaseException) -> None:
         """Tell the other ranks, who wait to agree, that this one cannot go on; the caller then raises `error`."""
-        self._exchange_words(_REFUSED, 0, 0)
-        self._difference({"error": f"{type(error).__name__}: {error}"})
+        self._table.refuse(error)
 
     def guard(self, check: Callable[..., Any], *args: Any) -> Any:
         """check(*args); if it raises on this rank, the other ranks raise too instead of waiting."""
@@ -194,36 +221,14 @@ class SequenceGroup:
             self.refuse(error)
             raise
 
-    def _exchange_words(self, *words: int) -> list[list[int]]:
-        return [x.tolist() for x in self._quiet.gather(torch.tensor(words, dtype=torch.int64))]
+    def watch(self, clock: Clock | None) -> None:
+        """Have a clock note when rows fly and when ranks wait for them; None: nothing does."""
+        self.forward_traffic.clock = self.backward_traffic.clock = clock
 
-    def _alone(self, what: Mapping[str, Any]) -> str:
-        """That other ranks did not come to agree."""
-        job = dist.get_process_group_ranks(self.group)
-        others = [r for r in job if r != job[self.rank]]
-        return (
-            f"rank {self.rank} of the sequence (rank {job[self.rank]} of the job) waited in vain for the others, ranks "
-            f"{others} of the job, to agree on {dict(what)}. One of them died, raised, or made fewer calls: every rank has "
-            "to run every forward and every backward, also where its own tokens have no loss (add 0 * out.sum())."
-        )
-
-    def _difference(self, facts: dict[str, str]) -> str:
-        """Which rank differs in what, told to all."""
-        everyone = self._quiet.gather_words(facts)
-        refused = {rank: x["error"] for rank, x in enumerate(everyone) if "error" in x}
-        if refused:
-            return "; ".join(f"rank {rank} of the sequence refused the call with {e}" for rank, e in refused.items())
-        lines = []
-        for name in everyone[0]:
-            values = [x.get(name) for x in everyone]
-            usual = max(values, key=values.count)
-            most = 2 * values.count(usual) > len(values)
-            odd = [f"rank {rank} has {v}" for rank, v in enumerate(values) if v != usual or not most]
-            if len(set(values)) > 1:
-                lines.append(f"{name}: {', '.join(odd)}" + (f"; the others have {usual}" if most else ""))
-        return "the ranks of the sequence disagree, so nothing was computed. " + ". ".join(lines)
-
-    def _check_lengths(self, agreed: Agreement) -> None:
+    def _checked(self, with_tokens: bool, agreed: Agreement) -> None:
+        """Whether every rank holds its shard."""
+        if not with_tokens:
+            return
         shard = self.shard(agreed.seq_len)
         for rank, length in enumerate(agreed.lengths):
             if length != shard.length(rank):

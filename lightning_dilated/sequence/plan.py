@@ -17,27 +17,23 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.heads import windows
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.problem import Document, Problem, crosses, straddling
 from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.work import few, pairs
 
 #: of more ranks than this, so many evenly spread ones are priced
 PRICED = 8
+#: FLOP/s of attention, forward and backward, and bytes/s of memory, of an H200: they weigh ranks that wait for a busier one,
+#: and the fp32 copies of a switch, in bytes a number of q, against rows that travel
+FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
+#: how much longer causal attention takes over a whole long sequence, as the owners of a switch do it, than in the pieces
+#: that ranks of a zigzag have; 931 and 867 ms for 524,288 tokens on four H200
+WHOLE = 1.08
 #: "auto" leaves out exchanges that would keep more than this many times the rank's own rows of K and V
 KEPT = 4
-
-
-@dataclass(frozen=True)
-class Links:
-    """Speeds that prices are made with: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
-
-    The defaults are those of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
-    adapter a GPU; a round is an all-to-all of a few bytes.
-    """
-
-    near: float = 259e9
-    far: float = 50e9
-    round: float = 40e-6
-    message: float = 2e-6
+#: what prices are reckoned with unless told otherwise
+DEFAULTS = Links()
 
 
 @dataclass(frozen=True)
@@ -49,6 +45,8 @@ class Price:
         rounds, messages: collectives of both passes, and messages received in them.
         kept: bytes of received rows that stay for the backward.
         seconds: both passes, nothing hidden behind computation.
+        waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and that
+            copies of whole tensors take, which only the switch makes where few rows cross.
     """
 
     exchange: str
@@ -59,27 +57,33 @@ class Price:
     messages: int
     kept: int
     seconds: float
+    waiting: float = 0.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not."""
+    """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
+    the links that the prices are reckoned with (None: there are none)."""
 
     problem: Problem
     exchange: str | None
     prices: tuple[Price, ...] = ()
     rejected: tuple[tuple[str, str], ...] = ()
+    links: Links | None = None
 
     def __str__(self) -> str:
         if self.exchange is None:
             return "no segment crosses a shard: nothing is exchanged"
         lines = [f"exchange: {self.exchange}"]
         lines.append(
-            f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}"
+            f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}{'waiting':>9}"
         )
         for p in self.prices:
             sizes = "".join(f"{x / 1e6:>9.2f} MB" for x in (p.forward, p.backward, p.far, p.kept))
-            lines.append(f"  {p.exchange:<22}{sizes}{p.rounds:>8}{p.messages:>10}{p.seconds * 1e3:>9.3f}")
+            lines.append(
+                f"  {p.exchange:<22}{sizes}{p.rounds:>8}{p.messages:>10}{p.seconds * 1e3:>9.3f}{p.waiting * 1e3:>9.3f}"
+            )
+        lines += [f"links: {self.links}"] if self.links else []
         lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
         return "\n".join(lines)
 
@@ -137,6 +141,18 @@ def moved(
 
     Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
     """
+    found = steps(problem, exchange, rank, per_node, head_dim, element_size)
+    return _moved(found[0], rank), _moved(found[1], rank)
+
+
+#: (what moves, its round, bytes of a row)
+Steps = list[tuple[str, Round, int]]
+
+
+def steps(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
+) -> tuple[Steps, Steps]:
+    """The collectives of a call on one rank, (forward, backward), under the names that `exchange.wire` posts them by."""
     wide = max(4, element_size)
     found = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
@@ -144,22 +160,26 @@ def moved(
     if isinstance(found, Switched):
         keys, queries = found.keys, found.queries
         unit = head_dim * element_size
-        forward = [(keys, row), (queries, unit), (flip(queries), (head_dim + 1) * wide)]
-        backward = [(queries, 2 * unit), (queries, wide), (flip(queries), head_dim * wide), (flip(keys), wide_row)]
+        forward = [("rows", keys, row), ("queries", queries, unit), ("outputs", flip(queries), (head_dim + 1) * wide)]
+        backward = [("outputs", queries, 2 * unit), ("outputs", queries, wide)]
+        backward += [("gradients", flip(queries), head_dim * wide), ("gradients", flip(keys), wide_row)]
     elif found.keep:
-        forward = [(step, row) for step in found.rounds]
-        backward = [(flip(step), wide_row) for step in found.rounds]
-    else:
-        forward = [(step, row) for step in found.rounds]
-        backward = forward + [(step, wide_row) for step in found.returns]
-    return _moved(forward, rank), _moved(backward, rank)
+        forward = [("rows", step, row) for step in found.rounds]
+        backward = [("gradients", flip(step), wide_row) for step in found.rounds]
+    else:  # the first round and the first way home are copies of a rank's own rows
+        forward = [("rows", step, row) for step in found.rounds[1:]]
+        backward = forward + [("gradients", step, wide_row) for step in found.returns[1:]]
+    return forward, backward
 
 
-def _moved(steps: list[tuple[Round, int]], rank: int) -> Moved:
+def _moved(found: Steps, rank: int) -> Moved:
     total = lambda side: sum(  # noqa: E731
-        size * count(message) for step, size in steps for peer, message in getattr(step, side).items() if peer != rank
+        size * count(message)
+        for _, step, size in found
+        for peer, message in getattr(step, side).items()
+        if peer != rank
     )
-    messages = sum(peer != rank for step, _ in steps for peer in step.sends)
+    messages = sum(peer != rank for _, step, _ in found for peer in step.sends)
     return Moved(total("sends"), total("receives"), messages)
 
 
@@ -168,7 +188,15 @@ def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element
     ranks = problem.shard.ranks
     chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
     sizes = per_node, head_dim, element_size, links
-    return max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in chosen), key=_seconds)
+    found = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in chosen), key=_seconds)
+    done = [[pairs(x, exchange, r) for r in chosen] for x in _windows(problem)]
+    slower = WHOLE if exchange == "switch" and problem.causal else 1
+    waiting = max(slower * max(x) - sum(x) / len(x) for x in done) * 14 * head_dim / FLOPS
+    if exchange == "switch":
+        rows = max(d.samples for d in problem.documents) * problem.shard.longest
+        heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if few(x)), default=0)
+        waiting += COPIED * rows * heads * head_dim / MEMORY
+    return replace(found, waiting=waiting)
 
 
 def _windows(problem: Problem) -> list[Problem]:
@@ -184,7 +212,7 @@ def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
 
 
 def _seconds(x: Price) -> float:
-    return x.seconds
+    return x.seconds + x.waiting
 
 
 def _price(
@@ -207,7 +235,7 @@ def plan(
     ranks_per_node: int | None = None,
     head_dim: int = 64,
     element_size: int = 2,
-    links: Links = Links(),
+    links: Links = DEFAULTS,
 ) -> Plan:
     """The exchange of a problem: the one named, or the cheapest.
 
@@ -257,5 +285,5 @@ def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int,
         if p not in fits:
             rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
         elif p is not best:
-            rejected[p.exchange] = f"takes {p.seconds * 1e3:.3f} ms, {best.exchange} {best.seconds * 1e3:.3f} ms"
-    return Plan(problem, best.exchange, tuple(prices), tuple(rejected.items()))
+            rejected[p.exchange] = f"takes {_seconds(p) * 1e3:.3f} ms, {best.exchange} {_seconds(best) * 1e3:.3f} ms"
+    return Plan(problem, best.exchange, tuple(prices), tuple(rejected.items()), links)

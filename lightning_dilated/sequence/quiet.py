@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -12,21 +13,42 @@ import torch.distributed as dist
 from torch import Tensor
 
 
+@dataclass
+class Asked:
+    """What every rank is to say, on its way."""
+
+    found: list[Tensor]
+    work: Any
+
+    def done(self) -> bool:
+        """Whether `wait` would return at once."""
+        return self.work.is_completed()
+
+    def wait(self) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks."""
+        self.work.wait()
+        return self.found
+
+
 class Quiet:
-    """The ranks of a process group, over gloo."""
+    """The ranks of a process group, over gloo; `channel` names a connection of their own, where others are in use."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
-        self._own = None if dist.get_backend(group) == "gloo" else _beside(group, timeout)
+        self._own = None
+        if channel or dist.get_backend(group) != "gloo":
+            self._own = _beside(group, timeout, channel)
 
-    def gather(self, mine: Tensor) -> list[Tensor]:
-        """Every rank's tensor, in the order of ranks; equal shapes and dtypes, on the CPU."""
+    def ask(self, mine: Tensor) -> Asked:
+        """Begin to gather every rank's tensor; equal shapes and dtypes, on the CPU."""
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
         if self._own is None:
-            dist.all_gather(found, mine, group=self.group)
-        else:
-            self._own.allgather([found], [mine]).wait()
-        return found
+            return Asked(found, dist.all_gather(found, mine, group=self.group, async_op=True))
+        return Asked(found, self._own.allgather([found], [mine]))
+
+    def gather(self, mine: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in the order of ranks."""
+        return self.ask(mine).wait()
 
     def gather_words(self, mine: dict[str, str]) -> list[dict[str, Any]]:
         """Every rank's mapping of strings."""
@@ -38,14 +60,14 @@ class Quiet:
 
 
 @functools.cache
-def _beside(group: dist.ProcessGroup, timeout: timedelta | None) -> Any:
-    """A gloo backend of the group's ranks; one for each group, however often it is asked for.
+def _beside(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> Any:
+    """A gloo backend of the group's ranks; one for each channel, however often it is asked for.
 
     Not `dist.new_group`: all ranks of the job would have to call that, or (with local synchronization) to have made equally
     many groups before.
     """
     store = dist.PrefixStore(
-        f"lightning-dilated/{group.group_name}/{timeout}", dist.distributed_c10d._get_default_store()
+        f"lightning-dilated/{group.group_name}/{timeout}/{channel}", dist.distributed_c10d._get_default_store()
     )
     options = {} if timeout is None else {"timeout": timeout}
     return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **options)

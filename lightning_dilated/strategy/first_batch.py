@@ -154,3 +154,10 @@ def _aside(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
             for name, value in state.items():
                 setattr(m, name, value)
             m._update_count, m._computed = count, None
+
+
+def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
+    """The dtype of a step: autocast's, else that of the parameters."""
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return next((p.dtype for p in module.parameters()), torch.float32)

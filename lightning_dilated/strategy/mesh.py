@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lightning_dilated.pattern.branch import integer
@@ -56,10 +58,26 @@ class MeshSizes:
         """(data, ring, head)."""
         return self.data, self.sequence_size // self.head_size, self.head_size
 
-    def make(self, device_type: str) -> tuple[DeviceMesh, DeviceMesh]:
-        """The mesh (data, ring, head), and that of this rank's sequence, ring x head; every rank has to call."""
+    def make(self, device_type: str, timeout: timedelta | None = None) -> tuple[DeviceMesh, dist.ProcessGroup]:
+        """The mesh (data, ring, head), and the process group of this rank's sequence; every rank has to call.
+
+        A sequence that is the world has a group of its own, too, so that its rows do not queue behind gradients.
+        """
         mesh = init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
-        return mesh, mesh["ring", "head"]._flatten("sequence")
+        sequence = mesh["ring", "head"]._flatten("sequence").get_group()
+        return mesh, dist.new_group(timeout=timeout) if self.data == 1 else sequence
+
+
+#: thread blocks of a communicator that sums gradients: it has the whole backward for it, and while it waits for a slower
+#: rank its kernels keep these multiprocessors from the backward's own
+GRADIENT_BLOCKS = 4
+
+
+def gradient_group(timeout: timedelta) -> dist.ProcessGroup:
+    """All ranks, over NCCL with few thread blocks; every rank has to call."""
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = GRADIENT_BLOCKS
+    return dist.new_group(backend="nccl", pg_options=options, timeout=timeout)
 
 
 def divisors(n: int) -> list[int]:

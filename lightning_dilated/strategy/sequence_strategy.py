@@ -6,11 +6,10 @@ Every hook does one thing and calls Lightning's own; one rank takes the same way
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_debug
 from torch import Tensor
@@ -19,11 +18,12 @@ from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
 from lightning_dilated.sequence.group import SequenceGroup
+from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
 from lightning_dilated.strategy import alike
-from lightning_dilated.strategy.first_batch import check_first_batch
+from lightning_dilated.strategy.first_batch import check_first_batch, computed_in
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
@@ -48,22 +48,20 @@ class SequenceStrategy:
         timeout: int,
         allow: list[str] | None,
         check_first_batch: bool,
+        links: str | None,
     ) -> None:
         if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
             raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
         self._asked = sequence_size, head_size
         self._settings = {"exchange": check_exchange(exchange), "layout": check_layout(layout), "head_size": head_size}
-        self._ranks_per_node, self._seconds, self._allow = (
-            ranks_per_node,
-            timedelta(seconds=timeout),
-            tuple(allow or ()),
-        )
+        self._settings["links"] = Links.of_this_machine() if links is None else Links.load(links)
+        self._ranks_per_node, self._seconds = ranks_per_node, timedelta(seconds=timeout)
+        self._allow = tuple(allow or ())
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
         self._unlike: dict[str, str] = {}  # {stage: why losses cannot be added there}
-        self._compared = False
-        self._shares = self._seed = 0
+        self._compared, self._shares, self._seed = False, 0, 0
         self._unchecked = check_first_batch
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
@@ -124,10 +122,10 @@ class SequenceStrategy:
         self._find_processes()
         self._seed = run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
-            self._mesh, sequence = self.sizes.make(self.root_device.type)
+            self._mesh, sequence = self.sizes.make(self.root_device.type, self._seconds)
             local = self._ranks_per_node or (self.num_processes if self.num_nodes > 1 else None)
             self._sequence = SequenceGroup(
-                sequence.get_group(),
+                sequence,
                 ranks_per_node=local if local is None else min(local, self.sizes.sequence_size),
                 loss_group=dist.group.WORLD,
                 timeout=self._seconds,
@@ -233,15 +231,20 @@ class SequenceStrategy:
             self._compared = True
             alike.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
         self._shares = self.sequence.shares
-        with self._within("training", _batch_idx(args, kwargs)):
+        with self._within("training", _batch_idx(args, kwargs)), self._trusting():
             return super().training_step(*args, **kwargs)
+
+    def _trusting(self) -> AbstractContextManager[None]:
+        """Calls are compared after a backward only if nothing of it gets to other sequences or to an optimizer before."""
+        module = self.lightning_module
+        return self.sequence.trusting() if self.sizes.data == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
         """One rank against many, where that was asked for and was not done yet."""
         if self._unchecked:
             self._unchecked = False
             with self.precision_plugin.train_step_context():
-                dtype = _computed_in(self.lightning_module, self.root_device.type)
+                dtype = computed_in(self.lightning_module, self.root_device.type)
                 check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
 
     @override
@@ -272,8 +275,9 @@ class SequenceStrategy:
                 "lightning_dilated.sequence.loss_share(sum of this rank's losses, how many they are)."
             )
         # the wrapper averages gradients over all ranks, and the ranks' shares sum to the loss
-        with self.sequence.active():
+        with self.sequence.active(), self._trusting():
             super().backward(closure_loss * self.world_size, optimizer, *args, **kwargs)
+        self.sequence.settle()  # before gradients are used
         return closure_loss
 
     @override
@@ -285,13 +289,6 @@ class SequenceStrategy:
                 tensor.double()
             )  # else the mean of counts, which Lightning weighs logged values by, is rounded down
         return super().reduce(tensor, group, reduce_op)
-
-
-def _computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
-    """The dtype of a step: autocast's, else that of the parameters."""
-    if torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return next((p.dtype for p in module.parameters()), torch.float32)
 
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -12,8 +12,11 @@ from typing import Any, Literal
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dilated.strategy.mesh import gradient_group
 from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -36,8 +39,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         start_method: how further processes are started: "popen" runs the script again.
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.first_batch`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
+        links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
 
     Raises:
+        OSError: when made, where the file of links is not there.
         TypeError, ValueError: when made, or (sizes that do not divide the number of ranks) in `Trainer(...)`.
         MisconfigurationException: in `Trainer(...)`, in an interactive session with start_method="popen".
     """
@@ -55,9 +60,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         start_method: Literal["popen", "spawn", "fork"] = "popen",
         find_unused_parameters: bool = False,
         check_first_batch: bool = False,
+        links: str | None = None,
     ) -> None:
         self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
         )
         if start_method not in ("popen", "spawn", "fork"):
             # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
@@ -80,6 +86,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
                 "RingDilatedStrategy(start_method='fork', ...), before CUDA is first used; or run a script."
             )
 
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        """Lightning's, with a communicator of its own for the gradients on GPUs."""
+        if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
+            self._ddp_kwargs["process_group"] = gradient_group(self._seconds)
+        return super()._setup_model(model)
+
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     """Every sequence on several ranks, and the parameters, gradients and optimizer states dealt to all of them (FSDP2).
@@ -88,12 +101,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     `configure_model` (with `self.device_mesh`) is left alone. Checkpoints are folders that any number of ranks can load.
 
     Args:
-        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch:
-            as in `RingDilatedStrategy`.
+        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
+            links: as in `RingDilatedStrategy`.
         save_distributed_checkpoint: False assembles one file on rank 0.
 
     Raises:
-        TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose loss scaler knows no shards.
+        OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards.
     """
 
     deals_parameters = True
@@ -111,9 +124,10 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         process_group_backend: str | None = None,
         save_distributed_checkpoint: bool = True,
         check_first_batch: bool = False,
+        links: str | None = None,
     ) -> None:
         self._configure_sequence(
-            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
         )
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,

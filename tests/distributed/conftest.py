@@ -7,7 +7,7 @@ import pytest
 from .pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pool() -> Iterator[Pool]:
     """Four ranks; a call takes the first R of them."""
     pool = Pool()

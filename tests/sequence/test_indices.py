@@ -107,9 +107,10 @@ def test_store(case, data):
 
 def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
     """The buffer that is filled as `packing` says holds the rows that are sent, in their order."""
-    assert len(packing.own) == len(packing.own_at) and len(packing.store) == len(packing.store_at)
+    own_at = torch.arange(len(packing.own)) if packing.own_at is None else packing.own_at
+    assert len(packing.own) == len(own_at) and len(packing.store) == len(packing.store_at)
     buffer: dict[int, tuple] = {}
-    for at, numbers, rows in ((packing.own_at, packing.own, own), (packing.store_at, packing.store, store)):
+    for at, numbers, rows in ((own_at, packing.own, own), (packing.store_at, packing.store, store)):
         for i, n in zip(at.tolist(), numbers.tolist(), strict=True):
             assert i not in buffer
             buffer[i] = rows[n]
@@ -195,7 +196,7 @@ def test_batches(case):
         for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
             store, key_rows = store_of(program.rounds[0].receives.values())
             own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
-            made = batches(problem, found, own, store, CPU)
+            made = batches(problem, found, own, store)
             check_batches(problem, made, found, own_rows(case, rank, problem.heads), key_rows)
 
 
@@ -207,7 +208,7 @@ def test_batches_with_pads(case):
         store, key_rows = store_of(program.rounds[0].receives.values())
         own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
         check_batches(
-            problem, batches(problem, found, own, store, CPU), found, own_rows(case, rank, problem.heads), key_rows
+            problem, batches(problem, found, own, store), found, own_rows(case, rank, problem.heads), key_rows
         )
 
 
@@ -218,7 +219,7 @@ def test_batches_of_received_queries(case):
         for program in all_programs(problem, EXCHANGES["switch"].program):
             store, key_rows = store_of(program.keys.receives.values())
             queries, query_rows = store_of(program.queries.receives.values())
-            made = batches(problem, program.tasks, queries, store, CPU)
+            made = batches(problem, program.tasks, queries, store)
             check_batches(problem, made, program.tasks, query_rows, key_rows)
 
 
@@ -228,7 +229,7 @@ def test_a_want_whose_rows_were_not_received():
     (step,) = EXCHANGES["gather"].program(problem, 1, 1).rounds
     store, _ = store_of(list(step.receives.values())[1:])
     with pytest.raises(AssertionError, match="not received"):
-        batches(problem, found, Own(problem.shard.ranges(1), (0, 1)), store, CPU)
+        batches(problem, found, Own(problem.shard.ranges(1), (0, 1)), store)
 
 
 @given(st.integers(1, 40), st.data())

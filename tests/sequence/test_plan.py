@@ -56,8 +56,13 @@ CHOICES = {
     "64 ranks on nodes of 8": (lambda: geometric(1 << 21, 64), 8, "hierarchical_gather"),
     "64 ranks on one node": (lambda: geometric(1 << 21, 64), 64, "gather"),
     "4096 ranks, 1 billion tokens": (lambda: geometric(1 << 30, 4096), 8, "hierarchical_butterfly"),
-    "GigaPath, 8 GPUs": (lambda: make_problem(GIGAPATH, 1 << 20, 16, ranks=8), 8, "switch"),
-    "dense, 8 GPUs": (lambda: make_problem(DilatedPattern.dense(), 1 << 20, 12, ranks=8), 8, "switch"),
+    "GigaPath, 8 GPUs": (lambda: make_problem(GIGAPATH, 1 << 20, 16, ranks=8), 8, "gather"),
+    "dense, 8 GPUs": (lambda: make_problem(DilatedPattern.dense(), 1 << 20, 16, ranks=8), 8, "switch"),
+    "dense, heads that ranks do not divide": (
+        lambda: make_problem(DilatedPattern.dense(), 1 << 20, 12, ranks=8),
+        8,
+        "ring",
+    ),
     "dense, more ranks than heads": (lambda: make_problem(DilatedPattern.dense(), 1 << 20, 12, ranks=64), 8, "ring"),
     "segments inside shards": (lambda: make_problem(DilatedPattern.dense(1024), 1 << 20, 12, ranks=8), 8, None),
     "packed documents": (lambda: geometric(1 << 20, 8, cu_seqlens=[0, 300000, 1 << 20]), 8, "gather"),
@@ -145,3 +150,13 @@ def test_an_exchange_that_cannot_serve():
         plan(geometric(1 << 20, 3), "butterfly")
     with pytest.raises(ValueError, match="exchange must be one of auto, gather"):
         plan(geometric(1 << 20, 4), "rings")
+
+
+@pytest.mark.parametrize("heads", [5, 12])
+@pytest.mark.parametrize("tokens", [4096, 131072])
+def test_every_window_takes_one_exchange(heads, tokens):
+    """Members of a head-parallel group, whose heads are unlike many, choose alike and reckon alike."""
+    pattern = DilatedPattern([(2048, 1), (None, 8), *([(4096, 2)] if heads == 5 else [])])
+    options = {"ranks": 4, "head_size": 2, "causal": True}
+    found = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
+    assert found[0].exchange == found[1].exchange and found[0].prices == found[1].prices

@@ -7,7 +7,7 @@ import pytest
 from ..distributed.pool import Pool
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pools() -> Iterator[Callable[[int], Pool]]:
     """pools(4) are four ranks, started when first asked for."""
     made: dict[int, Pool] = {}

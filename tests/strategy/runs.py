@@ -144,9 +144,9 @@ def launched(rank: int) -> int:
 
 
 def trainer(strategy: Any, world: int, **options: Any) -> pl.Trainer:
-    """A quiet Trainer on the CPU."""
+    """A quiet Trainer, on the CPU unless told otherwise."""
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
-    return pl.Trainer(accelerator="cpu", devices=world, strategy=strategy, **{**quiet, **options})
+    return pl.Trainer(**{"accelerator": "cpu", "devices": world, "strategy": strategy, **quiet, **options})
 
 
 def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, Data, Record]:

@@ -15,7 +15,7 @@ from lightning_dilated.attention.engines.math import MATH
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.engines.triton import TILE_ORDERS, TRITON
 
-__all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "choose", "engine_names", "for_rows"]
+__all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "chained_up_to", "choose", "engine_names", "for_rows"]
 
 _log = logging.getLogger(__name__)
 #: every engine by its name
@@ -84,36 +84,44 @@ def _grouped(request: Request) -> str | None:
     return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
 
 
+def chained_up_to(name: str, request: Request) -> float:
+    """(query, key) pairs of a head up to which "auto" merges what arrives from other ranks in triton's forward itself."""
+    if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
+        return 0.0
+    return measured.CHAINED_UP_TO.get(torch.cuda.get_device_capability(request.device), 0.0)
+
+
 def _said(choice: Choice, request: Request) -> Choice:
     if not torch.compiler.is_compiling():
-        _say(choice.name, str(choice), request.dtype, request.device.type, request.head_dim)
+        _say(choice, request.dtype, request.device.type, request.head_dim)
     return choice
 
 
 _seen: set[tuple] = set()
 
 
-def _say(name: str, text: str, dtype: torch.dtype, device: str, head_dim: int) -> None:
+def _say(choice: Choice, dtype: torch.dtype, device: str, head_dim: int) -> None:
     """Log what auto picked, once for each kind of call."""
-    if (kind := (name, dtype, device, head_dim)) not in _seen:
+    if (kind := (choice.name, dtype, device, head_dim)) not in _seen:
         _seen.add(kind)
-        _log.info("engine for %s, head dim %d, on %s: %s", str(dtype).removeprefix("torch."), head_dim, device, text)
+        _log.info("engine for %s, head dim %d, on %s: %s", str(dtype).removeprefix("torch."), head_dim, device, choice)
 
 
-def choose(name: str, request: Request) -> Choice:
-    """The first engine of `name` that serves the request; what "auto" picks is logged once, at level INFO.
+def choose(name: str, request: Request, say: bool = True) -> Choice:
+    """The first engine of `name` that serves the request; what "auto" picks is logged once, at level INFO, if it `say`s so.
 
     Raises:
         ValueError: if none does, with the reason of each and one that would.
     """
     rejected: dict[str, str] = {}
     if name == "auto" and (reason := _grouped(request)) is not None and TRITON.why_not(request) is None:
-        return _said(Choice(ENGINES["triton"], dict.fromkeys(("cudnn", "flash"), reason)), request)
+        choice = Choice(ENGINES["triton"], dict.fromkeys(("cudnn", "flash"), reason))
+        return _said(choice, request) if say else choice
     for candidate in _first_to_ask(name, request):
         reason = ENGINES[candidate].why_not(request)
         if reason is None:
             choice = Choice(ENGINES[candidate], rejected)
-            return _said(choice, request) if name == "auto" else choice
+            return _said(choice, request) if say and name == "auto" else choice
         rejected[candidate] = reason
     able = [e.name for e in ENGINES.values() if e.why_not(request) is None and ":" not in e.name]
     reasons = "; ".join(f"{n} {r}" for n, r in rejected.items())

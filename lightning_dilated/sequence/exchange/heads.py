@@ -45,7 +45,7 @@ class HeadGroup:
         ]
         sends = {i: batch * length * sum(w[i] for w in widths) for i in range(len(self.lengths))}
         receives = {i: batch * n * sum(w[me] for w in widths) for i, n in enumerate(self.lengths)}
-        rows = self.wire.post(torch.cat(parts), sends, receives).wait()
+        rows = self.wire.post(torch.cat(parts), sends, receives, what="tokens for heads").wait()
         sizes = [batch * n * w[me] for n in self.lengths for w in widths]
         pieces = rows.split(sizes)
         return [
@@ -63,7 +63,7 @@ class HeadGroup:
         length, widths = self.lengths[me], [b - a for a, b in cut]
         sends = {i: batch * n * width for i, n in enumerate(self.lengths)}
         receives = {i: batch * length * w for i, w in enumerate(widths)}
-        rows = self.wire.post(torch.cat(parts), sends, receives).wait()
+        rows = self.wire.post(torch.cat(parts), sends, receives, what="heads for tokens").wait()
         out = x.new_zeros(batch, length, heads, dim)
         for part, (a, b) in zip(rows.split([batch * length * w for w in widths]), cut, strict=True):
             out[:, :, a:b] += part.view(batch, length, b - a, dim)

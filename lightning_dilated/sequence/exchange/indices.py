@@ -6,7 +6,7 @@ Rows are numbered as in a contiguous (B, L, heads) tensor ("flat"). B samples, L
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -84,10 +84,13 @@ class Store:
 
 @dataclass
 class Packing:
-    """How a send buffer is filled: buffer[own_at] = own rows [own], buffer[store_at] = received rows [store]."""
+    """How a send buffer is filled: buffer[own_at] = own rows [own], buffer[store_at] = received rows [store].
+
+    Without `own_at` it is filled row after row.
+    """
 
     own: Tensor
-    own_at: Tensor
+    own_at: Tensor | None
     store: Tensor
     store_at: Tensor
 
@@ -109,18 +112,23 @@ class Packing:
                             missing -= n
                 assert missing == 0, f"{missing} rows of {piece} are not held where they are sent from"
                 base += len(piece.rows)
-        return cls(**{name: expand(found) for name, found in runs.items()})
+        found = {name: expand(x) for name, x in runs.items()}
+        if torch.equal(found["own_at"], torch.arange(base)):
+            found["own_at"] = None
+        return cls(**found)
 
     def to(self, device: torch.device) -> Packing:
         """The same on a device."""
-        return Packing(*(x.to(device) for x in (self.own, self.own_at, self.store, self.store_at)))
+        at = None if self.own_at is None else self.own_at.to(device)
+        return Packing(self.own.to(device), at, self.store.to(device), self.store_at.to(device))
 
 
 @dataclass
 class Batch:
     """Wants of one branch with as many queries and keys each: one engine call.
 
-    queries (G, n) are flat numbers in the queries' tensor, keys (G, m) numbers in the store; no query row occurs twice.
+    queries (G, n) are numbers in the queries' tensor (flat, or among some of its rows), keys (G, m) numbers in the store; no
+    query row occurs twice.
     """
 
     branch: int
@@ -129,6 +137,10 @@ class Batch:
     queries: Tensor
     keys: Tensor
     wants: list[Want]
+
+    def to(self, device: torch.device) -> Batch:
+        """The same on a device."""
+        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
     def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(sample (G,), head (G,), query position (G, n), key position (G, m)), global, for dropout."""
@@ -140,18 +152,16 @@ class Batch:
         return sample, head, queries.view(len(each), -1), keys.view(len(each), -1)
 
 
-def batches(
-    problem: Problem, wants: Iterable[Want], queries: Own | Store, store: Store, device: torch.device
-) -> list[Batch]:
+def batches(problem: Problem, wants: Iterable[Want], queries: Own | Store, store: Store) -> list[Batch]:
     """The wants, joined where one engine call serves several."""
     groups: dict[tuple[int, ...], list[Want]] = {}
     for want in wants:
         shape = (want.branch, want.slot, want.causal, want.pads, len(want.queries), sum(map(len, want.keys)))
         groups.setdefault(shape, []).append(want)
-    return [_batch(problem, group, queries, store, device) for group in groups.values()]
+    return [_batch(problem, group, queries, store) for group in groups.values()]
 
 
-def _batch(problem: Problem, group: list[Want], queries: Own | Store, store: Store, device: torch.device) -> Batch:
+def _batch(problem: Problem, group: list[Want], queries: Own | Store, store: Store) -> Batch:
     first = group[0]
     query_at: list[Run] = []
     rows: list[Run] = []
@@ -174,8 +184,8 @@ def _batch(problem: Problem, group: list[Want], queries: Own | Store, store: Sto
         branch=first.branch,
         causal=first.causal,
         pads=first.pads,
-        queries=_placed(query_at, rows, q_base).view(count, -1).to(device),
-        keys=_placed(key_at, keys, k_base).view(count, -1).to(device),
+        queries=_placed(query_at, rows, q_base).view(count, -1),
+        keys=_placed(key_at, keys, k_base).view(count, -1),
         wants=group,
     )
 

@@ -5,10 +5,63 @@ Shape letters: B samples, L local tokens, D head dim.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a rank's (B, L, J, D) tensors, none twice: (sample, token, head), each (n,) int64."""
+
+    at: tuple[Tensor, Tensor, Tensor]
+
+    @classmethod
+    def of(cls, flat: Tensor, length: int, heads: int) -> Rows:
+        """From flat numbers."""
+        return cls((flat // (heads * length), flat // heads % length, flat % heads))
+
+    def to(self, device: torch.device) -> Rows:
+        """The same on a device."""
+        return Rows(tuple(x.to(device) for x in self.at))
+
+    def take(self, x: Tensor) -> Tensor:
+        """(n, ...) of a (B, L, J, ...) tensor of any strides."""
+        return x[self.at]
+
+    def put(self, x: Tensor, values: Tensor) -> None:
+        """Write (n, ...) values, rounded to x's dtype."""
+        x[self.at] = values.to(x.dtype)
+
+
+def add_rows(some: Rows | None, x: Tensor, values: Tensor) -> None:
+    """Add (n, D) values in their dtype to some rows of a (B, L, J, D) tensor, or to all of them; x is rounded once."""
+    if some is None:
+        x.copy_(x.to(values.dtype) + values.view(x.shape))
+    else:
+        some.put(x, some.take(x).to(values.dtype) + values)
+
+
+def numbered(found: Sequence[Tensor], rows: int, length: int, heads: int) -> tuple[Rows | None, list[Tensor]]:
+    """(the rows that flat numbers name, the numbers among these), or (None, the numbers) where they are many of all `rows`.
+
+    What is done to few rows of a tensor needs no fp32 copy of all of it.
+    """
+    flat, inverse = torch.unique(
+        torch.cat([x.flatten() for x in found] or [torch.empty(0, dtype=torch.int64)]), return_inverse=True
+    )
+    if len(flat) > FEW * rows:
+        return None, list(found)
+    parts = inverse.split([x.numel() for x in found]) if found else []
+    return Rows.of(flat, length, heads), [part.view(x.shape) for part, x in zip(parts, found, strict=True)]
+
+
+#: up to this share of a tensor's rows
+FEW = 0.25
 
 
 def take(x: Tensor, rows: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
-from lightning_dilated.sequence.exchange.rows import pack_rows
-from lightning_dilated.sequence.exchange.wire import Posted, Wire
+from lightning_dilated.sequence.exchange.rows import Rows, add_rows, numbered, pack_rows
+from lightning_dilated.sequence.exchange.wire import Posted, Wire, beside, rejoin
 from lightning_dilated.sequence.problem import Problem, Want, wants
 from lightning_dilated.sequence.progressions import intersect
 
@@ -33,6 +33,11 @@ class Step:
     batches: list[Batch]
     home: Home
 
+    def to(self, device: torch.device) -> Step:
+        """The same on a device."""
+        found = [batch.to(device) for batch in self.batches]
+        return replace(self, packing=self.packing.to(device), batches=found, home=self.home.to(device))
+
 
 @dataclass
 class Home:
@@ -43,14 +48,26 @@ class Home:
     receives: dict[int, int]
     packing: Packing
 
+    def to(self, device: torch.device) -> Home:
+        """The same on a device."""
+        leaving = self.leaving if isinstance(self.leaving, slice) else self.leaving.to(device)
+        return replace(self, leaving=leaving, packing=self.packing.to(device))
+
 
 @dataclass
 class Compiled:
-    """A program with its indices on a device; `size` rows are kept for the backward."""
+    """A program with its indices on a device; `size` rows are kept for the backward.
+
+    Attributes:
+        queries: the rows of q that batches number; None: all, by their flat numbers.
+        keys: the rank's own rows of K and V whose gradients come home, likewise.
+    """
 
     steps: list[Step]
     size: int
     keep: bool
+    queries: Rows | None = None
+    keys: Rows | None = None
 
 
 def compile_program(problem: Problem, rank: int, program: Program, device: torch.device) -> Compiled:
@@ -68,27 +85,43 @@ def compile_program(problem: Problem, rank: int, program: Program, device: torch
         if program.keep:
             ready = {w: None for w in waiting if _covered(problem, w, store)}
             waiting = [w for w in waiting if w not in ready]
-            home = Home(slice(start, store.size), *_counts(step)[::-1], packing.to(device))
+            home = Home(slice(start, store.size), *_counts(step)[::-1], packing)
         else:
             ready = _of_source(problem, waiting, rank, number)
-            home = _home(program.returns[number], own, store, device)
-        found = batches(problem, ready, queries, store, device)
-        steps.append(Step(packing.to(device), *_counts(step), start, store.size, found, home))
+            home = _home(program.returns[number], own, store)
+        found = batches(problem, ready, queries, store)
+        steps.append(Step(packing, *_counts(step), start, store.size, found, home))
     assert not program.keep or not waiting, f"rank {rank} never received the rows of {waiting[0]}"
-    return Compiled(steps, store.size if program.keep else 0, program.keep)
+    compiled = Compiled(steps, store.size if program.keep else 0, program.keep)
+    return _renumbered(compiled, problem, queries, own, device)
+
+
+def _renumbered(compiled: Compiled, problem: Problem, queries: Own, own: Own, device: torch.device) -> Compiled:
+    """The same on a device, with rows numbered among those that anything is done with, where these are few."""
+    samples = max((d.sample + d.samples for d in problem.documents), default=0)
+    sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
+    some, at = numbered([b.queries for step in compiled.steps for b in step.batches], *sizes(queries))
+    keys, home_at = numbered([step.home.packing.own for step in compiled.steps], *sizes(own))
+    at, steps = iter(at), []
+    for step, mine in zip(compiled.steps, home_at, strict=True):
+        found = [replace(batch, queries=next(at)) for batch in step.batches]
+        home = replace(step.home, packing=replace(step.home.packing, own=mine))
+        steps.append(replace(step, batches=found, home=home).to(device))
+    moved = [None if x is None else x.to(device) for x in (some, keys)]
+    return replace(compiled, steps=steps, queries=moved[0], keys=moved[1])
 
 
 def _counts(step: Round) -> tuple[dict[int, int], dict[int, int]]:
     return {p: count(m) for p, m in step.sends.items()}, {p: count(m) for p, m in step.receives.items()}
 
 
-def _home(step: Round, own: Own, store: Store, device: torch.device) -> Home:
+def _home(step: Round, own: Own, store: Store) -> Home:
     """A way back of its own: the rows that this rank used, and its own rows that others did."""
     leaving = Packing.of([p for message in step.sends.values() for p in message], Own((), own.heads), store)
     arriving = Packing.of([p for message in step.receives.values() for p in message], own, Store())
     rows = torch.empty_like(leaving.store)
     rows[leaving.store_at] = leaving.store
-    return Home(rows.to(device), *_counts(step), arriving.to(device))
+    return Home(rows, *_counts(step), arriving)
 
 
 def _covered(problem: Problem, want: Want, store: Store) -> bool:
@@ -122,6 +155,9 @@ class Arrival:
 class Run:
     """One call's rows under way, forward or backward: made before the local work, asked for arrivals after it.
 
+    On a GPU all rounds of rows that stay are asked for at once, on a stream of their own, so that those of later rounds fly
+    beside the local work, too.
+
     Args:
         k, v: (B, L, K, D), whose rows the other ranks need.
         kept: the rows that the forward kept, in the backward of a program that keeps them; nothing is then moved again.
@@ -130,66 +166,116 @@ class Run:
     def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor | None = None):
         self.compiled, self.wire, self.k, self.v = compiled, wire, k, v
         self.rows = k.new_empty(compiled.size, 2, k.shape[3]) if kept is None else kept.view(-1, 2, k.shape[3])
-        self._pending = None if kept is not None or not compiled.steps else self._post(0, None)
+        self._posted: list[Posted] = []
+        self._ahead = compiled.keep and k.device.type == "cuda"
+        if kept is None and compiled.steps:
+            self._begin()
 
-    def _post(self, number: int, before: Tensor | None) -> Posted:
+    def _begin(self) -> None:
+        """Post the first round, or all; also the second where the first is a copy of own rows (of a ring), or empty."""
+        steps = self.compiled.steps
+        copied = (
+            len(steps) > 1 and not (steps[0].receives.keys() - {self.wire.rank}) and not len(steps[1].packing.store)
+        )
+        rounds = range(len(steps) if self._ahead else 1 + copied)
+        buffers = [self._buffer(number) for number in rounds]
+        with beside(self.k.device):
+            for number in rounds:
+                if number and self._ahead:
+                    self._posted[-1].follow()
+                self._post(number, self.rows, buffers[number])
+
+    def _buffer(self, number: int) -> Tensor:
+        """Room for what a round sends."""
+        return self.k.new_empty(sum(self.compiled.steps[number].sends.values()), 2, self.k.shape[3])
+
+    def _post(self, number: int, before: Tensor, buffer: Tensor) -> None:
         """Send the rows of a round; `before` holds the rows of earlier ones."""
         step = self.compiled.steps[number]
         pack = step.packing
-        buffer = self.k.new_empty(sum(step.sends.values()), 2, self.k.shape[3])
         pack_rows(self.k, self.v, pack.own, pack.own_at, buffer)
         if len(pack.store):
             buffer[pack.store_at] = before[pack.store]
         into = self.rows[step.start : step.stop] if self.compiled.keep else None
-        return self.wire.post(buffer, step.sends, step.receives, into)
+        self._posted.append(self.wire.post(buffer, step.sends, step.receives, into))
 
     def arrivals(self) -> Iterator[Arrival]:
         """The rounds in order; while the caller computes with one, the next is under way."""
         for number, step in enumerate(self.compiled.steps):
-            arrived = self._pending.wait()
+            arrived = self._posted[number].wait()
             rows = self.rows if self.compiled.keep else arrived
-            self._pending = self._post(number + 1, rows) if number + 1 < len(self.compiled.steps) else None
+            if number + 1 == len(self._posted) < len(self.compiled.steps):
+                self._post(number + 1, rows, self._buffer(number + 1))
+            if not self.compiled.keep:
+                self._posted[number] = None  # its memory serves a later round
             yield Arrival(step.batches, rows)
 
 
 class BackwardRun(Run):
-    """The backward: arrivals with room for gradients, then `finish` adds what came home to dk and dv."""
+    """The backward: arrivals with room for gradients, then `finish` adds what came home to dk and dv.
 
-    def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor, dk: Tensor, dv: Tensor):
+    Args:
+        wide: the dtype of gradients that travel and of their sums.
+    """
+
+    def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor, wide: torch.dtype):
         super().__init__(compiled, wire, k, v, kept if compiled.keep else None)
-        self.totals = (dk, dv)
+        self._wide = wide
         self._coming: list[tuple[int, Posted]] = []
         self._grads: Tensor | None = None
+        rows = k.shape[:3].numel() if compiled.keys is None else len(compiled.keys.at[0])
+        self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
         """All batches at once where the rows were kept; else (ring) round by round as the rows pass again."""
         if self.compiled.keep:
             self._grads = self._zeros(self.rows)
             yield Arrival([batch for step in self.compiled.steps for batch in step.batches], self.rows, self._grads)
-            if self.compiled.steps:
-                self._return(len(self.compiled.steps) - 1, self._grads)
+            self._send_home()
             return
         for number, arrival in enumerate(super().arrivals()):
             arrival.grads = self._zeros(arrival.rows)
             yield arrival
-            self._return(number, arrival.grads)
+            self._return(number, arrival.grads, self._room(number))
 
     def _zeros(self, rows: Tensor) -> Tensor:
-        return torch.zeros(rows.shape, dtype=self.totals[0].dtype, device=rows.device)
+        return torch.zeros(rows.shape, dtype=self._wide, device=rows.device)
 
-    def _return(self, number: int, grads: Tensor) -> None:
+    def _room(self, number: int) -> Tensor:
+        """Room for the gradients that come home in a round."""
+        return self._sum.new_empty(sum(self.compiled.steps[number].home.receives.values()), *self._sum.shape[1:])
+
+    def _send_home(self) -> None:
+        """Return the gradients of all rounds, last first: on a GPU beside what is computed from now on."""
+        rounds = range(len(self.compiled.steps))
+        self._rooms = [self._room(number) for number in (rounds if self._ahead else rounds[-1:])]
+        with beside(self.k.device):
+            if rounds:
+                self._return(rounds[-1], self._grads, self._rooms[-1])
+            if self._ahead:
+                self._bring_home()
+
+    def _return(self, number: int, grads: Tensor, room: Tensor) -> None:
         """Send the gradients of a round's rows on their way home."""
         home = self.compiled.steps[number].home
-        self._coming.append((number, self.wire.post(grads[home.leaving], home.sends, home.receives)))
+        self._coming.append((number, self.wire.post(grads[home.leaving], home.sends, home.receives, room, "gradients")))
 
-    def finish(self) -> None:
-        """Add the gradients that come home; those of relayed rows go on to where the rows came from."""
+    def _bring_home(self) -> None:
+        """Sum what comes home; the gradients of relayed rows go on to where the rows came from."""
         while self._coming:
             number, posted = self._coming.pop(0)
-            back, pack = posted.wait(), self.compiled.steps[number].home.packing
-            for i, total in enumerate(self.totals):
-                total.view(-1, total.shape[-1]).index_add_(0, pack.own, back[pack.own_at, i])
+            back, pack = (posted.follow if self._ahead else posted.wait)(), self.compiled.steps[number].home.packing
+            self._sum.index_add_(0, pack.own, back if pack.own_at is None else back[pack.own_at])
             if len(pack.store):
                 self._grads.index_add_(0, pack.store, back[pack.store_at])
             if self.compiled.keep and number:
-                self._return(number - 1, self._grads)
+                self._return(
+                    number - 1, self._grads, self._rooms[number - 1] if self._ahead else self._room(number - 1)
+                )
+
+    def finish(self, dk: Tensor, dv: Tensor) -> None:
+        """Add the gradients that came home to dk and dv."""
+        self._bring_home()
+        rejoin(self.k.device, self.wire.traffic, "gradients")
+        add_rows(self.compiled.keys, dk, self._sum[:, 0])
+        add_rows(self.compiled.keys, dv, self._sum[:, 1])

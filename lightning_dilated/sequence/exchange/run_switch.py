@@ -48,13 +48,14 @@ def compile_switch(problem: Problem, rank: int, program: Switched, device: torch
         ways.append(_way(step, Own(pieces, heads), device))
         for message in step.receives.values():
             store.add(message)
-    return CompiledSwitch(*ways, batches(problem, program.tasks, stores[1], stores[0], device))
+    found = batches(problem, program.tasks, stores[1], stores[0])
+    return CompiledSwitch(*ways, [batch.to(device) for batch in found])
 
 
 def _way(step: Round, own: Own, device: torch.device) -> Way:
     packing = Packing.of([p for message in step.sends.values() for p in message], own, Store())
     rows = torch.empty_like(packing.own)
-    rows[packing.own_at] = packing.own
+    rows[slice(None) if packing.own_at is None else packing.own_at] = packing.own
     counts = ({p: count(m) for p, m in messages.items()} for messages in (step.sends, step.receives))
     return Way(rows.to(device), *counts)
 
@@ -64,13 +65,16 @@ class SwitchRun:
 
     def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
         self.compiled, self.wire = compiled, wire
-        self.kept = kept
+        self.kept, self._sums = kept, "outputs" if kept is None else "gradients"
         self._posted: list[Posted] = []
 
     def post(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Send the rows of q, k and v to their owners."""
         keys, queries = self.compiled.keys, self.compiled.queries
-        self._posted = [self._out(keys, pair(k, v, keys.rows)), self._out(queries, take(q, queries.rows))]
+        self._posted = [
+            self._out(keys, pair(k, v, keys.rows), "rows"),
+            self._out(queries, take(q, queries.rows), "queries"),
+        ]
 
     def arrived(self) -> tuple[Tensor, Tensor]:
         """(query rows (m, D), key rows (n, 2, D)) that this rank owns."""
@@ -82,18 +86,19 @@ class SwitchRun:
             0, 2, self.kept.shape[1]
         )
 
-    def _out(self, way: Way, rows: Tensor) -> Posted:
-        return self.wire.post(rows, way.sends, way.receives)
+    def _out(self, way: Way, rows: Tensor, what: str) -> Posted:
+        return self.wire.post(rows, way.sends, way.receives, what=what)
 
     def to_owners(self, x: Tensor, other: Tensor | None = None) -> Posted:
         """Rows of a (B, L, H, *) tensor, or of two side by side, to the owners of their queries."""
         rows = self.compiled.queries.rows
-        return self._out(self.compiled.queries, take(x, rows)[:, None] if other is None else pair(x, other, rows))
+        found = take(x, rows)[:, None] if other is None else pair(x, other, rows)
+        return self._out(self.compiled.queries, found, "outputs")
 
     def home(self, rows: Tensor, keys: bool = False) -> Posted:
         """Rows that belong to received queries (or keys), back to where those came from."""
         way = self.compiled.keys if keys else self.compiled.queries
-        return self.wire.post(rows, way.receives, way.sends)
+        return self.wire.post(rows, way.receives, way.sends, what=self._sums)
 
     def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
         """(flat numbers, rows) of each peer's share of what came home; within one no number occurs twice."""

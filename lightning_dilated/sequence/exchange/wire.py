@@ -6,26 +6,35 @@ exchange nothing inside it.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dilated.sequence.exchange.clock import Clock, Flight, mark
+
 
 @dataclass
 class Traffic:
     """Bytes and messages of this rank to and from others (a copy to itself is not counted).
 
-    `sent_to` and `received_from` are bytes by the other's rank in the process group.
+    Attributes:
+        run: the pass that is counted.
+        sent_to, received_from: bytes by the other's rank in the process group.
+        clock: what notes when rows fly; None: nothing does.
     """
 
+    run: str = "forward"
     messages: int = 0
     sent_to: Counter[int] = field(default_factory=Counter)
     received_from: Counter[int] = field(default_factory=Counter)
+    clock: Clock | None = None
 
     @property
     def sent(self) -> int:
@@ -57,13 +66,54 @@ class Posted:
     rows: Tensor
     work: dist.Work | None
     sent: Tensor  # alive until the rows have left
+    flight: Flight | None = None
+    clock: Clock | None = None
 
     def wait(self) -> Tensor:
         """The rows, once they are here (on a GPU: once the stream that asks reaches this point)."""
+        if self.work is None or self.clock is None:
+            return self.follow()
+        with self.clock.waiting(self.flight.run, self.flight.what, self.rows.device):
+            return self.follow()
+
+    def follow(self) -> Tensor:
+        """The same, for what moves rows on and computes nothing: such a wait is not noted as one."""
         if self.work is not None:
             self.work.wait()
-            self.work = None
+            if self.rows.device.type != "cuda":  # there another stream may ask, too
+                self.work = None
+                if self.flight is not None:
+                    self.flight.end = mark(self.rows.device)
         return self.rows
+
+
+@contextlib.contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """On a GPU a stream of the exchange's own, behind what was asked for so far; elsewhere nothing.
+
+    What is made within belongs to that stream, so tensors that outlive it are made before.
+    """
+    if device.type != "cuda":
+        yield
+        return
+    stream = _stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        yield
+
+
+def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
+    """Have the stream of the caller wait for what was done `beside` it."""
+    if device.type == "cuda":
+        noted = contextlib.nullcontext() if traffic.clock is None else traffic.clock.waiting(traffic.run, what, device)
+        with noted:
+            torch.cuda.current_stream(device).wait_stream(_stream(device))
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for good, before other work: what it does is short, and others wait for it."""
+    return torch.cuda.Stream(device, priority=-1)
 
 
 @dataclass
@@ -76,22 +126,33 @@ class Wire:
     traffic: Traffic = field(default_factory=Traffic)
 
     def post(
-        self, rows: Tensor, sends: Mapping[int, int], receives: Mapping[int, int], into: Tensor | None = None
+        self,
+        rows: Tensor,
+        sends: Mapping[int, int],
+        receives: Mapping[int, int],
+        into: Tensor | None = None,
+        what: str = "rows",
     ) -> Posted:
         """Send the leading rows to the first peer of `sends`, the next to the second, ...; {peer: number of rows}."""
         shape = (sum(receives.values()), *rows.shape[1:])
         out = rows.new_empty(shape) if into is None else into
         row_bytes = math.prod(rows.shape[1:]) * rows.element_size()
-        for counts, side in ((sends, self.traffic.sent_to), (receives, self.traffic.received_from)):
-            side.update({self.ranks[peer]: n * row_bytes for peer, n in counts.items() if peer != self.rank})
-        self.traffic.messages += sum(1 for peer in sends if peer != self.rank)
+        traffic, bytes_of = self.traffic, []
+        for counts, side in ((sends, traffic.sent_to), (receives, traffic.received_from)):
+            moved = {self.ranks[peer]: n * row_bytes for peer, n in counts.items() if peer != self.rank}
+            side.update(moved)
+            bytes_of.append(sum(moved.values()))
+        traffic.messages += sum(1 for peer in sends if peer != self.rank)
         splits = [[0] * dist.get_world_size(self.group) for _ in range(2)]
         for at, counts in zip(splits, (receives, sends), strict=True):
             for peer, n in counts.items():
                 at[self.ranks[peer]] = n
         rows = rows.contiguous()
+        flight = None if traffic.clock is None else Flight(traffic.run, what, *bytes_of, mark(rows.device))
         work = dist.all_to_all_single(_bytes(out), _bytes(rows), *splits, group=self.group, async_op=True)
-        return Posted(out, work, rows)
+        if flight is not None:
+            traffic.clock.fly(flight, work, rows.device)
+        return Posted(out, work, rows, flight, traffic.clock)
 
 
 def _bytes(x: Tensor) -> Tensor:

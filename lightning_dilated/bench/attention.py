@@ -38,10 +38,8 @@ class Row:
     ratio: float | None = None
 
 
-def parser() -> argparse.ArgumentParser:
-    """The options of `bench`."""
-    p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
-    p.add_argument("what", choices=["attention"], help="the op, forward and backward")
+def options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `bench attention`."""
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, help="(default bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument(
@@ -59,7 +57,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--no_dense", "--no-dense", action="store_true", help="leave the yardstick out")
     p.add_argument("--plot", type=Path, help="draw the table into this PNG")
     p.add_argument("--record", type=Path, help="append the table to this file")
-    return p
 
 
 def checked(args: argparse.Namespace) -> argparse.Namespace:
@@ -152,9 +149,9 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def run(argv: list[str]) -> None:
-    """Parse, measure, print the table, and draw and record it where that was asked for."""
-    args = checked(parser().parse_args(argv))
+def run(args: argparse.Namespace, command: str) -> None:
+    """Measure, print the table, and draw and record it where that was asked for."""
+    args = checked(args)
     pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
     pattern.check_heads(args.heads, args.kv_heads)
     device = torch.device(args.device)
@@ -163,7 +160,7 @@ def run(argv: list[str]) -> None:
     text = "\n".join(
         [
             f"{datetime.date.today()}, {where}, Python {platform.python_version()}, torch {torch.__version__}",
-            f"`lightning-dilated bench {' '.join(argv)}`",
+            f"`{command}`",
             f"{pattern}, {args.heads} heads, {args.kv_heads} kv heads, D={args.head_dim}, {args.dtype}",
             "",
             *table(rows),

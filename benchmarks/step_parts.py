@@ -1,0 +1,301 @@
+"""What one device needs for the parts of a training step, written to the JSON that `planning.machine.Machine` reads.
+
+    python benchmarks/step_parts.py --output h200.json
+    python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
+      --dim 64 --depth 2 --heads 4 --first 256 --repeats 1
+
+Every part is this package's own code: a rank's own attention, alone and with branches wider than the rank; a compiled
+TransformerBlock less that; embedding, head and loss of a LongNetLM; AdamW (fused on a GPU); batches of arriving rows, as
+cuDNN or the first engine that serves runs them; packing rows, summing gradients that come home, and what is done to the few
+rows that get anything from others. Each length is compiled for itself, and memory is given back in between.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import gc
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.attention.blockwise import Call
+from lightning_dilated.attention.engines import Engine, Request, chained_up_to, choose
+from lightning_dilated.attention.grouped import block_flops
+from lightning_dilated.attention.local import local_forward, local_gradients
+from lightning_dilated.attention.rowwise import add_batch, merge_batch
+from lightning_dilated.attention.views import Span
+from lightning_dilated.models.blocks import default_hidden
+from lightning_dilated.planning.machine import Line, Machine, Parts
+from lightning_dilated.planning.measure import device_seconds_of
+from lightning_dilated.sequence.exchange.indices import Batch
+from lightning_dilated.sequence.exchange.rows import Rows, add_rows, pack_rows
+
+#: wide branches of the made-up longer sequence
+WIDE = 4
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--output", type=Path, required=True, help="the JSON")
+    p.add_argument("--tokens", type=int, nargs="+", default=[65536, 262144, 1048576], help="--first times powers of 2")
+    p.add_argument("--first", type=int, default=2048, help="shortest segment of the geometric pattern")
+    p.add_argument("--dim", type=int, default=768)
+    p.add_argument("--depth", type=int, default=12)
+    p.add_argument("--heads", type=int, default=12)
+    p.add_argument("--kv-heads", type=int)
+    p.add_argument("--ffn", default="swiglu", choices=["swiglu", "gelu"])
+    p.add_argument("--ffn-dim", type=int)
+    p.add_argument("--vocab", type=int, default=256)
+    p.add_argument("--not-causal", dest="causal", action="store_false")
+    p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "32-true"])
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--engine", default="auto")
+    p.add_argument("--no-compile", dest="compiled", action="store_false")
+    p.add_argument("--repeats", type=int, default=3, help="samples of a median")
+    return p.parse_args()
+
+
+class Bench:
+    """The measurements of one command line."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        self.dtype = torch.bfloat16 if args.precision == "bf16-mixed" else torch.float32
+        self.kv_heads = args.kv_heads or args.heads
+        self.head_dim = args.dim // args.heads
+
+    def autocast(self) -> contextlib.AbstractContextManager:
+        """The Trainer's precision."""
+        mixed = self.args.precision == "bf16-mixed"
+        return torch.autocast(self.device.type, torch.bfloat16) if mixed else contextlib.nullcontext()
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        """Median seconds of a call, on a GPU without the host's."""
+        return device_seconds_of(run, self.device, self.args.repeats)
+
+    def passes(self, run: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
+        """Seconds of forward and of backward; autocast begins in each call, which casts the weights, as a step does."""
+
+        def forward() -> Tensor:
+            with self.autocast():
+                return run()
+
+        grad = torch.ones_like(forward())
+        first = self.seconds(forward)
+        both = self.seconds(lambda: torch.autograd.grad(forward(), inputs, grad))
+        return first, max(0.0, both - first)
+
+    def free(self) -> None:
+        """Forget compiled code, so that the next length is not compiled for any, and give memory back."""
+        torch._dynamo.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def pattern(self, last: int) -> DilatedPattern:
+        """geometric(first, last)."""
+        return DilatedPattern.geometric(self.args.first, last)
+
+    def random(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """A tensor of the dtype of q, k and v."""
+        return torch.randn(shape, device=self.device, dtype=dtype or self.dtype)
+
+    def qkv(self, tokens: int) -> list[Tensor]:
+        """q (1, L, H, D), k and v (1, L, K, D)."""
+        return [self.random(1, tokens, h, self.head_dim) for h in (self.args.heads, self.kv_heads, self.kv_heads)]
+
+    def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
+        """What `attention.place` makes of a call."""
+        args = self.args
+        return Call(engine, pattern, args.heads, self.kv_heads, (0, args.heads), args.causal, self.head_dim**-0.5)
+
+    def engine(self, q: Tensor, pattern: DilatedPattern | None = None) -> Engine:
+        """The engine of a rank of a sequence; with the pattern of q's own tokens that of one rank alone."""
+        flops = math.inf
+        if pattern is not None and self.device.type == "cuda":
+            of = pattern, self.args.heads, self.kv_heads, (0, self.args.heads), False
+            flops = block_flops(of, self.args.causal, [Span(0, 1, 0, q.shape[1])], q.shape)
+        return choose(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5, flops)).engine
+
+    def own(self, tokens: int, ranks: int) -> tuple[float, float]:
+        """The attention of a rank's own rows, from the middle of a sequence of `ranks` times its tokens."""
+        q, k, v = self.qkv(tokens)
+        engine, others = self.engine(q, self.pattern(tokens)), self.engine(q)
+        if ranks == 1 and engine is not others:
+            print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {others.name} on a rank of a sequence")
+        grad, call, offset = torch.randn_like(q), self.call(self.pattern(tokens * ranks), engine), tokens * (ranks // 2)
+        spans = [Span(0, 1, 0, tokens, tokens * ranks, offset, offset)]
+        forward = lambda: local_forward(call, spans, (q, k, v), True)  # noqa: E731
+        out, lse = forward()
+        out = out.to(q.dtype)
+        return self.seconds(forward), self.seconds(lambda: local_gradients(call, spans, (grad, q, k, v, out), lse))
+
+    def model(self, tokens: int) -> LongNetLM:
+        """A LongNetLM of one block."""
+        args = self.args
+        sizes = (args.vocab, args.dim, 1, args.heads, args.kv_heads, args.ffn_dim)
+        model = LongNetLM(self.pattern(tokens), *sizes, ffn=args.ffn, engine=args.engine)
+        model.causal = args.causal
+        model.configure_model()
+        return model.to(self.device)
+
+    def block(self, tokens: int, recompute: str) -> tuple[float, float]:
+        """One block with its attention."""
+        self.free()
+        transformer = self.model(tokens).transformer
+        block = transformer.blocks[0]
+        block.recompute = recompute
+        if self.args.compiled:
+            block.compile(fullgraph=True, dynamic=False)
+        table = transformer.rotary(torch.arange(tokens, device=self.device), self.dtype)
+        x = self.random(1, tokens, self.args.dim, dtype=torch.float32).requires_grad_()
+        return self.passes(lambda: block(x, positions=table), [x, *block.parameters()])
+
+    def edge(self, tokens: int) -> tuple[float, float]:
+        """Embedding, last norm, output projection and loss: a LongNetLM without its blocks."""
+        model = self.model(tokens)
+        model.transformer.blocks = nn.ModuleList()
+        batch = {name: torch.randint(self.args.vocab, (1, tokens), device=self.device) for name in ("tokens", "labels")}
+        return self.passes(lambda: model.loss_terms(batch)[0], list(model.parameters()))
+
+    def parts(self, tokens: int) -> Parts:
+        """Everything that grows with the tokens."""
+        alone, wider = self.own(tokens, 1), self.own(tokens, 1 << WIDE)
+        wide = [max(0.0, b - a) / WIDE for a, b in zip(alone, wider, strict=True)]
+        rest = [max(0.0, b - a) for a, b in zip(alone, self.block(tokens, "none"), strict=True)]
+        self.free()
+        return Parts(tokens, *alone, *wide, *rest, *self.edge(tokens))
+
+    def again(self, parts: Parts) -> float:
+        """A recomputed block's forward without the op, over the first one."""
+        _, backward = self.block(parts.tokens, "block")
+        usual = parts.rest_backward + parts.attention_backward
+        twice = backward - usual - parts.attention_forward
+        return max(0.0, twice) / parts.rest_forward if parts.rest_forward else 1.0
+
+    def arrivals(self) -> tuple[Line, Line]:
+        """Batches as those of the wide branches: first/2^j queries and the other keys of their segment, each head."""
+        heads, group, points = self.args.heads, self.args.heads // self.kv_heads, ([], [])
+        head = torch.arange(heads, device=self.device)[:, None]
+        for j in range(1, min(7, self.args.first.bit_length() - 1)):
+            n = self.args.first >> j
+            m = self.args.first - n
+            q, grad, given = (self.random(1, heads * n, 1, self.head_dim) for _ in range(3))
+            out, lse = given.float(), self.random(1, 1, heads * n, dtype=torch.float32)
+            rows = self.random(self.kv_heads * m, 2, self.head_dim)
+            dq, grads = torch.zeros_like(out), torch.zeros_like(rows, dtype=torch.float32)
+            queries = torch.arange(heads * n, device=self.device).view(heads, n)
+            batch = Batch(0, False, 0, queries, head // group * m + torch.arange(m, device=self.device), [])
+            chained = chained_up_to(self.args.engine, Request.of(q, 0.0, self.head_dim**-0.5))
+            call = replace(self.call(self.pattern(self.args.first), self.engine(q)), chained=chained)
+            both = (
+                functools.partial(merge_batch, call, batch, q, rows, out, lse),
+                functools.partial(add_batch, call, batch, (grad, q, given), rows, lse, dq, grads),
+            )
+            for found, run in zip(points, both, strict=True):
+                found.append((heads * n * m, self.seconds(run)))
+        return Line.fit(points[0]), Line.fit(points[1])
+
+    def some(self, tokens: int, heads: int) -> list[Tensor]:
+        """Numbers of few and of many rows of a (1, L, heads, D) tensor, from all over it."""
+        counts = (self.args.first * heads // 64, self.args.first * heads // 8, self.args.first * heads)
+        return [torch.randperm(tokens * heads, device=self.device)[:n].sort().values for n in counts]
+
+    def moves(self, tokens: int) -> tuple[Line, Line]:
+        """Packing rows of K and V into a buffer, and summing gradients that came home, by bytes."""
+        _, k, v = self.qkv(tokens)
+        points: tuple[list, list] = ([], [])
+        for rows in self.some(tokens, self.kv_heads):
+            at = torch.arange(len(rows), device=self.device)
+            buffer, back = (self.random(len(rows), 2, self.head_dim, dtype=x) for x in (self.dtype, torch.float32))
+            sums = torch.zeros_like(back)
+            both = (
+                (buffer, functools.partial(pack_rows, k, v, rows, at, buffer)),
+                (back, lambda sums=sums, back=back, at=at: sums.index_add_(0, at, back[at])),
+            )
+            for found, (moved, run) in zip(points, both, strict=True):
+                found.append((moved.nbytes, self.seconds(run)))
+        return Line.fit(points[0]), Line.fit(points[1])
+
+    def few(self, tokens: int) -> tuple[Line, Line]:
+        """Picking the rows that get anything from others and adding to them, by query rows: forward, backward."""
+        q, k, v = self.qkv(tokens)
+        out, grad, lse = torch.randn_like(q), torch.randn_like(q), self.random(1, self.args.heads, tokens).float()
+        lse, points = lse.transpose(1, 2), ([], [])
+        for mine, theirs in zip(*(self.some(tokens, h) for h in (self.args.heads, self.kv_heads)), strict=True):
+            some, keys = Rows.of(mine, tokens, self.args.heads), Rows.of(theirs, tokens, self.kv_heads)
+
+            def forward(some: Rows = some) -> None:
+                some.take(q)
+                some.put(out, some.take(out).float())
+                some.put(lse, some.take(lse))
+
+            def backward(some: Rows = some, keys: Rows = keys, shapes: tuple = (len(mine), len(theirs))) -> None:
+                for x in (grad, q, out, lse):
+                    some.take(x)
+                dq, sums = (torch.zeros(n, 2, self.head_dim, device=self.device) for n in shapes)
+                add_rows(some, grad, dq[:, 0])
+                add_rows(keys, k, sums[:, 0])
+                add_rows(keys, v, sums[:, 1])
+
+            for found, run in zip(points, (forward, backward), strict=True):
+                found.append((len(mine), self.seconds(run)))
+        return Line.fit(points[0]), Line.fit(points[1])
+
+    def optimizer(self, sizes: Iterable[torch.Size]) -> float:
+        """AdamW over parameters of these sizes."""
+        parameters = [torch.zeros(size, device=self.device, requires_grad=True) for size in sizes]
+        for x in parameters:
+            x.grad = torch.zeros_like(x)
+        return self.seconds(torch.optim.AdamW(parameters, lr=1e-4, fused=self.device.type == "cuda").step)
+
+    def machine(self) -> Machine:
+        """All of it."""
+        args, begin = self.args, time.perf_counter()
+        said = lambda text: print(f"{time.perf_counter() - begin:5.1f} s: {text}", flush=True)  # noqa: E731
+        model = self.model(args.tokens[0])
+        of_block = [p.shape for p in model.transformer.blocks[0].parameters()]
+        of_all = [p.shape for p in model.parameters()]
+        count = lambda sizes: sum(map(torch.Size.numel, sizes))  # noqa: E731
+        del model
+        parts = []
+        for tokens in sorted(set(args.tokens)):
+            parts.append(self.parts(tokens))
+            said(parts[-1])
+            self.free()
+        again, optimizer = self.again(parts[0]), self.optimizer([*of_block * (args.depth - 1), *of_all])
+        self.free()
+        said(f"recomputed {again:.2f}, optimizer {optimizer * 1e3:.2f} ms")
+        lines = [*self.arrivals(), *self.moves(parts[0].tokens), *self.few(parts[0].tokens)]
+        said("rows from other ranks")
+        where = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else platform.machine()
+        return Machine(
+            f"{where}, torch {torch.__version__}", args.dim, args.depth, args.heads, self.head_dim, self.kv_heads,
+            args.ffn_dim or default_hidden(args.dim, args.ffn), args.vocab, args.precision, args.causal, args.first,
+            count(of_block), count(of_all) - count(of_block), tuple(parts), optimizer, again, *lines,
+        )  # fmt: skip
+
+
+def main() -> None:
+    """Measure and write."""
+    args = options()
+    for tokens in args.tokens:
+        DilatedPattern.geometric(args.first, tokens)  # a length that cannot be is an error before anything is measured
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    machine = Bench(args).machine()
+    machine.save(args.output)
+    print(machine)
+
+
+if __name__ == "__main__":
+    main()

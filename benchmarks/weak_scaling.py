@@ -1,0 +1,163 @@
+"""Training steps of a LongNetLM under `Trainer(strategy="ring_dilated")` with a fixed number of tokens on each rank.
+
+    torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 65536 262144
+    torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
+    torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the yardstick
+    torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
+        --precision 32-true --no-compile --first 64
+
+The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
+rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
+Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them, timed on the slowest rank;
+"exposed" is the time in a further step for which its kernels waited for rows, the most of any rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_dilated as ld
+from lightning_dilated.sequence.exchange.clock import Clock, seconds
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tokens", type=int, nargs="+", default=[262144], help="of a rank")
+    p.add_argument("--of", type=int, help="ranks whose pattern is taken (default: those that run)")
+    p.add_argument("--first", type=int, default=2048, help="shortest segment")
+    p.add_argument("--dim", type=int, default=768)
+    p.add_argument("--depth", type=int, default=12)
+    p.add_argument("--heads", type=int, default=12)
+    p.add_argument("--exchange", default="auto")
+    p.add_argument("--head-size", type=int, default=1)
+    p.add_argument("--strategy", default="ring_dilated", choices=["ring_dilated", "ring_dilated_fsdp"])
+    p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
+    p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
+    p.add_argument("--accelerator", default="auto")
+    p.add_argument("--no-compile", action="store_true")
+    p.add_argument("--steps", type=int, default=5, help="measured, after two for warming up")
+    return p.parse_args()
+
+
+class RandomBytes(Dataset):
+    """The same sequence of N bytes again and again; a rank reads its part only."""
+
+    def __init__(self, seq_len: int, steps: int) -> None:
+        self.seq_len, self.steps = seq_len, steps
+        self.text = torch.randint(0, 256, (seq_len + 1,), generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return self.read_ranges(index, [range(self.seq_len)])
+
+    def read_ranges(self, index: int, ranges: list[range]) -> dict[str, torch.Tensor]:
+        """Tokens and labels of runs of positions."""
+        of = lambda shift: torch.cat([self.text[r.start + shift : r.stop + shift] for r in ranges])  # noqa: E731
+        return {"tokens": of(0), "labels": of(1)}
+
+
+class Watch(pl.Callback):
+    """Seconds of every step but the first two; of one more, what the exchange received and how long it was waited for."""
+
+    def __init__(self, steps: int) -> None:
+        self.last, self.seconds, self.loss, self.received, self.exposed = 0.0, [], float("nan"), (0, 0), 0.0
+        self.steps, self.clock = steps, Clock()
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Count this step's bytes only."""
+        group = trainer.strategy.sequence
+        group.forward_traffic.clear(), group.backward_traffic.clear()
+        if trainer.global_step == 2 + self.steps:
+            group.watch(self.clock)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *unused: Any) -> None:
+        """Wait for the device and look at the clock."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if 2 < trainer.global_step <= 2 + self.steps:
+            self.seconds.append(now - self.last)
+        if trainer.global_step > 2 + self.steps:
+            self.exposed = sum(seconds(wait.begin, wait.end) for wait in self.clock.waits)
+        group, self.last = trainer.strategy.sequence, now
+        self.loss = float(outputs["loss"])
+        self.received = group.forward_traffic.received, group.backward_traffic.received
+
+
+def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) -> ld.LongNetLM:
+    """The model."""
+    pattern = ld.DilatedPattern.geometric(args.first, tokens * (args.of or ranks))
+    optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=on_gpu)
+    sizes = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads}
+    return ld.LongNetLM(pattern, optimizer=optimizer, compile_blocks=not args.no_compile, **sizes)
+
+
+def measure(args: argparse.Namespace, tokens: int) -> None:
+    """Train, and print one row."""
+    torch._dynamo.reset()
+    pl.seed_everything(0, verbose=False)
+    clock, steps = Watch(args.steps), 3 + args.steps
+    kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
+    callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
+    trainer = pl.Trainer(
+        accelerator=args.accelerator, devices=dist_ranks(), precision=args.precision, max_steps=steps, logger=False,
+        strategy=kind(exchange=args.exchange, head_size=args.head_size), enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=callbacks, log_every_n_steps=10**9,
+    )  # fmt: skip
+    on_gpu = trainer.strategy.root_device.type == "cuda"
+    model = model_of(args, tokens, trainer.world_size, on_gpu)
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    trainer.fit(model, DataLoader(RandomBytes(tokens * trainer.world_size, steps), batch_size=1, pin_memory=on_gpu))
+    seen = [statistics.median(clock.seconds), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
+    slowest = torch.tensor(
+        [*seen, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
+    )
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    took, peak, forward, backward, exposed = slowest.tolist()
+    loss = torch.tensor(clock.loss, device=trainer.strategy.root_device)  # the ranks' shares sum to it
+    dist.all_reduce(loss)
+    if trainer.global_rank == 0:
+        plan = trainer.strategy.sequence.plan
+        print(
+            f"| {trainer.world_size} | {tokens:,} | {model.pattern.branches[-1].segment_length:,} | {args.strategy} "
+            f"| {plan.exchange if plan else None} {args.head_size} | {args.recompute} | {took * 1000:.1f} "
+            f"| {tokens / took / 1000:.1f} | {trainer.world_size * tokens / took / 1000:.1f} | {exposed * 1000:.2f} "
+            f"| {forward / 1e6:.1f} | {backward / 1e6:.1f} | {peak:.1f} | {loss.item():.4f} |",
+            flush=True,
+        )
+
+
+def dist_ranks() -> int:
+    """Processes that torchrun started on this node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def main() -> None:
+    """One row for each number of tokens."""
+    args = options()
+    if int(os.environ.get("RANK", 0)) == 0:
+        print(
+            "| GPUs | tokens of each | widest segment | strategy | exchange, head_size | recompute | ms | thousand tokens/s "
+            "of each | of all | exposed ms | received MB forward | backward | peak GiB | loss |\n" + "|---" * 14 + "|"
+        )
+    for tokens in args.tokens:
+        measure(args, tokens)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

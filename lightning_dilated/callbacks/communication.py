@@ -1,0 +1,293 @@
+"""CommunicationProfiler: bytes and time of attention's exchanges in training, exposed or hidden, against the plan.
+
+No step waits for a GPU: a step's events are read once the GPU has passed them, some steps later, and what the other ranks
+found comes through their hosts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.exchange.clock import Clock
+from lightning_dilated.sequence.group import SequenceGroup
+from lightning_dilated.sequence.quiet import Asked, Quiet
+from lightning_dilated.sequence.summary import EXCHANGED, Sums, reach, reached, summary
+
+COLUMNS = (
+    *("pass", "what", "collectives", "received MB", "planned MB"),
+    *("in flight ms", "exposed ms", "hidden %", "planned ms"),
+)
+#: of a rank's batches and rows with other bytes than planned, how many are told
+FEW = 4
+_fits = itertools.count()
+
+
+class CommunicationProfiler(pl.Callback):
+    """Logs what attention exchanges in a training batch, and prints a table at the end of fit, beside the plan's numbers.
+
+    Logged, as the most of any rank of the sequence, at the step they belong to:
+    `comm/received_mb_forward` and `comm/received_mb_backward`, of 1e6 bytes; `comm/planned_mb`, their sum by the plan
+    (without what head groups trade); `comm/in_flight_ms`, in which rows were under way; `comm/exposed_ms`, in which what
+    computes stood still for them (on a GPU the compute stream, on CPUs the host); `comm/agreeing_ms`, in which the host
+    waited for other hosts to agree; and `comm/hidden_fraction`, the part of all ranks' time in flight in which nothing
+    stood still (1 if nothing flew).
+
+    Where gradients accumulate over several batches, the first that is measured stands for the step.
+
+    Not seen: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of a
+    recomputed forward count as forward. Bytes that are not those of the plan are a warning. A step that is not measured
+    notes nothing, and what a measured one noted is forgotten once it is read.
+
+    Args:
+        every_n_steps: of so many training batches one is measured.
+        table: print the means of the measured batches at the end of fit.
+        path: of a file that gets the table as Markdown.
+        warmup: training batches before the first that is measured: they make communicators and compile kernels.
+
+    Attributes:
+        latest: the numbers read last, on every rank.
+        rows: after fit, on every rank: the table's `Sums`, of a mean batch, each the most of any rank of the sequence.
+        unlike: after fit: where bytes were not those of the plan, in words.
+        steps: how many batches were measured.
+
+    Raises:
+        TypeError, ValueError: when made, naming the argument; and at the start of fit with a strategy without a sequence.
+    """
+
+    def __init__(
+        self, every_n_steps: int = 1, table: bool = True, path: str | Path | None = None, warmup: int = 1
+    ) -> None:
+        self.every_n_steps, self.warmup = integer(every_n_steps, "every_n_steps", 1), integer(warmup, "warmup", 0)
+        if not isinstance(table, bool):
+            raise TypeError(f"table must be True or False, got {table!r}.")
+        if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
+            raise TypeError(f"path must be that of a file to write, or None, got {path!r}.")
+        self.table, self.path = table, None if path is None else Path(path)
+        self._group: SequenceGroup | None = None
+        self._reset()
+
+    def _reset(self) -> None:
+        self.latest: dict[str, float] = {}
+        self.rows: list[Sums] = []
+        self.unlike: list[str] = []
+        self.steps, self._batches, self._logged = 0, 0, -1
+        self._clock: Clock | None = None
+        self._unread: deque[tuple[int, Clock]] = deque()
+        self._asked: deque[tuple[int, Asked]] = deque()
+        self._found = _Found()
+
+    # -- hooks -------------------------------------------------------------------------------------------------------
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies without a sequence before anything is trained."""
+        if stage == "fit" and not isinstance(getattr(trainer.strategy, "sequence", None), SequenceGroup):
+            raise ValueError(
+                "CommunicationProfiler measures how the ranks of a sequence exchange rows, and "
+                f"{type(trainer.strategy).__name__} shares no sequence. Take Trainer(strategy='ring_dilated') or "
+                "'ring_dilated_fsdp', or leave the callback out."
+            )
+        if sum(isinstance(x, CommunicationProfiler) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                "one CommunicationProfiler a Trainer: of two, one would take the other's clock. Leave one out."
+            )
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin anew. Every fit has its own connection between hosts: an earlier one may have ended with words unheard."""
+        self._reset()
+        self._group = group = trainer.strategy.sequence
+        self._quiet = Quiet(group.group, None, f"communication-{next(_fits)}") if group.ranks > 1 else None
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Have a clock note what this batch exchanges, if its turn has come."""
+        number, self._batches = self._batches - self.warmup, self._batches + 1
+        self._clock = Clock() if number >= 0 and number % self.every_n_steps == 0 else None
+        self._group.watch(self._clock)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Put the clock aside, and log those of earlier batches that can be read by now."""
+        if self._clock is not None:
+            self._group.watch(None)
+            # the number that Lightning logs this batch's own values with
+            self._unread.append((trainer.fit_loop.epoch_loop._batches_that_stepped, self._clock))
+            self._clock = None
+        self._read(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what is left, while loggers are open."""
+        self._group.watch(None)
+        self._read(trainer, last=True)
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compare the ranks, and print and write the table on the first."""
+        self.steps, found = self._found.steps, [self._found]
+        if self._group.ranks > 1:
+            found = [None] * self._group.ranks
+            dist.all_gather_object(found, self._found, group=self._group.group)
+        self.rows, self.unlike = _merged(found), [f"rank {i}, {x}" for i, told in enumerate(found) for x in told.unlike]
+        if self.unlike and self._group.rank == 0:
+            warnings.warn(f"CommunicationProfiler: {_told(self.unlike)}", stacklevel=2)
+        if trainer.is_global_zero:
+            self._show(found)
+        self._let_go()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Note nothing any more."""
+        self._let_go()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """The same."""
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._group is not None:
+            self._group.watch(None)
+        self._group = self._quiet = self._clock = None
+        self._unread.clear(), self._asked.clear()
+
+    # -- numbers -----------------------------------------------------------------------------------------------------
+    def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
+        """Read what can be read without waiting, or all of it. All ranks ask each other about each batch, in order; when
+        a rank does so is its own affair."""
+        while self._unread and (last or reached(self._unread[0][1])):
+            step, clock = self._unread.popleft()
+            reach(clock)
+            rows = summary(clock, self._group.links)
+            self._found.add(rows, clock)
+            mine = torch.tensor(_numbers(rows, clock.agreeing), dtype=torch.float64)
+            if self._quiet is None:
+                self._log(trainer, step, mine[None])
+            else:
+                self._asked.append((step, self._quiet.ask(mine)))
+        while self._asked and (last or self._asked[0][1].done()):
+            step, asked = self._asked.popleft()
+            self._log(trainer, step, torch.stack(asked.wait()))
+
+    def _log(self, trainer: pl.Trainer, step: int, numbers: torch.Tensor) -> None:
+        """Log (ranks, numbers) of a batch."""
+        forward, backward, *planned, in_flight, exposed, _, agreeing = numbers.amax(0).tolist()
+        flown, hidden = (numbers[:, i].sum().item() for i in (4, 6))
+        values = {
+            **{"received_mb_forward": forward, "received_mb_backward": backward, "planned_mb": sum(planned)},
+            **{"in_flight_ms": in_flight, "exposed_ms": exposed, "agreeing_ms": agreeing},
+            "hidden_fraction": hidden / flown if flown else 1.0,
+        }
+        self.latest = {f"comm/{name}": x for name, x in values.items()}
+        for logger in trainer.loggers if step > self._logged else ():
+            logger.log_metrics(self.latest, step=step)
+        self._logged = step
+
+    # -- the table ---------------------------------------------------------------------------------------------------
+    def _show(self, found: list[_Found]) -> None:
+        """Print and write the table."""
+        title, notes = "attention's exchange in a training batch, most of any rank", _notes(found, self.unlike)
+        cells = [_cells(x) for x in self.rows] if _flew(found) else []
+        if self.table:
+            shown = Table(title=title, title_justify="left")
+            for i, name in enumerate(COLUMNS):
+                shown.add_column(name, justify="left" if i < 2 else "right")
+            for row in cells:
+                shown.add_row(*row)
+            Console().print(*([shown] if cells else []), *notes, sep="\n", highlight=False)
+        if self.path is not None:
+            lines = [COLUMNS, ("---",) * len(COLUMNS), *cells] if cells else []
+            text = "".join(f"| {' | '.join(x)} |\n" for x in lines)
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text("\n".join([f"{title}\n", *([text] if text else []), *notes]) + "\n", encoding="utf-8")
+
+
+@dataclass
+class _Found:
+    """What one rank measured in all batches together."""
+
+    steps: int = 0
+    agreeing: float = 0.0
+    exchanges: tuple[str, ...] = ()
+    rows: tuple[Sums, ...] = ()
+    unlike: tuple[str, ...] = ()  # the first few
+
+    def add(self, rows: list[Sums], clock: Clock) -> None:
+        """Add a batch."""
+        unlike = [
+            f"{x.run} {x.what}: sent {x.sent} and received {x.received} bytes, planned {x.planned_sent} and "
+            f"{x.planned_received}"
+            for x in rows
+            if x.as_planned is False
+        ]
+        self.unlike = (*self.unlike, *unlike)[:FEW]
+        self.steps, self.agreeing = self.steps + 1, self.agreeing + clock.agreeing
+        self.exchanges = tuple(dict.fromkeys((*self.exchanges, *(x.exchange for x in clock.planned))))
+        sums = {(x.run, x.what): x for x in self.rows}
+        for x in rows:
+            sums[x.run, x.what] = sums[x.run, x.what] + x if (x.run, x.what) in sums else x
+        self.rows = tuple(sums.values())
+
+
+def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
+    """A batch on this rank: MB received forward and backward, the same by the plan, and ms in flight, exposed, hidden and
+    of agreeing."""
+    of = lambda name: [sum(getattr(x, name) for x in rows if x.run == y) / 1e6 for y in ("forward", "backward")]  # noqa: E731
+    total = rows[-1]
+    times = [1e3 * x for x in (total.in_flight, total.exposed, total.hidden, agreeing)]
+    return [*of("received"), *of("planned_received"), *times]
+
+
+def _merged(found: list[_Found]) -> list[Sums]:
+    """A mean batch: the most of any rank; hidden is as large a part of the time in flight as on all ranks together."""
+    keys = dict.fromkeys((x.run, x.what) for rank in found for x in rank.rows)
+    merged = []
+    for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last
+        rows = [x for rank in found for x in rank.rows if (x.run, x.what) == key]
+        most = {
+            name: max(getattr(x, name) for x in rows) / found[0].steps for name in list(Sums.__dataclass_fields__)[2:]
+        }
+        flown = sum(x.in_flight for x in rows)
+        most["hidden"] = most["in_flight"] * sum(x.hidden for x in rows) / flown if flown else 0.0
+        merged.append(Sums(*key, **most))
+    return merged
+
+
+def _told(unlike: list[str]) -> str:
+    return f"Bytes are NOT those of the plan. {'; '.join(unlike)}."
+
+
+def _flew(found: list[_Found]) -> bool:
+    return any(x.collectives for x in found[0].rows)  # all ranks enter a collective
+
+
+def _notes(found: list[_Found], unlike: list[str]) -> list[str]:
+    """What the table is of."""
+    steps, exchanges = found[0].steps, found[0].exchanges
+    if not steps:
+        return ["No training batch was measured: the fit ended before warmup and every_n_steps let one be."]
+    agreeing = max(x.agreeing for x in found) / steps * 1e3
+    if not _flew(found):
+        why = "no segment crosses a shard" if len(found) > 1 else "one rank holds the sequence"
+        return [f"Nothing was exchanged: {why}. {steps} batches measured, {agreeing:.3f} ms of agreeing in each."]
+    how = ", ".join(exchanges) or "no exchange beside that of heads"
+    lines = [
+        f"{how}; {len(found)} ranks of a sequence; {steps} batches measured, {agreeing:.3f} ms of agreeing in each."
+    ]
+    if unlike or exchanges:
+        lines.append(_told(unlike) if unlike else "Bytes are those of the plan, sent and received, on every rank.")
+    return lines
+
+
+def _cells(x: Sums) -> tuple[str, ...]:
+    """A row of the table."""
+    megabytes, ms = lambda n: f"{n / 1e6:.3f}", lambda s: f"{s * 1e3:.3f}"
+    counted = x.what in EXCHANGED or x.what == "all"
+    hidden = f"{100 * x.hidden / x.in_flight:.1f}" if x.in_flight else "-"
+    plan = (megabytes(x.planned_received), ms(x.planned)) if counted else ("-", "-")
+    times = (ms(x.in_flight), ms(x.exposed), hidden)
+    return (x.run, x.what, f"{x.collectives:g}", megabytes(x.received), plan[0], *times, plan[1])

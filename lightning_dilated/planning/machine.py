@@ -1,0 +1,243 @@
+"""Machine: what one device was measured to need for the parts of a training step, from which the steps of many are reckoned.
+
+Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: bytes of an element of q, k and v by the Trainer's precision
+ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds of a call as `fixed` + `each` * (its pairs, or its bytes)."""
+
+    fixed: float
+    each: float
+
+    def __post_init__(self) -> None:
+        for name, value in dataclasses.asdict(self).items():
+            _seconds(f"Line.{name}", value)
+
+    def of(self, size: Any, calls: Any = 1) -> Any:
+        """Seconds of `calls` calls of `size` pairs or bytes in all; of arrays, one by one."""
+        return self.fixed * calls + self.each * size
+
+    @classmethod
+    def fit(cls, points: Iterable[tuple[float, float]]) -> Line:
+        """The line with the least squares of relative errors through (size, seconds), neither part of it below 0.
+
+        Raises:
+            ValueError: with fewer than two different sizes.
+        """
+        points = [(float(x), float(y)) for x, y in points]
+        if len({x for x, _ in points}) < 2:
+            raise ValueError(f"a line needs two different sizes, got {sorted({x for x, _ in points})}.")
+        total = lambda f: sum(f(x) / y**2 for x, y in points)  # noqa: E731
+        one, x1, x2 = total(lambda x: 1.0), total(lambda x: x), total(lambda x: x * x)
+        y0, y1 = sum(1 / y for _, y in points), sum(x / y for x, y in points)
+        each = (one * y1 - x1 * y0) / (one * x2 - x1 * x1)
+        fixed = (y0 - each * x1) / one
+        if fixed < 0:
+            return cls(0.0, y1 / x2)
+        return cls(fixed, each) if each >= 0 else cls(y0 / one, 0.0)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Seconds of the parts of a step of `tokens` tokens on one device.
+
+    Attributes:
+        attention_forward, attention_backward: a rank's own attention with the pattern geometric(first, tokens), alone or in
+            a sequence.
+        wide_forward, wide_backward: what one more branch, with segments wider than the rank's tokens, adds to that: the
+            pairs of its own tokens.
+        rest_forward, rest_backward: a block without the op.
+        edge_forward, edge_backward: embedding, last norm, output projection and loss.
+    """
+
+    tokens: int
+    attention_forward: float
+    attention_backward: float
+    wide_forward: float
+    wide_backward: float
+    rest_forward: float
+    rest_backward: float
+    edge_forward: float
+    edge_backward: float
+
+    def __post_init__(self) -> None:
+        _at_least_one("Parts.tokens", self.tokens)
+        for name, value in dataclasses.asdict(self).items():
+            _seconds(f"Parts.{name}", value)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One device and one shape of model, measured by `benchmarks/step_parts.py`.
+
+    Attributes:
+        name: of the device, with the versions that were measured.
+        dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; `precision` is the Trainer's.
+        first: shortest segment of the geometric pattern whose local branches were measured.
+        block_parameters, edge_parameters: parameters of a block, and of all that is no block.
+        parts: seconds by tokens; rising.
+        optimizer: seconds of the optimizer's step over all parameters.
+        again: a recomputed forward of a block without the op, over its first one (`Parts.rest_forward`).
+        arrive_forward, arrive_backward: seconds of a batch of wants by its (query, key) pairs, over heads.
+        pack: seconds of gathering rows of K and V into a buffer, by the buffer's bytes.
+        add: seconds of summing gradients that came home, by their bytes.
+        few_forward, few_backward: seconds of picking the query rows that other ranks' keys reach and of adding to them and
+            to their keys, by the number of such query rows, over heads.
+
+    Raises:
+        ValueError, TypeError: when made, naming the argument.
+    """
+
+    name: str
+    dim: int
+    depth: int
+    heads: int
+    head_dim: int
+    kv_heads: int
+    hidden: int
+    vocab: int
+    precision: str
+    causal: bool
+    first: int
+    block_parameters: int
+    edge_parameters: int
+    parts: tuple[Parts, ...]
+    optimizer: float
+    again: float
+    arrive_forward: Line
+    arrive_backward: Line
+    pack: Line
+    add: Line
+    few_forward: Line
+    few_backward: Line
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "depth", "heads", "head_dim", "kv_heads", "hidden", "vocab", "first"):
+            _at_least_one(name, getattr(self, name))
+        if self.heads % self.kv_heads:
+            raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}.")
+        if self.precision not in ELEMENT_SIZES:
+            raise ValueError(f"precision must be one of {', '.join(ELEMENT_SIZES)}; got {self.precision!r}.")
+        for name in ("block_parameters", "edge_parameters", "optimizer", "again"):
+            _seconds(name, getattr(self, name))
+        tokens = [p.tokens for p in self.parts]
+        if not tokens or tokens != sorted(set(tokens)):
+            raise ValueError(f"parts must be of rising tokens, at least one; got {tokens}.")
+
+    @property
+    def element_size(self) -> int:
+        """Bytes of an element of q, k and v."""
+        return ELEMENT_SIZES[self.precision]
+
+    @property
+    def wide_size(self) -> int:
+        """Bytes of an element of what is summed: gradients that travel, partial outputs."""
+        return max(4, self.element_size)
+
+    @property
+    def parameter_size(self) -> int:
+        """Bytes of a parameter and of its gradient."""
+        return 4 if self.precision.endswith("mixed") else self.element_size
+
+    def at(self, tokens: int) -> Parts:
+        """The parts at L tokens: on the line between the measured neighbours; beyond the ends in proportion."""
+        _at_least_one("tokens", tokens)
+        for low, high in itertools.pairwise(self.parts):
+            if low.tokens <= tokens <= high.tokens:
+                share = (tokens - low.tokens) / (high.tokens - low.tokens)
+                return _sum(tokens, (low, 1 - share), (high, share))
+        nearest = self.parts[0] if tokens < self.parts[0].tokens else self.parts[-1]
+        return _sum(tokens, (nearest, tokens / nearest.tokens))
+
+    def require(self, **sizes: Any) -> Machine:
+        """This machine, or an error where the model asked for is not the one that was measured.
+
+        Args:
+            sizes: fields of the model by name, such as dim=768, causal=True.
+
+        Raises:
+            TypeError: for a name that is no field of the model.
+            ValueError: with every field that differs.
+        """
+        known = [f.name for f in dataclasses.fields(self)][1:11]
+        unknown = sorted(set(sizes) - set(known))
+        if unknown:
+            raise TypeError(f"{unknown[0]!r} is no size of a measured model; there are {', '.join(known)}.")
+        wrong = [
+            f"{name}={x!r} (measured: {getattr(self, name)!r})" for name, x in sizes.items() if x != getattr(self, name)
+        ]
+        if wrong:
+            raise ValueError(
+                f"{self.name} was measured for another model: {', '.join(wrong)}. Measure this one: "
+                "python benchmarks/step_parts.py, with its sizes and --output."
+            )
+        return self
+
+    def save(self, path: str | Path) -> None:
+        """Write it as JSON."""
+        Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Machine:
+        """Read what `save` wrote.
+
+        Raises:
+            FileNotFoundError: where there is no file.
+            ValueError: for a file that is something else, naming what is missing or unknown.
+        """
+        try:
+            found = json.loads(Path(path).read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{path} is no JSON: {error}. It should be what benchmarks/step_parts.py --output wrote."
+            ) from None
+        found = _checked(path, cls, found)
+        found["parts"] = tuple(Parts(**_checked(path, Parts, x)) for x in found["parts"])
+        for name in ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward"):
+            found[name] = Line(**_checked(path, Line, found[name]))
+        return cls(**found)
+
+
+def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
+    names = [f.name for f in dataclasses.fields(Parts)][1:]
+    return Parts(tokens, *(sum(share * getattr(part, name) for part, share in shares) for name in names))
+
+
+def _checked(path: str | Path, kind: type, found: Any) -> dict[str, Any]:
+    """`found`, if it has the fields of a dataclass and no others."""
+    want = {f.name for f in dataclasses.fields(kind)}
+    have = set(found) if isinstance(found, dict) else set()
+    if have != want:
+        parts = [
+            f"{word} {', '.join(sorted(x))}" for word, x in (("lacks", want - have), ("has unknown", have - want)) if x
+        ]
+        raise ValueError(
+            f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."
+        )
+    return dict(found)
+
+
+def _at_least_one(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
+
+
+def _seconds(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")

@@ -1,0 +1,150 @@
+"""The op's forward and backward on a clock, with the events in the order of `attention.sharded` and `sequence.exchange.run`
+on GPUs.
+
+Shape letters: D head dim, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lightning_dilated.planning.clock import COMPUTE, EXCHANGE, Clock
+from lightning_dilated.planning.machine import Line, Machine
+from lightning_dilated.planning.rounds import Array, Moves, Rows
+
+#: kinds of work: a rank's own attention, batches of arriving rows, moving rows, what is done to the few rows they reach
+ATTENTION, ARRIVALS, PACKING, FEW = "attention", "arrivals", "packing", "few rows"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One attention of a step; `moves` is None where nothing crosses a cut between ranks.
+
+    Attributes:
+        local_forward, local_backward: seconds of the rank's own blocks.
+    """
+
+    machine: Machine
+    moves: Moves | None
+    local_forward: float
+    local_backward: float
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of K and V."""
+        return 2 * self.machine.head_dim * self.machine.element_size
+
+    @property
+    def wide_row(self) -> int:
+        """Bytes of its gradient."""
+        return 2 * self.machine.head_dim * self.machine.wide_size
+
+    def forward(self, clock: Clock, run: str = "forward") -> None:
+        """One forward; `run` is the name that its bytes are counted under."""
+        if self.moves is None:
+            clock.work(ATTENTION, self.local_forward)
+        elif self.moves.style == "switch":
+            self._switch_forward(clock, run)
+        else:
+            ends = self._begin(clock, run)
+            clock.work(ATTENTION, self.local_forward)
+            for i in range(len(self.moves.rounds)):
+                self._arrive(clock, run, i, ends, self.machine.arrive_forward)
+            clock.work(FEW, self.machine.few_forward.of(self.moves.queries))
+
+    def backward(self, clock: Clock) -> None:
+        """One backward."""
+        local = lambda: clock.work(ATTENTION, self.local_backward)  # noqa: E731
+        if self.moves is None:
+            local()
+        elif self.moves.style == "switch":
+            self._switch_backward(clock, local)
+        else:
+            (self._ring_backward if self.moves.style == "ring" else self._kept_backward)(clock, local)
+            clock.work(FEW, self.machine.few_backward.of(self.moves.queries))
+
+    def _begin(self, clock: Clock, run: str) -> list[Array]:
+        """Post all rounds of rows that stay, one behind the other on the exchange's stream; of a ring the first one."""
+        clock.beside()
+        rounds = self.moves.rounds[:1] if self.moves.style == "ring" else self.moves.rounds
+        return [self._post(clock, run, rows, EXCHANGE) for rows in rounds]
+
+    def _arrive(self, clock: Clock, run: str, i: int, ends: list[Array], line: Line) -> None:
+        """Wait for a round, in a ring post the next one, and compute the batches."""
+        clock.wait(ends[i])
+        if i + 1 == len(ends) < len(self.moves.rounds):
+            ends.append(self._post(clock, run, self.moves.rounds[i + 1]))
+        clock.work(ARRIVALS, line.of(self.moves.pairs[i], self.moves.batches[i]))
+
+    def _post(self, clock: Clock, run: str, rows: Rows, stream: str = COMPUTE) -> Array:
+        """Pack rows of K and V and send them."""
+        self._move(clock, self.machine.pack, rows.packed * self.row, stream)
+        return clock.post(run, rows, self.row, stream)
+
+    def _kept_backward(self, clock: Clock, local: Callable[[], None]) -> None:
+        """All batches; then gradients go home, last round first, and are summed beside the local blocks."""
+        clock.work(ARRIVALS, self.machine.arrive_backward.of(self.moves.pairs.sum(0), self.moves.batches.sum(0)))
+        clock.beside()
+        for rows in reversed(self.moves.rounds):
+            clock.post("backward", rows.back(), self.wide_row, EXCHANGE)
+            self._add(clock, rows.back(), EXCHANGE)
+        local()
+        clock.wait(clock.free[EXCHANGE])
+
+    def _ring_backward(self, clock: Clock, local: Callable[[], None]) -> None:
+        """The rows pass again; the gradients of each round leave for their owners, and are summed after the local blocks."""
+        coming: list[tuple[Rows, Array]] = []
+        ends = self._begin(clock, "backward")
+        for i, rows in enumerate(self.moves.returns):
+            self._arrive(clock, "backward", i, ends, self.machine.arrive_backward)
+            self._move(clock, self.machine.pack, rows.packed * self.wide_row)
+            coming.append((rows, clock.post("backward", rows, self.wide_row)))
+        local()
+        for rows, end in coming:
+            clock.wait(end)
+            self._add(clock, rows)
+
+    def _add(self, clock: Clock, rows: Rows, stream: str = COMPUTE) -> None:
+        """Gradients that came home."""
+        self._move(clock, self.machine.add, rows.landed * self.wide_row, stream)
+
+    def _move(self, clock: Clock, line: Line, size: Array, stream: str = COMPUTE) -> None:
+        clock.work(PACKING, line.of(size, (size > 0).astype(float)), stream)
+
+    def _switch_forward(self, clock: Clock, run: str) -> None:
+        """Keys and queries to the owners, local blocks, the owners' problems, outputs back."""
+        unit = self.machine.head_dim * self.machine.element_size
+        home = (self.machine.head_dim + 1) * self.machine.wide_size
+        keys, queries = self.moves.rounds
+        self._move(clock, self.machine.pack, keys.packed * self.row)
+        ends = [clock.post(run, keys, self.row)]
+        self._move(clock, self.machine.pack, queries.packed * unit)
+        ends.append(clock.post(run, queries, unit))
+        clock.work(ATTENTION, self.local_forward)
+        for end in ends:
+            clock.wait(end)
+        self._owned(clock, self.machine.arrive_forward)
+        clock.wait(clock.post(run, queries.back(), home))
+        self._move(clock, self.machine.add, queries.packed * home)
+
+    def _switch_backward(self, clock: Clock, local: Callable[[], None]) -> None:
+        """Gradients and outputs to the owners, their problems, gradients back while the local blocks run."""
+        unit, wide = self.machine.head_dim * self.machine.element_size, self.machine.wide_size
+        keys, queries = self.moves.rounds
+        self._move(clock, self.machine.pack, queries.packed * 2 * unit)
+        ends = [clock.post("backward", queries, 2 * unit)]
+        self._move(clock, self.machine.pack, queries.packed * wide)
+        ends.append(clock.post("backward", queries, wide))
+        for end in ends:
+            clock.wait(end)
+        self._owned(clock, self.machine.arrive_backward)
+        home = self.machine.head_dim * wide
+        ends = [clock.post("backward", queries.back(), home), clock.post("backward", keys.back(), self.wide_row)]
+        local()
+        for end, size in zip(ends, (queries.packed * home, keys.packed * self.wide_row), strict=True):
+            clock.wait(end)
+            self._move(clock, self.machine.add, size)
+
+    def _owned(self, clock: Clock, line: Line) -> None:
+        clock.work(ARRIVALS, line.of(self.moves.pairs.sum(0), self.moves.batches.sum(0)))

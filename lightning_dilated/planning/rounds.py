@@ -1,0 +1,236 @@
+"""What one call of sharded attention moves and computes on every rank, as arrays over the ranks.
+
+Up to `EXACT` ranks every number is counted from the ranks' own programs; for more see `planning.many`. The pairs of arriving
+rows are counted for all ranks at once and are exact for any number of ranks.
+Shape letters: N tokens, L tokens of a rank, R ranks, H query heads, w segment length, r dilation rate, o offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lightning_dilated.pattern.rows import place
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.butterfly import wide_branches
+from lightning_dilated.sequence.exchange.program import Round, count
+from lightning_dilated.sequence.exchange.switch import Switched
+from lightning_dilated.sequence.problem import Problem, served
+
+#: up to so many ranks the programs of all of them are counted
+EXACT = 16
+
+Array = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """One all-to-all on all ranks.
+
+    Attributes:
+        sent, received: (2, R) rows to and from others inside the node, and outside it.
+        messages: (R,) peers that a rank sends to or receives from, the more of both.
+        packed, landed: (R,) rows of the send and the receive buffer, copies to itself among them.
+        peers: whom a rank waits for: (R, R) booleans; or (R,) integers, ranks of one number waiting for each other.
+    """
+
+    sent: Array
+    received: Array
+    messages: Array
+    packed: Array
+    landed: Array
+    peers: NDArray
+
+    def back(self) -> Rows:
+        """The same ways in the other direction."""
+        return Rows(self.received, self.sent, self.messages, self.landed, self.packed, self.peers)
+
+    def latest(self, times: Array) -> Array:
+        """The latest time among a rank's peers and its own."""
+        if self.peers.ndim == 2:
+            return np.where(self.peers, times, -np.inf).max(1)
+        out = np.full(int(self.peers.max()) + 1, -np.inf)
+        np.maximum.at(out, self.peers, times)
+        return out[self.peers]
+
+
+@dataclass(frozen=True)
+class Moves:
+    """The exchange of one call on all ranks.
+
+    Attributes:
+        style: "kept" (rows stay, gradients go back through the rounds), "ring" (rows travel twice) or "switch".
+        rounds: of the forward; of a switch those of keys and of queries.
+        returns: the ways home of a ring.
+        pairs, batches: (rounds, R) what a rank computes once a round has come, and in how many calls.
+        queries: (R,) query rows, over heads, that other ranks' keys reach; as if those of a wide branch lay among a
+            narrower one's.
+    """
+
+    style: str
+    rounds: list[Rows]
+    returns: list[Rows]
+    pairs: Array
+    batches: Array
+    queries: Array
+
+
+def exact(problem: Problem, exchange: str, per_node: int) -> Moves:
+    """Counted from the program of every rank."""
+    ranks = problem.shard.ranks
+    programs = [EXCHANGES[exchange].program(problem, rank, per_node) for rank in range(ranks)]
+    if isinstance(programs[0], Switched):
+        rounds = [_rows([getattr(x, side) for x in programs], per_node) for side in ("keys", "queries")]
+        pairs, batches = np.zeros((2, ranks)), np.zeros((2, ranks))
+        for rank, found in enumerate(programs):
+            pairs[1, rank] = sum(task.pairs for task in found.tasks)
+            batches[1, rank] = len({(t.branch, len(t.queries)) for t in found.tasks})
+        return Moves("switch", rounds, [], pairs, batches, reached(problem))
+    rounds = [_rows(list(steps), per_node) for steps in zip(*(x.rounds for x in programs), strict=True)]
+    if programs[0].keep:
+        return Moves("kept", rounds, [], *staged(problem, exchange, per_node, len(rounds)), reached(problem))
+    returns = [_rows(list(steps), per_node) for steps in zip(*(x.returns for x in programs), strict=True)]
+    return Moves("ring", rounds, returns, *_by_hops(problem), reached(problem))
+
+
+def _rows(steps: list[Round], per_node: int) -> Rows:
+    """One round from the ranks' own parts of it."""
+    ranks = len(steps)
+    sent, received = np.zeros((2, ranks)), np.zeros((2, ranks))
+    peers, messages, own = np.eye(ranks, dtype=bool), np.zeros(ranks), np.zeros(ranks)
+    for rank, step in enumerate(steps):
+        for side, into in ((step.sends, sent), (step.receives, received)):
+            for peer, message in side.items():
+                peers[rank, peer] = True
+                if peer != rank:
+                    into[int(peer // per_node != rank // per_node), rank] += count(message)
+        own[rank] = count(step.sends.get(rank, ()))
+        messages[rank] = max(len(side.keys() - {rank}) for side in (step.sends, step.receives))
+    return Rows(sent, received, messages, sent.sum(0) + own, received.sum(0) + own, peers)
+
+
+@dataclass(frozen=True)
+class Reach:
+    """What the queries of one head and branch see beyond their rank: arrays over ranks.
+
+    `first` is the position of index 0 of their segment, which holds [start, stop).
+    """
+
+    branch: int
+    head: int
+    rate: int
+    offset: int
+    first: NDArray
+    start: NDArray
+    stop: NDArray
+    queries: NDArray
+    keys: NDArray
+
+    def count(self, low: NDArray, high: NDArray) -> NDArray:
+        """Positions that the head uses in [low, high) of the segment."""
+        before = lambda x: np.maximum(-((self.first + self.offset - np.clip(x, self.start, self.stop)) // self.rate), 0)  # noqa: E731
+        return np.maximum(before(high) - before(low), 0)
+
+
+def bounds(problem: Problem) -> tuple[NDArray, NDArray]:
+    """[low, high) of the positions of every rank.
+
+    Raises:
+        ValueError: for a layout other than contiguous, head-parallel groups, or documents that are not the sequence.
+    """
+    shard = problem.shard
+    if shard.layout != "contiguous" or shard.members > 1 or problem.heads != (0, problem.num_heads):
+        raise ValueError(
+            f"steps are simulated for contiguous shards without head-parallel groups, not for layout={shard.layout!r} with "
+            f"head_size={shard.members}."
+        )
+    if any((d.sample, d.samples, d.start, d.stop) != (0, 1, 0, shard.seq_len) for d in problem.documents):
+        raise ValueError("steps are simulated for one sequence of a single document, not for packed or padded ones.")
+    low = np.minimum(np.arange(shard.ranks, dtype=np.int64) * shard.chunk, shard.seq_len)
+    return low, np.minimum(low + shard.chunk, shard.seq_len)
+
+
+def reaches(problem: Problem) -> Iterator[Reach]:
+    """What `problem.wants` yields for contiguous shards, for all ranks at once; where a rank has none, `keys` is 0."""
+    low, high = bounds(problem)
+    length = problem.shard.seq_len
+    for i, branch in enumerate(problem.pattern.branches):
+        width, shift = place(branch, length)
+        firsts = [(np.clip(x, 0, length - 1) + shift) // width * width - shift for x in (low, high - 1)]
+        for head in served(problem, i):
+            offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
+            for number, first in enumerate(firsts):
+                start, stop = np.maximum(first, 0), np.minimum(first + width, length)
+                bare = Reach(i, head, branch.dilation_rate, offset, first, start, stop, low, low)
+                queries, before, after = bare.count(low, high), bare.count(start, low), bare.count(high, stop)
+                keys = before + (0 if problem.causal else after)
+                there = (queries > 0) & (low < high) & (firsts[0] != firsts[1] if number else True)
+                keys = np.where(there, keys, 0)
+                queries = np.where(keys > 0, queries, 0)
+                yield Reach(i, head, branch.dilation_rate, offset, first, start, stop, queries, keys)
+
+
+def reached(problem: Problem) -> Array:
+    """`Moves.queries`: of each head those of the branch that has most."""
+    found: dict[int, dict[int, Array]] = {}
+    for x in reaches(problem):
+        of_head = found.setdefault(x.head, {})
+        of_head[x.branch] = of_head.get(x.branch, 0) + x.queries
+    return sum((np.max(list(of_head.values()), 0) for of_head in found.values()), np.zeros(problem.shard.ranks))
+
+
+def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple[Array, Array]:
+    """(pairs, batches), (rounds, R) each: computed after the round that brings the last of their rows.
+
+    In the hierarchical forms a rank has a branch's rows a round sooner than said here where all are in its own share.
+    """
+    ranks = problem.shard.ranks
+    pairs, batches = np.zeros((rounds, ranks)), np.zeros((rounds, ranks))
+    at, everything = np.arange(ranks), [x for x in reaches(problem) if x.keys.any()]
+    for branch in sorted({x.branch for x in everything}):
+        found = [x for x in everything if x.branch == branch]
+        stage = _stage(problem, exchange, per_node, rounds, branch)
+        np.add.at(pairs, (stage, at), sum(x.queries * x.keys for x in found))
+        np.add.at(batches, (stage, at), _different(found))
+    return pairs, batches
+
+
+def _different(found: list[Reach]) -> NDArray:
+    """How many sizes of (queries, keys) each rank has: wants of one size are one call."""
+    codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in found]), 0)
+    new = np.concatenate([np.ones_like(codes[:1], dtype=bool), codes[1:] != codes[:-1]]) & (codes > 0)
+    return new.sum(0)
+
+
+def _stage(problem: Problem, exchange: str, per_node: int, rounds: int, branch: int) -> NDArray:
+    """The round (R,) after which each rank has the rows of a branch."""
+    ranks = np.arange(problem.shard.ranks)
+    if "butterfly" not in exchange:
+        return np.full_like(ranks, rounds - 1)
+    head = served(problem, branch)[0]
+    width = next(w for w, _, _, i in wide_branches(problem, head) if i == branch)
+    level = np.full_like(ranks, (width * problem.shard.ranks // problem.shard.seq_len).bit_length() - 1)
+    if problem.causal:  # keys before the rank came with its highest turn as the later half, because rows nest
+        level = np.maximum(np.frexp(ranks & ((1 << level) - 1))[1], 1)
+    inside = per_node.bit_length() - 1
+    return np.where(level > inside, 2 * level - inside, level) - 1 if exchange.startswith("hier") else level - 1
+
+
+def _by_hops(problem: Problem) -> tuple[Array, Array]:
+    """(pairs, batches) of a ring: those with the rows of the rank so many hops back."""
+    low, high = bounds(problem)
+    ranks = problem.shard.ranks
+    pairs, batches = np.zeros((ranks, ranks)), np.zeros((ranks, ranks))
+    at, everything = np.arange(ranks), [x for x in reaches(problem) if x.keys.any()]
+    for hops in range(1, ranks):
+        source = (at - hops) % ranks
+        seen = (source < at) | (not problem.causal)
+        cut = [(x, np.where((x.keys > 0) & seen, x.count(low[source], high[source]), 0)) for x in everything]
+        for branch in {x.branch for x in everything}:
+            found = [replace(x, queries=np.where(n > 0, x.queries, 0), keys=n) for x, n in cut if x.branch == branch]
+            pairs[hops] += sum(x.queries * x.keys for x in found)
+            batches[hops] += _different(found)
+    return pairs, batches

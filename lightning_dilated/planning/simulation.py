@@ -1,0 +1,246 @@
+"""One training step on R ranks, event by event, from the plan of its exchange and what one device was measured to need.
+
+The order of events is the code's: each block's forward with its attention as `attention.sharded` runs it; the backward with
+what is recomputed, arrivals first, gradients home while local blocks run; gradients averaged in buckets beside it; the
+optimizer at the end. Taken from the machine are compute times, from `Links` speeds. What is not reckoned with:
+  - communication that slows computation, or other communication, down; the host (agreeing, launches), which runs ahead;
+  - loading, logging, and what the Trainer does between steps, but for a fixed `overhead`; reductions of single numbers;
+  - fp32 copies of all rows in the forward of a switch; those of a dense pattern, most of whose rows get something from
+    others, are priced as rows that are picked;
+  - ranks with fewer tokens than others: all are given the work of the longest shard, except what arrives, which is each
+    rank's own (causal: the later the rank, the more).
+With more than `rounds.EXACT` ranks some counts are approximate, see `planning.many`.
+Shape letters: N tokens, L tokens of a rank, R ranks, w segment length.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from lightning_dilated.models.recompute import check_policy
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.rows import blocks, pairs, place
+from lightning_dilated.planning.clock import GRADIENTS, Clock, Event
+from lightning_dilated.planning.machine import Machine
+from lightning_dilated.planning.many import many
+from lightning_dilated.planning.passes import Op
+from lightning_dilated.planning.rounds import EXACT, Moves, bounds, exact
+from lightning_dilated.sequence.plan import Links, make_problem, plan
+from lightning_dilated.sequence.problem import Problem
+
+#: bytes of a bucket of gradients, and of the first one: the defaults of torch's DistributedDataParallel
+BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20
+
+
+@dataclass(frozen=True)
+class Step:
+    """A simulated step.
+
+    Attributes:
+        ranks, tokens: R, and N of the whole sequence.
+        exchange: its name; None where nothing crosses a cut.
+        recompute: the policy.
+        seconds: of the step.
+        alone: seconds of a step of one rank with as many tokens and the branches that fit them.
+        compute: seconds by kind of work on the rank that has most of it.
+        exposed: seconds that that rank waits for communication or for other ranks.
+        moved: bytes received by all ranks, by (pass, "near" or "far"); the passes are forward, again (recomputed forwards),
+            backward and gradients.
+        events: of the rank that was watched.
+    """
+
+    ranks: int
+    tokens: int
+    exchange: str | None
+    recompute: str
+    seconds: float
+    alone: float
+    compute: Mapping[str, float]
+    exposed: float
+    moved: Mapping[tuple[str, str], float]
+    events: tuple[Event, ...] = ()
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens/s of one rank."""
+        return self.tokens / self.ranks / self.seconds
+
+    @property
+    def efficiency(self) -> float:
+        """Of weak scaling: tokens/s of a rank over those of one rank alone with the same tokens of its own."""
+        return self.alone / self.seconds
+
+    def bytes(self, *runs: str) -> tuple[float, float]:
+        """(near, far) bytes that a rank receives on the mean in the passes named, or in all of the exchange."""
+        runs = runs or ("forward", "again", "backward")
+        return tuple(sum(self.moved.get((run, side), 0.0) for run in runs) / self.ranks for side in ("near", "far"))
+
+
+def simulate(
+    machine: Machine,
+    pattern: DilatedPattern,
+    tokens: int,
+    ranks: int,
+    *,
+    exchange: str = "auto",
+    ranks_per_node: int | None = None,
+    links: Links = Links(),  # noqa: B008 - frozen
+    recompute: str = "none",
+    overhead: float = 0.0,
+    average: bool = True,
+    watched: int | None = None,
+) -> Step:
+    """A step of the machine's model over one sequence of L * R tokens.
+
+    Args:
+        machine: what one device needs.
+        pattern: of every layer.
+        tokens: L, of each rank.
+        ranks: R.
+        exchange: "auto" or a name of `EXCHANGES`; "ring" and "switch" for up to `rounds.EXACT` ranks.
+        ranks_per_node: ranks that share fast links; None: all of them.
+        links: speeds and latencies.
+        recompute: one of `models.recompute.POLICIES`.
+        overhead: seconds of every step that are in no part of it.
+        average: whether gradients are averaged over the ranks, in DDP's buckets.
+        watched: the rank whose events are returned.
+
+    Raises:
+        ValueError, TypeError: for sizes, names or exchanges that cannot be, with the condition that fails.
+    """
+    tokens, ranks = integer(tokens, "tokens", 1), integer(ranks, "ranks", 1)
+    per_node = ranks if ranks_per_node is None else integer(ranks_per_node, "ranks_per_node", 1)
+    if watched is not None and not 0 <= watched < ranks:
+        raise ValueError(f"watched={watched} is none of the ranks 0..{ranks - 1}.")
+    check_policy(recompute)
+    if not 0 <= overhead < math.inf:
+        raise ValueError(f"overhead must be a finite number of seconds, at least 0; got {overhead!r}.")
+    narrow = _narrow(pattern, tokens, ranks)
+    name, op = _op(machine, pattern, narrow, tokens, ranks, exchange, per_node, links)
+    clock = Clock(ranks, per_node, links, watched)
+    if overhead:
+        clock.work("overhead", overhead)
+    _run(clock, machine, op, tokens, recompute, average)
+    spent = sum(clock.spent.values())
+    busiest = int(np.argmax(spent))
+    seconds = float(clock.free["compute"].max())
+    alone = (
+        seconds
+        if ranks == 1
+        else simulate(machine, narrow or pattern, tokens, 1, recompute=recompute, overhead=overhead).seconds
+    )
+    return Step(
+        ranks,
+        tokens * ranks,
+        name,
+        recompute,
+        seconds,
+        alone,
+        {kind: float(x[busiest]) for kind, x in clock.spent.items()},
+        max(0.0, seconds - float(spent[busiest])),
+        dict(clock.moved),
+        tuple(clock.events),
+    )
+
+
+def _run(clock: Clock, machine: Machine, op: Op, tokens: int, recompute: str, average: bool) -> None:
+    """Forward, backward and optimizer."""
+    parts = machine.at(tokens)
+    half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
+    for _ in range(machine.depth):
+        half(parts.rest_forward)
+        op.forward(clock)
+        half(parts.rest_forward)
+    clock.work("edge", parts.edge_forward)
+    clock.work("edge", parts.edge_backward)
+    buckets = _Buckets(clock, average)
+    for _ in range(machine.depth):
+        if recompute != "none":
+            half(parts.rest_forward * machine.again)
+            if recompute == "block":
+                op.forward(clock, "again")
+            half(parts.rest_forward * machine.again)
+        half(parts.rest_backward)
+        op.backward(clock)
+        half(parts.rest_backward)
+        buckets.add(machine.block_parameters * machine.parameter_size)
+    buckets.add(machine.edge_parameters * machine.parameter_size)  # last, as those of an embedding are
+    buckets.finish()
+    clock.work("optimizer", machine.optimizer)
+
+
+class _Buckets:
+    """Gradients gathered until a bucket is full, as DDP does; a block's are all there when its backward is done."""
+
+    def __init__(self, clock: Clock, average: bool) -> None:
+        self.clock, self.average, self.size, self.limit = clock, average, 0, FIRST_BUCKET
+
+    def add(self, size: int) -> None:
+        self.size += size
+        while self.size >= self.limit:
+            self._send(self.limit)
+            self.size, self.limit = self.size - self.limit, BUCKET
+
+    def finish(self) -> None:
+        """Send the rest, and wait for all."""
+        if self.size:
+            self._send(self.size)
+        self.clock.wait(self.clock.free[GRADIENTS])
+
+    def _send(self, size: int) -> None:
+        if self.average:
+            self.clock.reduce(size)
+
+
+def _narrow(pattern: DilatedPattern, tokens: int, ranks: int) -> DilatedPattern | None:
+    """The branches whose segments fit into a rank; None without any."""
+    found = tuple(b for b in pattern.branches if ranks == 1 or place(b, tokens * ranks)[0] <= tokens)
+    return replace(pattern, branches=found) if found else None
+
+
+def _op(
+    machine: Machine,
+    pattern: DilatedPattern,
+    narrow: DilatedPattern | None,
+    tokens: int,
+    ranks: int,
+    exchange: str,
+    per_node: int,
+    links: Links,
+) -> tuple[str | None, Op]:
+    """The name of the exchange, and the op of every layer."""
+    heads = machine.heads, machine.kv_heads
+    problem = make_problem(pattern, tokens * ranks, *heads, ranks=ranks, causal=machine.causal)
+    sizes = {"head_dim": machine.head_dim, "element_size": machine.element_size}
+    name = plan(problem, exchange, ranks_per_node=per_node, links=links, **sizes).exchange
+    parts = machine.at(tokens)
+    local = pairs(narrow, tokens, *heads, machine.causal) if narrow else 0
+    measured = pairs(_measured(machine, tokens), tokens, *heads, machine.causal)
+    part = tokens * (ranks // 2), tokens * (ranks // 2 + 1)
+    wide = [
+        sum(x.pairs(machine.causal) for x in blocks(replace(pattern, branches=(b,)), tokens * ranks, *heads, part))
+        for b in pattern.branches
+        if narrow is None or b not in narrow.branches
+    ]
+    seconds = lambda all_, more: all_ * local / measured + sum(max(more, all_ * x / measured) for x in wide)  # noqa: E731
+    forward = seconds(parts.attention_forward, parts.wide_forward)
+    backward = seconds(parts.attention_backward, parts.wide_backward)
+    return name, Op(machine, _moves(problem, name, per_node) if name else None, forward, backward)
+
+
+def _measured(machine: Machine, tokens: int) -> DilatedPattern:
+    """The pattern whose time was measured at so many tokens: geometric(first, tokens)."""
+    doublings = max(tokens // machine.first, 1).bit_length() - 1
+    return DilatedPattern.geometric(machine.first, machine.first << doublings)
+
+
+@functools.lru_cache(maxsize=64)
+def _moves(problem: Problem, exchange: str, per_node: int) -> Moves:
+    bounds(problem)  # its errors first
+    return (exact if problem.shard.ranks <= EXACT else many)(problem, exchange, per_node)

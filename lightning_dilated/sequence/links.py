@@ -1,0 +1,135 @@
+"""Links: how fast ranks reach each other, as the planner reckons with it, and the file of what was measured here."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+#: names a file of links that is read instead of the cached one; "defaults" reads none
+VARIABLE = "LIGHTNING_DILATED_LINKS"
+NUMBERS = ("near", "far", "round", "message")
+
+
+@dataclass(frozen=True)
+class Links:
+    """Speeds that prices are made with: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
+
+    The defaults are those of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
+    adapter a GPU; a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures a machine's own.
+
+    Attributes:
+        near, far: bytes/s that a GPU receives from its own node, and from other nodes.
+        round, message: seconds of an all-to-all, and of each message in it, besides those of the bytes.
+        source: where the numbers come from; takes no part in comparisons.
+
+    Raises:
+        TypeError, ValueError: naming the field that is no positive finite number.
+    """
+
+    near: float = 259e9
+    far: float = 50e9
+    round: float = 40e-6
+    message: float = 2e-6
+    source: str = field(default="", compare=False)
+
+    def __post_init__(self) -> None:
+        for name in NUMBERS:
+            object.__setattr__(self, name, _positive(getattr(self, name), name))
+        if not isinstance(self.source, str):
+            raise TypeError(f"source must be text, got {self.source!r}.")
+        if not self.source:
+            usual = all(getattr(self, x.name) == x.default for x in fields(self) if x.name in NUMBERS)
+            object.__setattr__(self, "source", "defaults" if usual else "given")
+
+    def __str__(self) -> str:
+        speeds = f"near {self.near / 1e9:.4g} GB/s, far {self.far / 1e9:.4g} GB/s"
+        return f"{speeds}, {self.round * 1e6:.4g} us a round, {self.message * 1e6:.4g} us a message ({self.source})"
+
+    @property
+    def numbers(self) -> str:
+        """What has to be equal on all ranks, to the last digit."""
+        return ", ".join(f"{name}={getattr(self, name)!r}" for name in NUMBERS)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Links:
+        """The links of a file that `save` wrote; without a source there, the file is the source.
+
+        Raises:
+            TypeError: if `path` is none.
+            OSError: if there is no such file, or it cannot be read.
+            ValueError: naming the file, and the field that is missing, unknown or no positive number.
+        """
+        if not isinstance(path, (str, Path)):
+            raise TypeError(
+                f"links must be the path of a file that `lightning-dilated bench links` wrote, got {path!r}."
+            )
+        remedy = f"`lightning-dilated bench links --output {path}` measures the links and writes them there."
+        try:
+            found = json.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
+        except ValueError as error:
+            raise ValueError(f"{path} is no JSON ({error}). {remedy}") from None
+        try:
+            return cls(**{"source": str(path), **_checked(found)})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error} {remedy}") from None
+
+    def save(self, path: str | Path) -> None:
+        """Write a small JSON, at once for whoever reads it meanwhile; makes the folder."""
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(asdict(self), indent=2) + "\n", encoding="utf-8")
+        part.replace(path)
+
+    @classmethod
+    def of_this_machine(cls) -> Links:
+        """The file that the variable LIGHTNING_DILATED_LINKS names, else the cached one (`cached`), else the defaults.
+
+        Raises:
+            OSError, ValueError: as `load`; a file that the variable names has to be there.
+        """
+        named = os.environ.get(VARIABLE)
+        if named == "defaults":
+            return cls()
+        if named:
+            try:
+                return cls.load(named)
+            except (OSError, ValueError) as error:
+                raise type(error)(f"{VARIABLE}={named}: {error}") from None
+        return cls.load(cached()) if os.path.isfile(cached()) else cls()
+
+
+def cached() -> Path:
+    """Where `bench links` writes, and `of_this_machine` looks: $XDG_CACHE_HOME, or ~/.cache."""
+    folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(folder) / "lightning-dilated" / "links.json"
+
+
+def _positive(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a positive number, got {value!r}.")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not 0 < number < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
+    return number
+
+
+def _checked(found: Any) -> dict[str, Any]:
+    """What a file holds, if it is all of the numbers and nothing unknown."""
+    if not isinstance(found, dict):
+        raise ValueError(f"not a mapping of {', '.join(NUMBERS)}.")
+    missing = [name for name in NUMBERS if name not in found]
+    unknown = [name for name in found if name not in (*NUMBERS, "source")]
+    for names, what in ((missing, "missing"), (unknown, "unknown")):
+        if names:
+            raise ValueError(f"{what}: {', '.join(names)}. A file of links holds {', '.join(NUMBERS)} and source.")
+    return found

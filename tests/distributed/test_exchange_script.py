@@ -1,0 +1,46 @@
+"""benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing."""
+
+import runpy
+import sys
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from lightning_dilated.sequence.exchange import EXCHANGES
+
+SCRIPT = Path(__file__).parents[2] / "benchmarks" / "exchange.py"
+SIZES = (
+    "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --repeats 1 --causal 1 --ranks-per-node 2"
+)
+
+
+def table(rank, group, options):
+    """The lines, and their text."""
+    script = runpy.run_path(str(SCRIPT))
+    with mock.patch.object(sys, "argv", ["exchange.py", *SIZES.split(), *options]):
+        found = list(script["lines"](rank, script["options"](), torch.device("cpu")))
+    return [vars(x) for x in found], [str(x) for x in found], script["COLUMNS"]
+
+
+def test_every_exchange(pool):
+    found = pool.run(4, table, ["--still"])
+    alone, auto, *rest = found[0][0]
+    assert all(x[0] == found[0][0] for x in found)  # equal on all ranks
+    assert alone["name"] == "alone" and auto["name"].removeprefix("auto (").removesuffix(")") in EXCHANGES
+    assert [x["name"] for x in rest] == list(EXCHANGES)
+    for x in (auto, *rest):
+        assert 0 < x["planned"] == sum(x["received"]) and not x["unlike"]
+        assert x["exposed"] > 0 and abs(x["moving"]) < x["both"] + 1
+    assert all(text.count("|") == len(found[0][2]) + 1 for text in found[0][1])
+
+
+def test_head_groups(pool):
+    """Trading tokens for heads is counted, and no part of the plan's bytes."""
+    _, line = pool.run(4, table, ["--head-sizes", "2", "--exchanges", "gather"])[0][0]
+    assert (
+        line["size"] == 2
+        and line["moving"] is None
+        and not line["unlike"]
+        and sum(line["received"]) > line["planned"] > 0
+    )

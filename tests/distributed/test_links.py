@@ -1,0 +1,84 @@
+"""Links of a group: "auto" takes them on every rank, and ranks with other ones refuse together."""
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence import Links
+from lightning_dilated.sequence.links import VARIABLE
+
+from .calls import sequence
+
+PATTERN = DilatedPattern.geometric(4, 32)
+
+
+def chosen(rank, group, links, settings=None):
+    """(exchange, or the error; bytes sent; links as the plan says them) of a call; `links[rank]` are this rank's."""
+    with sequence(group, links=links[rank], **(settings or {})) as ours:
+        x = torch.ones(1, 8, 4, 2)
+        try:
+            dilated_attention(x, x, x, PATTERN, sequence=ours)
+        except ValueError as error:
+            return str(error), ours.forward_traffic.sent, None
+        return ours.plan.exchange, ours.forward_traffic.sent, ours.plan.links
+
+
+@pytest.mark.parametrize(
+    "links, want",
+    [(Links(round=1.0), "gather"), (Links(message=1.0), "butterfly"), (Links(near=1.0), "switch"), (None, "gather")],
+)
+def test_auto_reckons_with_the_group_s_links(pool, links, want):
+    for exchange, sent, told in pool.run(4, chosen, [links] * 4):
+        assert exchange == want and sent > 0
+        assert told == (links or Links())  # the suite's machine has the defaults
+
+
+def test_a_rank_with_other_links(pool):
+    for error, sent, _ in pool.run(3, chosen, [Links(), Links(), Links(near=2.5e9)]):
+        assert "links: rank 2 has near=2500000000.0, far=50000000000.0" in error
+        assert "; the others have near=259000000000.0" in error
+        assert "Measure them once with `lightning-dilated bench links --output FILE`" in error
+        assert sent == 0
+
+
+def test_links_that_do_not_matter(pool):
+    same = [Links(source="a"), Links(source="b"), Links()]
+    assert {x for x, *_ in pool.run(3, chosen, same)} == {"gather"}
+    other = [Links(), Links(), Links(near=1e9)]
+    assert {x for x, *_ in pool.run(3, chosen, other, {"exchange": "ring"})} == {"ring"}
+
+
+def of_a_file(rank, group, path, links):
+    """(the group's links, or the error) with the variable set."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(VARIABLE, path)
+        try:
+            with sequence(group, links=links) as ours:
+                return ours.links
+        except (OSError, TypeError) as error:
+            return f"{type(error).__name__}: {error}"
+
+
+def test_the_machine_s_file(pool, tmp_path):
+    ours = Links(near=3e9)
+    ours.save(tmp_path / "links.json")
+    assert pool.run(2, of_a_file, str(tmp_path / "links.json"), None) == [ours] * 2
+    assert pool.run(2, of_a_file, str(tmp_path / "links.json"), Links(far=1.0)) == [Links(far=1.0)] * 2
+    for error in pool.run(2, of_a_file, str(tmp_path / "none.json"), None):
+        assert error.startswith("FileNotFoundError: LIGHTNING_DILATED_LINKS=")
+    for error in pool.run(2, of_a_file, "defaults", "links.json"):
+        assert error == "TypeError: links must be a Links or None, got 'links.json'; Links.load(path) reads a file."
+
+
+def formatted(rank, group):
+    """How often agreeing asks the links for their words."""
+    with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
+        asked = []
+        patch.setattr(Links, "numbers", property(lambda self: asked.append(1)))
+        ours.agree({"call": "here"})
+        return len(asked)
+
+
+def test_agreeing_formats_no_numbers(pool):
+    assert pool.run(2, formatted) == [0, 0]  # it runs in every call

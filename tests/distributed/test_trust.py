@@ -1,0 +1,166 @@
+"""Calls that are compared later: equal results, no waiting, and every rank refuses before results are used."""
+
+import pytest
+import torch
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.pattern import DilatedPattern
+
+from .calls import sequence
+
+WIDE = DilatedPattern.geometric(4, 32)
+#: crosses no shard of 16, so that ranks that disagree do not wait for each other's rows
+NARROW, OTHER = DilatedPattern([(8, 1)]), DilatedPattern([(4, 1)])
+
+
+def call(ours, pattern, tokens=16, seed=0, causal=False):
+    torch.manual_seed(seed + ours.rank)
+    q, k, v = (torch.randn(1, tokens, 2, 8, requires_grad=True) for _ in range(3))
+    out = dilated_attention(q, k, v, pattern, causal=causal, sequence=ours)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+
+def put_off(ours):
+    return len(ours._table._owed)
+
+
+def equal_calls(rank, group):
+    """(calls put off without and within `trusting`, whether the results are the same, calls put off after `settle`)."""
+    with sequence(group) as ours:
+        ours._table.may_trust = True
+        plain = [call(ours, WIDE, seed=i) for i in range(3)]
+        before = put_off(ours)
+        with ours.trusting():
+            found = [call(ours, WIDE, seed=i) for i in range(3)]
+        within = put_off(ours)
+        ours.settle()
+        same = all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
+        return before, within, same, put_off(ours)
+
+
+def test_equal_calls(pool):
+    assert pool.run(2, equal_calls) == [(0, 6, True, 0)] * 2
+
+
+def new_calls(rank, group):
+    """Calls put off where each is a new one: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
+    with sequence(group) as ours:
+        ours._table.may_trust = True
+        found = []
+        with ours.trusting():
+            for pattern, tokens in ((NARROW, 16), (OTHER, 16), (NARROW, 8)):
+                call(ours, pattern, tokens)
+                found.append(put_off(ours))  # a forward waits, its backward is like it but for the pass
+            q = torch.randn(1, 16, 2, 8, requires_grad=True)
+            for _ in range(2):
+                dilated_attention(q, q, q, NARROW, dropout=0.5, sequence=ours)
+                found.append(put_off(ours))
+            with torch.no_grad():
+                dilated_attention(q, q, q, NARROW, sequence=ours)
+        return [*found, put_off(ours)]
+
+
+def test_new_calls_wait(pool):
+    assert pool.run(2, new_calls) == [[0] * 6] * 2
+
+
+def unlike_calls(rank, group, way):
+    """What each rank is told, and where."""
+    with sequence(group) as ours:
+        ours._table.may_trust = True
+        for pattern in (NARROW, OTHER):
+            call(ours, pattern)
+        try:
+            with ours.trusting():
+                if way == "known":  # all ranks have seen both calls: all put them off
+                    call(ours, NARROW if rank else OTHER)
+                elif way == "new":  # rank 1 makes a call that it has to wait for
+                    call(ours, NARROW, causal=bool(rank))
+                elif way == "refused":
+                    q = torch.randn(1, 16, 2, 8, requires_grad=True)
+                    dilated_attention(q, q, q, NARROW, scale=float("nan") if rank else None, sequence=ours)
+                for _ in range(3):
+                    call(ours, NARROW)
+            ours.settle()
+        except ValueError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize(
+    ("way", "told"),
+    [
+        ("known", "pattern: rank 0 has {"),
+        ("new", "causal: rank 0 has False, rank 1 has True"),
+        ("refused", "rank 1 of the sequence refused the call with ValueError: scale must be a finite number"),
+    ],
+)
+def test_unlike_calls(pool, way, told):
+    found = pool.run(2, unlike_calls, way)
+    assert all(x is not None for x in found), found
+    assert told in found[0] and ("scale must be" if way == "refused" else told) in found[1]
+
+
+def gloo_never_trusts(rank, group):
+    with sequence(group) as ours, ours.trusting():
+        call(ours, NARROW), call(ours, NARROW)
+        return put_off(ours)
+
+
+def test_gloo_never_trusts(pool):
+    assert pool.run(2, gloo_never_trusts) == [0, 0]
+
+
+def recorded(rank, group):
+    """What a rank is told that records a CUDA graph."""
+    with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        try:
+            ours.agree({"call": "test"}, 4)
+        except RuntimeError as error:
+            return str(error)
+
+
+def test_no_cuda_graph(pool):
+    assert all("a CUDA graph cannot record" in x for x in pool.run(2, recorded))
+
+
+def other_lengths(rank, group):
+    """Calls put off where rank 0's tokens are the same in a sequence of 32 and of 31, and results equal one rank's."""
+    with sequence(group) as ours:
+        ours._table.may_trust = True
+        found = []
+        for tokens in (32, 31, 32):
+            with ours.trusting():
+                call(ours, WIDE, ours.shard(tokens).length(rank))
+                found.append((put_off(ours), ours.agreed.seq_len))
+                call(ours, WIDE, ours.shard(tokens).length(rank))
+                found.append((put_off(ours), ours.agreed.seq_len))
+            ours.settle()
+        return found
+
+
+def test_other_lengths(pool):
+    """The first call of a step is compared: a rank's own tokens do not say what the others hold."""
+    both = [(0, 32), (2, 32), (0, 31), (2, 31)]
+    # rank 1's tokens tell it the sequences apart, so that it has seen the backward of the first one
+    assert pool.run(2, other_lengths) == [[*both, (0, 32), (2, 32)], [*both, (1, 32), (3, 32)]]
+
+
+def numbers(rank, group):
+    """The numbers of calls after a refusal that every rank caught, of ranks that had put off unlike many calls."""
+    with sequence(group) as ours:
+        ours._table.may_trust = True
+        call(ours, NARROW)
+        with pytest.raises(ValueError), ours.trusting():
+            call(ours, NARROW, causal=bool(rank))
+            for _ in range(3):
+                call(ours, NARROW)
+            ours.settle()
+        call(ours, NARROW)
+        return ours.agreed.number
+
+
+def test_numbers_after_a_difference(pool):
+    first, second = pool.run(2, numbers)
+    assert first == second
