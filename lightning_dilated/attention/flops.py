@@ -5,6 +5,7 @@ Two matmuls a pair forward (4 D FLOPs), five backward (10 D); softmax, merge and
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,25 +30,28 @@ def attention_pairs(
     pattern: str,
     causal: bool,
     sequence: str = "",
+    window: Sequence[int] = (),
 ) -> int:
     """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
 
     On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
     """
-    batch, seq_len, heads, _ = q.shape
+    batch, seq_len, own, _ = q.shape
+    first, heads, kv_heads = window or (0, own, k.shape[2])
     lengths, cu_seqlens = (None if isinstance(x, FakeTensor) else x for x in (lengths, cu_seqlens))
     who = DilatedPattern.decode(pattern)
     group = find_sequence(sequence) if sequence else None
     if group is None or group.agreed is None:
         found = spans(batch, seq_len, lengths, cu_seqlens)
-        return sum(s.batches * pairs(who, s.length, heads, k.shape[2], causal) for s in found)
+        of = heads, kv_heads, causal, (first, first + own)
+        return sum(s.batches * pairs(who, s.length, *of) for s in found)
     seq_len = group.agreed.seq_len
     found = spans(batch, seq_len, lengths, cu_seqlens)
-    problem, local = share(group, who, heads, k.shape[2], causal, found, seq_len)
+    problem, local = share(group, who, heads, kv_heads, causal, found, seq_len, (first, first + own))
     near = (
         span.batches * block.pairs(causal)
         for span in local
-        for block in blocks(who, span.document, heads, k.shape[2], span.part, problem.heads)
+        for block in blocks(who, span.document, heads, kv_heads, span.part, problem.heads)
     )
     return sum(near) + sum(want.pairs for want in wants(problem, group.rank // group.head_size))
 
@@ -66,11 +70,13 @@ def _forward(
     dropout: float,
     engine: str,
     sequence: str,
-    *rest: Any,
+    grad: bool,
+    window: Sequence[int],
+    *,
     out_val: Any = None,
     **kwargs: Any,
 ) -> int:
-    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence)
+    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
@@ -92,8 +98,10 @@ def _backward(
     dropout: float,
     engine: str,
     sequence: str,
-    *rest: Any,
+    needs_grad: bool,
+    window: Sequence[int],
+    *,
     out_val: Any = None,
     **kwargs: Any,
 ) -> int:
-    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence)
+    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)

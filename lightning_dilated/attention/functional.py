@@ -66,17 +66,38 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
     """
+    q, k, v, rest = op_arguments(
+        q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, sequence
+    )
+    out, lse, *_ = torch.ops.lightning_dilated.attention(q, k, v, *rest)
+    return (out, lse.detach()) if return_lse else out
+
+
+def op_arguments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    lengths: Tensor | Sequence[int] | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_lse: bool = False,
+    engine: str = "auto",
+    sequence: SequenceGroup | None = None,
+    window: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
+    """(q, k, v, the op's other arguments), after every check that needs no other rank; `window`: see `place.Options`."""
     group = _group(sequence)
     q, k, v = autocast(q, k, v)
-    given = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine)
+    given = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
     lengths, cu_seqlens, scale = _checked(*given) if group is None else group.guard(_checked, *given)
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
     name = "" if group is None else group.name
     grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    out, lse, *_ = torch.ops.lightning_dilated.attention(
-        q, k, v, lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name, grad
-    )
-    return (out, lse.detach()) if return_lse else out
+    rest = lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name, grad, list(window)
+    return q, k, v, rest
 
 
 def _group(sequence: Any) -> SequenceGroup | None:
@@ -100,6 +121,7 @@ def _checked(
     cu_seqlens: Any,
     return_lse: Any,
     engine: Any,
+    window: tuple[int, ...] = (),
 ) -> tuple[Tensor | None, Tensor | None, float]:
     """(lengths, cu_seqlens, scale) as the op takes them, after every check that needs no other rank."""
     _check_tensors(q, k, v)
@@ -109,7 +131,7 @@ def _checked(
             f"pattern must be a DilatedPattern, got {pattern!r}. DilatedPattern.longnet([2048], [1]) makes one, "
             "DilatedPattern.from_dict reads a mapping."
         )
-    pattern.check_heads(q.shape[2], k.shape[2])
+    pattern.check_heads(*(window[1:] or (q.shape[2], k.shape[2])))
     _check_options(causal, dropout, engine, return_lse)
     lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
     return lengths, cu_seqlens, _check_scale(scale, q)

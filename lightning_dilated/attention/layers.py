@@ -6,17 +6,20 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from lightning_dilated.attention.chunks import HeadChunks, attend_in_chunks
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
-from lightning_dilated.attention.functional import autocast, dilated_attention
+from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
 from lightning_dilated.attention.grouped import block_flops
 from lightning_dilated.attention.padding import lengths_of
+from lightning_dilated.attention.projection import Projection
 from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
@@ -62,19 +65,20 @@ class DilatedAttention(nn.Module):
 
         `sequence`: the ranks that share the sequence, as in `dilated_attention`.
         """
-        return dilated_attention(
-            q,
-            k,
-            v,
-            self.pattern,
-            causal=self.causal if causal is None else causal,
-            scale=self.scale,
-            dropout=self.dropout if self.training else 0.0,
-            lengths=lengths,
-            cu_seqlens=cu_seqlens,
-            engine=self.engine,
-            sequence=sequence,
-        )
+        options = {"lengths": lengths, "cu_seqlens": cu_seqlens, "sequence": sequence}
+        return dilated_attention(q, k, v, self.pattern, **self._options(causal), **options)
+
+    def _options(self, causal: bool | None) -> dict[str, Any]:
+        return {
+            "causal": self.causal if causal is None else causal,
+            "scale": self.scale,
+            "dropout": self.dropout if self.training else 0.0,
+            "engine": self.engine,
+        }
+
+    def op_arguments(self, *tensors: Tensor, causal: bool, **options: Any) -> tuple[Any, ...]:
+        """What this module would hand to the op, see `functional.op_arguments`."""
+        return op_arguments(*tensors, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
         """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
@@ -147,6 +151,7 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
         _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
         self.rotary = self._positions(position_encoding, rotary_base, xpos_scale_base)
+        self.head_chunks = 1  # windows of heads that training attends with one after another, see `chunks`
         factory = {"device": device, "dtype": dtype}
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
@@ -209,11 +214,12 @@ class MultiheadDilatedAttention(nn.Module):
             if lengths is not None:
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
-        q, k, v = self._project(query, positions, 0 if cache is None else cache.length)
         causal = self.attention.causal or is_causal
         if cache is None:
-            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
+            out = self._attend(query, positions, causal, lengths=lengths, cu_seqlens=cu_seqlens)
         else:
+            project = self._projection(query, positions, cache.length)
+            q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
             out = self._cached(q, k, v, causal, lengths is not None or cu_seqlens is not None, cache)
         out = rearrange(out, "b n h d -> b n (h d)")
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
@@ -238,32 +244,36 @@ class MultiheadDilatedAttention(nn.Module):
                 "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
             )
 
-    def _project(self, x: Tensor, positions: Tensor | RotaryTable | None, start: int) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v: (B, N, H, D) and twice (B, N, K, D), rotated where positions are rotary.
+    def _attend(
+        self, x: Tensor, positions: Tensor | RotaryTable | None, causal: bool, **documents: Tensor | None
+    ) -> Tensor:
+        """(B, N, H, D) of x (B, N, E), all heads at once or in chunks."""
+        project = self._projection(x, positions, 0)
+        weights, group = (self.in_proj_weight, self.in_proj_bias), self.num_heads // self.num_kv_heads
+        if self.head_chunks == 1 or not torch.is_grad_enabled():
+            return self.attention(*project(x, *weights, group), causal=causal, **documents)
+        chunks = HeadChunks(self.num_heads, self.num_kv_heads, self.head_dim, self.head_chunks)
+        arguments = partial(self.attention.op_arguments, causal=causal, **documents)
+        return attend_in_chunks(chunks, partial(project, group=group), arguments, x, *weights)
 
-        Views of one projection; with rotary positions v is one of its own, because q and k are turned into new tensors, and
-        a view would keep the unturned ones until the backward.
-        """
-        kv = self.num_kv_heads * self.head_dim
-        weight, bias, linear = self.in_proj_weight, self.in_proj_bias, nn.functional.linear
-        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
+    def _projection(self, x: Tensor, positions: Tensor | RotaryTable | None, start: int) -> Projection:
+        """The projection of x with its rotary table, if it has one."""
         if self.rotary is None:
-            return tuple(heads(y) for y in linear(x, weight, bias).split((self.embed_dim, kv, kv), -1))
-        biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
-        joint = heads(linear(x, weight[:-kv], biases[0]))
-        q, k = self._table(positions, joint, start).split(joint, self.num_heads)
-        return q, k, heads(linear(x, weight[-kv:], biases[1]))
+            return Projection(self.head_dim)
+        return Projection(self.head_dim, self._table(positions, autocast(x[:0])[0], x.shape, start))
 
-    def _table(self, positions: Tensor | RotaryTable | None, q: Tensor, start: int) -> RotaryTable:
+    def _table(
+        self, positions: Tensor | RotaryTable | None, like: Tensor, shape: torch.Size, start: int
+    ) -> RotaryTable:
         if isinstance(positions, RotaryTable):
             return positions
         if positions is None:
-            positions = token_positions(start, q.shape[1])
-        if positions.shape not in (q.shape[1:2], q.shape[:2]):
+            positions = token_positions(start, shape[1])
+        if positions.shape not in (shape[1:2], shape[:2]):
             raise ValueError(
-                f"positions must be {tuple(q.shape[1:2])} or {tuple(q.shape[:2])}, got {tuple(positions.shape)}."
+                f"positions must be {tuple(shape[1:2])} or {tuple(shape[:2])}, got {tuple(positions.shape)}."
             )
-        return self.rotary(positions.to(q.device), q.dtype)
+        return self.rotary(positions.to(like.device), like.dtype)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""

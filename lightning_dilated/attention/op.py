@@ -32,20 +32,22 @@ def attention(
     engine: str,
     sequence: str,
     grad: bool,
+    window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out (B, N, H, D), lse (B, H, N), received rows, number of the call).
 
-    `pattern` is `DilatedPattern.code`, `sequence` a group's name, `grad` whether a backward will follow. On one rank
+    `pattern` is `DilatedPattern.code`, `sequence` a group's name, `grad` whether a backward will follow, `window` where the
+    heads of q lie (see `Options`). On one rank
     `sequence` is "" and nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that
     the backward needs again, so that recomputation that keeps this op's results moves nothing twice. The number, () int64
     on the CPU, is equal on all ranks, and tells their backwards apart.
     """
-    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad)
+    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad, tuple(window))
     return run_forward(Inputs(q, k, v), options)
 
 
 @attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad):
+def _(q, k, v, lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad, window):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
     rows = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim)) if sequence else q.new_empty(0)
@@ -73,9 +75,12 @@ def attention_backward(
     engine: str,
     sequence: str,
     needs_grad: bool,
+    window: list[int],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, needs_grad)
+    options = Options(
+        lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, needs_grad, tuple(window)
+    )
     return run_backward(Inputs(q, k, v), options, Saved(grad, out, lse, rows, number))
 
 
@@ -87,13 +92,13 @@ def _(grad, q, k, v, *rest):
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, lengths, cu_seqlens, seed, *ctx.rest = inputs
     out, lse, rows, number = output
-    kept = (rows, number) if ctx.rest[-2] else (None, None)
+    kept = (rows, number) if ctx.rest[-3] else (None, None)  # on one rank nothing was received
     ctx.save_for_backward(q, k, v, out, lse, *kept, lengths, cu_seqlens, seed)
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *([None] * 10)
+    return dq, dk, dv, *([None] * 11)
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:

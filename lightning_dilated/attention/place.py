@@ -44,7 +44,11 @@ class Inputs:
 
 @dataclass
 class Options:
-    """The op's other arguments, as it takes them."""
+    """The op's other arguments, as it takes them.
+
+    `window` = (first, heads, kv heads): the heads of q are first, first + 1, ... of so many, and those of k and v theirs;
+    () where q has all.
+    """
 
     lengths: Tensor | None
     cu_seqlens: Tensor | None
@@ -56,6 +60,7 @@ class Options:
     engine: str
     sequence: str
     grad: bool = True
+    window: tuple[int, ...] = ()
 
 
 @dataclass
@@ -101,17 +106,18 @@ def find_documents(batch: int, seq_len: int, options: Options) -> list[Span]:
 
 def find_place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
     """Where this call's work lies; on several ranks after all of them agreed on it."""
-    heads, kv_heads = x.q.shape[2], x.k.shape[2]
+    first, heads, kv_heads = o.window or (0, x.q.shape[2], x.k.shape[2])
+    own = first, first + x.q.shape[2]
     group = find_sequence(o.sequence) if o.sequence else None
     seed = 0 if o.seed is None else int(o.seed)
     mask = lambda seed: Dropout(o.dropout, seed) if o.dropout > 0 and o.seed is not None else None  # noqa: E731
     pattern, found = DilatedPattern.decode(o.pattern), []
     if group is None:
         found = find_documents(x.q.shape[0], x.q.shape[1], o)
-        engine = _engine(o, (pattern, heads, kv_heads, (0, heads), False), found, x.q)
+        engine = _engine(o, (pattern, heads, kv_heads, own, False), found, x.q)
     else:  # known better where the blocks are known; that there is one is seen before anything moves
         engine = group.guard(functools.partial(choose, say=False), o.engine, Request.of(x.q, o.dropout, o.scale)).engine
-    call = Call(engine, pattern, heads, kv_heads, (0, heads), o.causal, o.scale, mask(seed))
+    call = Call(engine, pattern, heads, kv_heads, own, o.causal, o.scale, mask(seed))
     if group is None:
         return Place(call, found)
     turn = None if saved is None else f"backward of call {int(saved.number)}"
@@ -150,6 +156,7 @@ def _facts(x: Inputs, o: Options, saved: Saved | None) -> dict[str, object]:
         "batch": x.q.shape[0],
         "heads": x.q.shape[2],
         "kv heads": x.k.shape[2],
+        "window of heads": o.window,
         "head dim": x.q.shape[3],
         "dtype": x.q.dtype,
         "causal": o.causal,
@@ -167,7 +174,8 @@ def _shared_place(
     found = find_documents(x.q.shape[0], sum(lengths), o)
     size, traffic = group.head_size, group.backward_traffic if backward else group.forward_traffic
     ring, number = divmod(group.rank, size)
-    problem, local = share(group, call.pattern, call.num_heads, call.num_kv_heads, call.causal, found, sum(lengths))
+    of = call.pattern, call.num_heads, call.num_kv_heads, call.causal
+    problem, local = share(group, *of, found, sum(lengths), call.heads)
     call = replace(call, heads=problem.heads)
     sizes = {"head_dim": x.q.shape[3], "element_size": x.q.element_size()}
     chosen = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, links=group.links, **sizes)
@@ -182,7 +190,7 @@ def _shared_place(
     of = call.pattern, call.num_heads, call.num_kv_heads, call.heads, place.call.whole
     place.call = replace(place.call, engine=_engine(o, of, local, x.q))
     if size > 1:
-        cuts = windows(call.num_heads, call.num_kv_heads, size)
+        cuts = windows(x.q.shape[2], x.k.shape[2], size)
         members = tuple(range(ring * size, (ring + 1) * size))
         place.heads = HeadGroup(Wire(group.group, members, number, traffic), tuple(lengths[m] for m in members))
         kv = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
@@ -198,10 +206,16 @@ def share(
     causal: bool,
     found: list[Span],
     seq_len: int,
+    window: tuple[int, int],
 ) -> tuple[Problem, list[Span]]:
-    """The problem that this rank's ring solves, and the parts of documents that the rank computes alone."""
+    """The problem that this rank's ring solves, and the parts of documents that the rank computes alone.
+
+    `window` = (first, stop) of the `num_heads` query heads are attended with.
+    """
     ring, number = divmod(group.rank, group.head_size)
-    heads = windows(num_heads, num_kv_heads, group.head_size)[number]
+    first, count = window[0], window[1] - window[0]
+    heads = windows(count, count * num_kv_heads // num_heads, group.head_size)[number]
+    heads = first + heads[0], first + heads[1]
     shard = Shard(seq_len, group.ranks // group.head_size, group.layout, group.head_size)
     documents = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in found]
     problem = Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), heads)

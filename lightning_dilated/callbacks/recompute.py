@@ -5,39 +5,64 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.recompute import check_policy
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
 
 
 class ActivationRecompute(pl.Callback):
-    """Every transformer block computes its activations again in the backward; the gradients are the same.
+    """Transformer blocks keep less for the backward, and compute it again; the gradients are the same.
 
     Args:
         policy: "block" keeps a block's input only; "attention-kept" also the output, log-sum-exp and exchanged rows of its
             attention, so that neither attention nor communication is done twice; "none" keeps all.
+        every: with "block": keep the input of every so-many-th block only. A group is computed again before its blocks are,
+            so most blocks run forward three times.
+        offload: kept block inputs wait in pinned host memory, copied beside the computation: a fraction of them (up to 1),
+            or as many as fit into so many GiB of each rank (above 1).
+        tile: norms, feed-forward, and the loss of models over tokens run over so many tokens at a time, with explicit
+            gradients, so that nothing of tokens x hidden features or tokens x vocabulary exists. The feed-forward is then
+            computed twice with every policy.
+        head_chunks: windows of heads that attend one after another, so that q, k and v (and gradients) of all never exist
+            together. They are projected twice.
 
     Raises:
-        ValueError: for another policy; and when a fit starts with a LightningModule that has no TransformerBlock.
+        ValueError: for other values; and when a fit starts with a LightningModule that has no TransformerBlock, or for
+            `every` and `offload`, no DilatedTransformer.
     """
 
-    def __init__(self, policy: str = "block") -> None:
-        self.policy = check_policy(policy)
-        self._before: list[tuple[TransformerBlock, str]] = []
+    def __init__(
+        self,
+        policy: str = "block",
+        every: int = 1,
+        offload: float = 0.0,
+        tile: int | None = None,
+        head_chunks: int = 1,
+    ) -> None:
+        self.settings = MemorySettings(policy, every, offload, tile, head_chunks)
+        self._before: list[tuple[TransformerBlock | DilatedTransformer, MemorySettings]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the blocks."""
-        found = [m for m in pl_module.modules() if isinstance(m, TransformerBlock)]
-        if not found:
+        stacks = [m for m in pl_module.modules() if isinstance(m, DilatedTransformer)]
+        inside = {block for stack in stacks for block in stack.blocks}
+        alone = [m for m in pl_module.modules() if isinstance(m, TransformerBlock) and m not in inside]
+        name = type(pl_module).__name__
+        if not stacks and not alone:
             raise ValueError(
-                f"ActivationRecompute recomputes TransformerBlocks, and {type(pl_module).__name__} has none. Build it of "
+                f"ActivationRecompute recomputes TransformerBlocks, and {name} has none. Build it of "
                 "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
             )
-
-        self._before = [(block, block.recompute) for block in found]
-        for block in found:
-            block.recompute = self.policy
+        if alone and (self.settings.every > 1 or self.settings.offload):
+            raise ValueError(
+                f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks of its own beside. Stack "
+                "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+            )
+        self._before = [(m, m.memory) for m in (*stacks, *alone)]
+        for m, _ in self._before:
+            m.memory = self.settings
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""
-        for block, policy in self._before:
-            block.recompute = policy
+        for m, settings in self._before:
+            m.memory = settings
         self._before = []

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.attention import DilatedAttention, attention_weights
-from lightning_dilated.models.blocks import DilatedTransformer
+from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern.branch import integer
 
 

@@ -1,25 +1,24 @@
-"""The transformer: feed-forward, pre-norm block, and the stack of blocks that every model here shares.
+"""The pre-norm transformer block: attention, feed-forward, and how it trains in little memory.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.attention.chunks import HeadChunks
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
-from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
-from lightning_dilated.models.drop_path import drop_path_factors
+from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.recompute import guarded, recomputed
+from lightning_dilated.models.tiling import tiled
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 
 
 @dataclass
@@ -38,11 +37,17 @@ class BlockOptions:
     engine: str = "auto"
     #: stochastic depth of the last layer; it rises linearly from 0 in the first
     drop_path: float = 0.0
+    #: of the hidden states between blocks; None: what the embedding gives, float32 under mixed precision
+    residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm", ("rmsnorm", "layernorm")), ("ffn", ("swiglu", "gelu"))):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if self.residual_dtype not in (None, "float32", "bfloat16", "float16"):
+            raise ValueError(
+                f"residual_dtype must be float32, bfloat16, float16 or null (the embedding's); got {self.residual_dtype!r}."
+            )
         for name in ("dropout", "attention_dropout", "drop_path"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
@@ -105,13 +110,52 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = make_norm(options.norm, dim)
         self.ffn = FeedForward(dim, hidden, options)
         self.dropout = nn.Dropout(options.dropout)
-        #: what the backward computes again, one of `recompute.POLICIES`
-        self.recompute = "none"
+        self._memory, self._compiling, self._pieces = MemorySettings(), None, {}
+
+    @property
+    def memory(self) -> MemorySettings:
+        """What training keeps of this block; `every` and `offload` are the stack's, see `DilatedTransformer`."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, settings: MemorySettings) -> None:
+        """Checked against the sizes, and compiled for."""
+        attention = self.attention
+        HeadChunks(attention.num_heads, attention.num_kv_heads, attention.head_dim, settings.head_chunks)  # or an error
+        self._memory, attention.head_chunks = settings, settings.head_chunks
+        self._arrange()
+
+    @property
+    def recompute(self) -> str:
+        """The policy of `memory`."""
+        return self._memory.policy
+
+    @recompute.setter
+    def recompute(self, policy: str) -> None:
+        """Another policy, all else as it is."""
+        self.memory = replace(self._memory, policy=policy)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """As `nn.Module.compile`."""
-        super().compile(*args, **kwargs)
-        self._compiled_call_impl = guarded(self._compiled_call_impl)
+        """As `nn.Module.compile`; in pieces where the memory settings run it so."""
+        self._compiling = args, kwargs
+        self._arrange()
+
+    def _arrange(self) -> None:
+        """Compile what the settings run as one."""
+        if self._compiling is None:
+            return
+        args, kwargs = self._compiling
+        self._compiled_call_impl, self._pieces = None, {}
+        if not self._memory.in_pieces:
+            super().compile(*args, **kwargs)
+            self._compiled_call_impl = guarded(self._compiled_call_impl)
+            return
+        make = lambda f: guarded(torch.compile(f, *args, **kwargs))  # noqa: E731
+        self._pieces = {"feed": make(self._feed)}
+        if self._memory.head_chunks == 1:
+            self._pieces |= {"attend": make(self._attend), "attend_kept": make(self._attend_kept)}
+        else:
+            self._pieces["norm"] = make(self.attention_norm.forward)
 
     def forward(
         self,
@@ -125,11 +169,19 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
         the two branches (see `drop_path`)."""
-        if self.recompute == "none" or cache is not None or not torch.is_grad_enabled():
-            return self._forward(x, positions, lengths, cu_seqlens, cache, drop)
-        return recomputed(lambda y: self._forward(y, positions, lengths, cu_seqlens, None, drop), x, self.recompute)
+        given = positions, lengths, cu_seqlens, cache, None if drop is None else drop[0]
+        drop = None if drop is None else drop[1]
+        policy = self._memory.policy if cache is None and torch.is_grad_enabled() else "none"
+        attend, tile = self._pieces.get("attend", self._attend), self._memory.tile if cache is None else None
+        whole = lambda y: self._fed(attend(y, *given), drop, tile)  # noqa: E731
+        if policy == "none":
+            return whole(x)
+        if policy == "block" or not self._memory.in_pieces:
+            return recomputed(whole, x, policy, marked=tile is not None)
+        h = self._pieces.get("attend_kept", self._attend_kept)(x, *given)
+        return self._fed(h, drop, tile) if tile else recomputed(lambda y: self._fed(y, drop, None), h, "block")
 
-    def _forward(
+    def _attend(
         self,
         x: Tensor,
         positions: Tensor | RotaryTable | None,
@@ -138,149 +190,30 @@ class TransformerBlock(nn.Module):
         cache: KVCache | None,
         drop: Tensor | None,
     ) -> Tensor:
-        attended, _ = self.attention(
-            self.attention_norm(x), positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, cache=cache
-        )
-        attended = self.dropout(attended)
-        x = x + (attended if drop is None else attended * drop[0])
-        out = self.dropout(self.ffn(self.ffn_norm(x)))
-        return x + (out if drop is None else out * drop[1])
+        """x + attention(norm(x))."""
+        documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        normed = self._pieces.get("norm", self.attention_norm)(x)
+        return self._added(x, self.attention(normed, positions=positions, cache=cache, **documents)[0], drop)
 
+    def _attend_kept(self, x: Tensor, *given: Any) -> Tensor:
+        """`_attend`, computed again but for the op."""
+        return recomputed(lambda y: self._attend(y, *given), x, "attention-kept")
 
-def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
-    """The pattern of layers 1, 3, ... where they have one of their own, else None.
+    def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None) -> Tensor:
+        """`_feed`, in tiles."""
+        run = self._pieces.get("feed", self._feed)
+        return tiled(lambda y: run(y, drop), (self.ffn_norm, self.ffn, self.dropout), tile, x, last=True)
 
-    With "odd" their segments of w < `shift_below` (all finite ones if None) move by w // 2, whatever the sequence's length:
-    no position is a wall for every layer then.
+    def _feed(self, x: Tensor, drop: Tensor | None) -> Tensor:
+        """x + feed_forward(norm(x))."""
+        return self._added(x, self.ffn(self.ffn_norm(x)), drop)
 
-    Raises:
-        ValueError: for another word, for a pattern that a shift is not defined for, and where nothing would move.
-    """
-    if shift_layers not in ("none", "odd"):
-        raise ValueError(f"shift_layers must be none or odd; got {shift_layers!r}.")
-    if shift_layers == "none":
-        if shift_below is not None:
-            raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
-        return None
-    if pattern.padding == "attended":
-        raise ValueError(
-            'shift_layers="odd" needs padding="masked": padding="attended" reproduces releases whose layers are unshifted.'
-        )
-    if any(b.shift for b in pattern.branches):
-        raise ValueError(
-            f'shift_layers="odd" shifts a pattern that has no shift of its own, got {pattern}. Leave its shifts out, or '
-            'use shift_layers="none".'
-        )
-    odd = pattern.shifted(0.5, shift_below)
-    if odd == pattern:
-        raise ValueError(
-            f'shift_layers="odd" would move no branch of {pattern}: it takes finite segments of at least 2 tokens'
-            + ("" if shift_below is None else f", below shift_below={shift_below}")
-            + '. Use shift_layers="none".'
-        )
-    return odd
-
-
-class DilatedTransformer(nn.Module):
-    """`depth` blocks and a last norm; positions are turned into one rotary table for all of them.
-
-    `shift_layers`, `shift_below`: see `odd_pattern`.
-    """
-
-    def __init__(
-        self,
-        dim: int,
-        depth: int,
-        num_heads: int,
-        pattern: DilatedPattern,
-        *,
-        causal: bool,
-        hidden: int | None = None,
-        num_kv_heads: int | None = None,
-        options: BlockOptions | None = None,
-        shift_layers: Literal["none", "odd"] = "none",
-        shift_below: int | None = None,
-    ) -> None:
-        super().__init__()
-        options = options or BlockOptions()
-        integer(depth, "depth", 1)
-        hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
-        odd = odd_pattern(pattern, shift_layers, shift_below)
-        self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, which, causal=causal, num_kv_heads=num_kv_heads, options=options)
-            for which in (odd if odd and i % 2 else pattern for i in range(depth))
-        )
-        self.norm = make_norm(options.norm, dim)
-        self.drop_path = options.drop_path
-        self.rotary: Rotary | None = self.blocks[0].attention.rotary
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        positions: Tensor | None = None,
-        lengths: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        caches: Sequence[KVCache] | None = None,
-        watch: Callable[[Tensor], None] | None = None,
-    ) -> Tensor:
-        """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None; `watch` is
-        called with the input and with every block's output."""
-        table: RotaryTable | None = None
-        if self.rotary is not None:
-            if positions is None:
-                start = caches[0].length if caches else 0
-                positions = token_positions(start, x.shape[1])
-            if positions.shape not in (x.shape[1:2], x.shape[:2]):
-                raise ValueError(
-                    f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
-                )
-            table = self.rotary(positions.to(x.device), _working_dtype(x))
-        drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
-        if watch is not None:
-            watch(x)
-        for i, block in enumerate(self.blocks):
-            if caches is None:
-                drop = {} if drops is None else {"drop": drops[i]}
-                x = block(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, **drop)
-            else:  # past what compiles a call: every token would have a length of its own
-                x = block.forward(x, positions=table, lengths=lengths, cu_seqlens=cu_seqlens, cache=caches[i])
-            if watch is not None:
-                watch(x)
-        return self.norm(x)
-
-    def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph where that can be (xPos looks at values)."""
-        xpos = self.rotary is not None and self.rotary.xpos_scale_base is not None
-        for block in self.blocks:
-            block.compile(fullgraph=not xpos)
-
-    def new_caches(self) -> list[KVCache]:
-        """An empty cache for every block."""
-        return [block.attention.new_cache() for block in self.blocks]
-
-
-def _working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that q and k will have, so that xPos is checked against the range it will really have."""
-    return autocast(x[:0])[0].dtype
+    def _added(self, x: Tensor, more: Tensor, drop: Tensor | None) -> Tensor:
+        """x + more, in the dtype of x, after dropout and stochastic depth."""
+        more = self.dropout(more)
+        return x + (more if drop is None else more * drop).to(x.dtype)
 
 
 def default_hidden(dim: int, ffn: str) -> int:
     """4 E for GELU; 8/3 E, up to a multiple of 32, for SwiGLU, which has about as many weights."""
     return 4 * dim if ffn == "gelu" else -(-8 * dim // 3 // 32) * 32
-
-
-def init_weights(model: nn.Module, depth: int, dim: int) -> None:
-    """Normal(0, std) for matrices and embeddings, 0 for biases; projections into the residual by std / sqrt(2 depth).
-
-    std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit): with 0.02
-    everywhere narrow models hardly begin to learn.
-    """
-    std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
-    for name, parameter in model.named_parameters():
-        if parameter.ndim < 2:
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            continue
-        residual = name.endswith(("out_proj.weight", "fc2.weight"))
-        nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)

@@ -16,10 +16,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights, odd_pattern
+from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
+from lightning_dilated.models.tiling import tiled
 from lightning_dilated.models.torchscale import convert, read_state_dict
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
@@ -42,6 +44,8 @@ class TokenModel(DilatedModule):
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
             nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
         compile_blocks: compile every block by torch.compile when it is first run; generation stays uncompiled.
+        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation keeps under mixed
+            precision, where they are float32 else.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -78,6 +82,7 @@ class TokenModel(DilatedModule):
         compile_blocks: bool = False,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
+        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -101,7 +106,7 @@ class TokenModel(DilatedModule):
         self.compile_blocks = compile_blocks
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, rotary_base, xpos_scale_base, engine,
+            position_encoding, rotary_base, xpos_scale_base, engine, residual_dtype=residual_dtype,
         )  # fmt: skip
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
@@ -138,6 +143,26 @@ class TokenModel(DilatedModule):
         if self.compile_blocks:
             self.transformer.compile_blocks()
 
+    def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
+        """(B, N, E) of tokens (B, N), before the last norm."""
+        return self.transformer(self.dropout(self.embedding(tokens)), normed=False, **options)
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """(..., V) of hidden states (..., E)."""
+        return self.head(self.transformer.norm(x))
+
+    def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100; in tiles where the
+        memory settings have them, so that the logits of all tokens never exist."""
+
+        def nats(x: Tensor, labels: Tensor) -> Tensor:
+            logits = self._logits(x).flatten(0, 1)
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            flat = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
+            return flat.view(labels.shape)
+
+        return tiled(nats, (self.transformer.norm, self.head), self.transformer.memory.tile, x, labels)
+
 
 class LongNetLM(TokenModel):
     """Causal language model over tokens (bytes by default).
@@ -171,9 +196,8 @@ class LongNetLM(TokenModel):
         `caches` holds the tokens before these: `model.transformer.new_caches()`, or what earlier calls left in them.
         """
         self.configure_model()
-        x = self.dropout(self.embedding(tokens))
-        x = self.transformer(x, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
-        return self.head(x[:, -1:] if last_only else x)
+        x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
+        return self._logits(x[:, -1:] if last_only else x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
@@ -183,12 +207,9 @@ class LongNetLM(TokenModel):
                 f"tokens and labels must both be (B, N), got {tuple(tokens.shape)} and {tuple(labels.shape)}; "
                 "labels are the next token of each position, already shifted."
             )
-        logits = self(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        flat = nn.functional.cross_entropy(
-            logits.flatten(0, 1).to(wide), labels.flatten(), ignore_index=IGNORE, reduction="none"
-        )
-        return flat.view(labels.shape)
+        self.configure_model()
+        x = self._hidden(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
+        return self._losses(x, labels)
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""

@@ -16,6 +16,7 @@ from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.tiling import tiled
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import active_sequence, sequence_sum
@@ -96,10 +97,12 @@ class LongNetMLM(TokenModel):
         With `at`, (B, N) bool, those of these tokens only: (M, V).
         """
         self.configure_model()
-        x = self.dropout(self.embedding(tokens))
-        x = self.transformer(x, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
+        x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
+        return self._logits(x if at is None else x[at])
+
+    def _logits(self, x: Tensor) -> Tensor:
         # the embedding may have a row more, which is no answer
-        return nn.functional.linear(x if at is None else x[at], self.head.weight[: self.vocab_size])
+        return nn.functional.linear(self.transformer.norm(x), self.head.weight[: self.vocab_size])
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(what the model sees, which tokens it has to find) of this rank's part of a batch: (B, N) int64 and bool.
@@ -127,11 +130,19 @@ class LongNetMLM(TokenModel):
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """(nats, at least fp32; whether the likeliest token is the true one; the sample in the batch), each (M,)."""
+        self.configure_model()
         seen, chosen = self.masked(batch)
-        logits = self(seen, at=chosen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
-        labels, wide = batch["tokens"][chosen], torch.promote_types(logits.dtype, torch.float32)
+        x = self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))[chosen]
+        tile, labels = self.transformer.memory.tile, batch["tokens"][chosen]
+        terms = tiled(self._terms, (self.transformer.norm, self.head), tile, x[None], labels[None])[0]
+        return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
+
+    def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(1, M, 2): nats, and 1 where the likeliest token is the true one, of hidden states (1, M, E) and labels (1, M)."""
+        logits, labels = self._logits(x[0]), labels[0]
+        wide = torch.promote_types(logits.dtype, torch.float32)
         losses = nn.functional.cross_entropy(logits.to(wide), labels, reduction="none")
-        return losses, logits.detach().argmax(-1) == labels, chosen.nonzero()[:, 0]
+        return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats over the masked tokens, their number)."""

@@ -14,17 +14,17 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer, init_weights
+from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.image_patches import image_patches, table_positions
 from lightning_dilated.models.longvit_weights import load_longvit, read_longvit
 from lightning_dilated.models.pooled import PooledModule, guarded, mean_token
 from lightning_dilated.models.slide_backbone import RELEASED_RATES
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
-#: segment lengths of the releases by pixels of the image's side; any other side has those of 1024
-RELEASED_SEGMENTS = {
+RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those of 1024
     1024: (64, 128, 256, 512, 1024),
     4096: (1024, 2048, 4096, 8192, 16384),
     8192: (1024, 4096, 8192, 16384, 65536),

@@ -1,11 +1,13 @@
-"""Activation recomputation of a block: its input is kept, the rest is computed again when the backward comes.
+"""Activation recomputation: a block's input is kept, the rest is computed again when the backward comes.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
@@ -18,12 +20,29 @@ from lightning_dilated.attention import op as _op  # noqa: F401 - registers the 
 #: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
 POLICIES = ("none", "attention-kept", "block")
 
+_unused = False
+
 
 def check_policy(name: str) -> str:
     """`name`, or an error that lists the policies."""
     if name not in POLICIES:
         raise ValueError(f"the recompute policy must be one of {', '.join(POLICIES)}; got {name!r}.")
     return name
+
+
+def result_is_unused() -> bool:
+    """Whether a checkpointed piece now runs again for what it saves on its way: nothing reads what it returns."""
+    return _unused
+
+
+@contextlib.contextmanager
+def _result_unused(unused: bool) -> Iterator[None]:
+    global _unused
+    before, _unused = _unused, unused
+    try:
+        yield
+    finally:
+        _unused = before
 
 
 def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -41,9 +60,47 @@ def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
-def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str) -> Tensor:
-    """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it."""
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a piece's first run, and around the one in the backward."""
+    return _result_unused(False), _result_unused(True)
+
+
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
+    """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it.
+
+    `marked`: `result_is_unused` tells of the second run; not to be compiled then. For policy "block".
+    """
     if policy == "block":
-        return checkpoint(run, x, use_reentrant=False)
+        more = {"context_fn": _contexts} if marked else {}
+        return checkpoint(run, x, use_reentrant=False, **more)
     kept = [torch.ops.lightning_dilated.attention.default]
     return checkpoint(run, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
+
+
+def in_groups(
+    layers: list[Callable[[Tensor], Tensor]],
+    x: Tensor,
+    every: int,
+    keeping: Callable[[Tensor, int, int], AbstractContextManager[None]],
+) -> Tensor:
+    """The layers one after another; only the input of every `every`-th is kept.
+
+    Each layer recomputes itself; a group of them is computed again, too, before its layers are, one at a time.
+
+    Args:
+        layers: (B, N, E) to (B, N, E) each.
+        every: layers of a group.
+        keeping: of (input, number of the group, groups) a context in which that input is saved, see `offload.Host`.
+    """
+    starts = range(0, len(layers), every)
+    for number, first in enumerate(starts):
+        group = layers[first : first + every]
+        with keeping(x, number, len(starts)):
+            x = checkpoint(partial(_run, group), x, use_reentrant=False) if every > 1 else group[0](x)
+    return x
+
+
+def _run(layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    for layer in layers:
+        x = layer(x)
+    return x

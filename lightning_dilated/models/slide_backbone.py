@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer
+from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.grid_positions import BLANK, GridPositions, cells_of, check_coords
 from lightning_dilated.models.pooled import guarded
+from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 

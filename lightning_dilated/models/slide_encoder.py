@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor
 
 from lightning_dilated.models.attention_maps import chosen_layers, layer_weights, tile_rows
-from lightning_dilated.models.blocks import BlockOptions, init_weights
+from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_weights import (
@@ -26,6 +26,7 @@ from lightning_dilated.models.slide_weights import (
     sizes_of,
     to_released,
 )
+from lightning_dilated.models.transformer import init_weights
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 

@@ -15,12 +15,12 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.models.blocks import DilatedTransformer, init_weights
 from lightning_dilated.models.masking import sample_numbers
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled import check_lengths, guarded
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_encoder import slide_options
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec
 

@@ -144,9 +144,17 @@ def blocks(
     return tuple(out)
 
 
-def pairs(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int | None, causal: bool) -> int:
-    """(query, key) pairs over all heads and branches: 4*D of them are the forward FLOPs, 10*D the backward ones."""
-    return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads))
+def pairs(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int | None,
+    causal: bool,
+    heads: tuple[int, int] | None = None,
+) -> int:
+    """(query, key) pairs over all heads, or (first, stop) of them, and branches: 4*D of them are the forward FLOPs, 10*D the
+    backward ones."""
+    return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
 
 
 def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: int) -> Block:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
@@ -17,6 +17,9 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh) -> None:
     Raises:
         ValueError: if the module sharded some of its parameters itself and not all: the others would drift apart silently.
     """
+    if isinstance(module, FSDPModule):
+        module.reshard()  # evaluation leaves the root's parameters whole
+        return
     dealt = [isinstance(p, DTensor) for p in module.parameters()]
     if any(dealt):
         if not all(dealt):

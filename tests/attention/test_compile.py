@@ -120,7 +120,7 @@ def test_autocast():
 def opcheck(case, seed=None, dropout=0.0, engine="auto"):
     q, k, v, _ = case.tensors(torch.float32)
     documents = (case.options()["lengths"], case.options()["cu_seqlens"])
-    args = (q, k, v, *documents, seed, case.pattern.code, case.causal, 0.3, dropout, engine, "", True)
+    args = (q, k, v, *documents, seed, case.pattern.code, case.causal, 0.3, dropout, engine, "", True, [])
     torch.library.opcheck(torch.ops.lightning_dilated.attention, args)
 
 

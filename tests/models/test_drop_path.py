@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from lightning_dilated.models.blocks import BlockOptions, DilatedTransformer
+from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.drop_path import drop_path_factors, drop_path_rates
+from lightning_dilated.models.transformer import DilatedTransformer
 
 from . import PATTERN
 

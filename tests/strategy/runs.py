@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.data.sampler import ResumableSampler
 
 PATTERN = DilatedPattern.longnet([8, 16, 40], [1, 2, 4])
@@ -41,6 +42,7 @@ class Run:
     precision: str = "64-true"
     workers: int = 0
     fsdp: bool = False
+    memory: dict[str, Any] | None = None  # arguments of ActivationRecompute
     double: bool = False  # float64 without Lightning's plugin, which it refuses for sharded parameters
 
     def but(self, **changes: Any) -> Run:
@@ -153,6 +155,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
     """(trainer, model, data, record) of a run, with seeds set."""
     pl.seed_everything(4, verbose=False)
     record = Record()
+    told = [] if run.memory is None else [ActivationRecompute(**run.memory)]
     built = trainer(
         (RingDilatedFSDPStrategy if run.fsdp else RingDilatedStrategy)(**run.strategy),
         world,
@@ -161,7 +164,7 @@ def make(run: Run, world: int, **options: Any) -> tuple[pl.Trainer, LongNetLM, D
         gradient_clip_val=run.clip,
         precision="32-true" if run.double else run.precision,
         num_sanity_val_steps=0,
-        callbacks=[record, *options.pop("callbacks", [])],
+        callbacks=[record, *told, *options.pop("callbacks", [])],
         **options,
     )
     model = run.cls(**{"pattern": PATTERN, "vocab_size": VOCAB, "dim": 16, "depth": 2, **run.model})

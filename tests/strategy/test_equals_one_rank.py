@@ -62,7 +62,7 @@ CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
-SLOW = [c for c in CASES if c[0] == "workers" or (c[1] == "4" and c[0] not in CI)]
+SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 
@@ -122,7 +122,7 @@ def test_every_exchange_and_layout(pools, exchange, layout):
     check(pools(4).run(4, fit, run.but(strategy=settings)), pools(1).run(1, fit, run)[0], 1e-9)
 
 
-@pytest.mark.parametrize("way", PLAIN)
+@pytest.mark.parametrize("way", ("2", pytest.param("4", marks=pytest.mark.slow), "4, data 2"))
 @pytest.mark.parametrize(
     "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
 )

@@ -57,7 +57,9 @@ def losses(text: str) -> list[float]:
 @pytest.mark.parametrize("launcher", [None, pytest.param([*TORCHRUN, "--nproc-per-node", "2"], marks=pytest.mark.slow)])
 def test_ends_and_says_why(tmp_path, how, who, words, launcher):
     status, text = start(tmp_path, how, who, launcher=launcher)
-    assert status != 0 and words in text, text[-3000:]
+    # Lightning's launcher looks for dead children now and then, says which, and may end rank 0 before it has spoken
+    told = words, *([f"[rank: {who}] Child process"] if launcher is None and who else [])
+    assert status != 0 and any(w in text for w in told), text[-3000:]
 
 
 @pytest.fixture(scope="module")

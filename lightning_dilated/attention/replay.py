@@ -1,0 +1,43 @@
+"""Running a piece of the forward again in the backward as it ran first: the same autocast, the same random numbers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+
+class Replay:
+    """What a forward ran under, taken when this is made.
+
+    Args:
+        like: a tensor on the device that is computed on.
+        random: whether the piece draws random numbers, whose state is then kept, too.
+    """
+
+    def __init__(self, like: Tensor, random: bool = False) -> None:
+        self._device = like.device.type
+        kind = self._device
+        self._autocast = None
+        if torch.amp.is_autocast_available(kind):
+            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """The forward's surroundings, with gradients enabled; random states are as they were afterwards."""
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.enable_grad())
+            if self._autocast is not None:
+                enabled, dtype = self._autocast
+                stack.enter_context(torch.autocast(self._device, dtype=dtype, enabled=enabled))
+            if self._states is not None:
+                cpu, devices, states = self._states
+                kind = self._device if devices else "cuda"
+                stack.enter_context(torch.random.fork_rng(devices=devices, device_type=kind))
+                torch.set_rng_state(cpu)
+                set_device_states(devices, states, device_type=kind)
+            yield

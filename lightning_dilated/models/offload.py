@@ -1,0 +1,205 @@
+"""Saved tensors in pinned host memory while they wait for the backward, copied beside the computation.
+
+A copy leaves as soon as the tensor is there, and the tensor is let go when the next one has left: in the order of the
+computing stream, so that the host, which runs ahead, holds no more than two at a time. In the backward the next one is on
+its way back while one is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GIB = 2**30
+
+
+def check_offload(offload: Any) -> float:
+    """The budget: 0 for none, up to 1 a fraction of what is saved, above 1 GiB of host memory."""
+    if isinstance(offload, bool) or not isinstance(offload, (int, float)) or not 0 <= offload < math.inf:
+        raise ValueError(
+            f"offload must be 0 (none), a fraction up to 1 of the saved block inputs, or GiB above 1; got {offload!r}."
+        )
+    return float(offload)
+
+
+class Host:
+    """Where saved tensors of one device wait.
+
+    Args:
+        budget: see `check_offload`.
+    """
+
+    def __init__(self, budget: float) -> None:
+        self.budget = check_offload(budget)
+        self._free: list[_Buffer] = []
+        self._held = 0  # bytes of all buffers
+        self._order: list[weakref.ref[_Away]] = []
+        self._leaving: _Away | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    @property
+    def bytes(self) -> int:
+        """Of host memory, taken for good."""
+        return self._held
+
+    def keeping(self, x: Tensor, number: int, of: int) -> AbstractContextManager[None]:
+        """A context in which x, where autograd saves it, goes to the host; it is the `number`-th of `of` in this forward."""
+        if number == 0:
+            self._order.clear()
+        budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
+        return self._hooks(x) if budgeted and x.requires_grad and torch.is_grad_enabled() else contextlib.nullcontext()
+
+    def _fits(self, x: Tensor) -> bool:
+        if self._fitting(x.nbytes) is None and self._held + x.nbytes > self.budget * GIB:
+            self._held -= sum(buffer.size for buffer in self._free)
+            self._free.clear()  # of other lengths
+        return self._fitting(x.nbytes) is not None or self._held + x.nbytes <= self.budget * GIB
+
+    def _fitting(self, size: int) -> _Buffer | None:
+        """The smallest free buffer for so many bytes that is not far too large."""
+        found = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
+        return min(found, key=lambda buffer: buffer.size, default=None)
+
+    @contextlib.contextmanager
+    def _hooks(self, x: Tensor) -> Iterator[None]:
+        where, x_size, dtype = x.data_ptr(), x.shape, x.dtype
+
+        def pack(t: Tensor) -> Tensor | _Away:
+            same = t.data_ptr() == where and t.shape == x_size and t.dtype == dtype and t.is_contiguous()
+            return self._send(t) if same else t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.back() if isinstance(t, _Away) else t):
+            yield
+
+    def _send(self, x: Tensor) -> _Away:
+        """Start the copy of x; the tensor that left before is let go once its own is done."""
+        last = self._order[-1]() if self._order else None
+        if last is not None and last.where == x.data_ptr() and last.tensor is not None:
+            return last  # saved twice
+        away = _Away(self, x, len(self._order))
+        self._order.append(weakref.ref(away))
+        if self._leaving is not None:
+            self._leaving.left()
+        self._leaving = away
+        return away
+
+    def let_go(self, away: _Away) -> None:
+        """Forget a tensor that is back."""
+        if self._leaving is away:
+            self._leaving = None
+
+    def before(self, number: int) -> _Away | None:
+        """The tensor that was saved before the `number`-th, which the backward asks for after it."""
+        return self._order[number - 1]() if 0 < number <= len(self._order) else None
+
+    def take(self, size: int) -> _Buffer:
+        """Host memory of so many bytes."""
+        found = self._fitting(size)
+        if found is None:
+            found = _Buffer(size, self.on_gpu)
+            self._held += size
+        else:
+            self._free.remove(found)
+        return found
+
+    def put(self, buffer: _Buffer) -> None:
+        """Give memory back, for later tensors."""
+        self._free.append(buffer)
+
+    on_gpu = False
+
+    def stream(self, device: torch.device) -> torch.cuda.Stream:
+        """The stream of copies, one for both directions, so that memory that was read is written after."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(device)
+        return self._stream
+
+
+class _Buffer:
+    """Bytes of host memory; registered with CUDA, since torch's own pinned memory comes in powers of two."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.size = size
+        try:
+            self.memory = torch.empty(size, dtype=torch.uint8, device="cpu")
+            if pinned:
+                torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
+                weakref.finalize(self, _unregister, self.memory)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"offload could not get {size / GIB:.2f} GiB more of (pinned) host memory: {error}. Lower offload of "
+                "ActivationRecompute, which is what all ranks of this machine take each, or set every=2."
+            ) from error
+
+
+def _unregister(memory: Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+class _Away:
+    """A tensor on the host; `back` brings it to its device."""
+
+    def __init__(self, host: Host, x: Tensor, number: int) -> None:
+        self._host, self.number, self.where = host, number, x.data_ptr()
+        self._like = x.dtype, x.shape, x.device
+        host.on_gpu = x.device.type == "cuda"
+        self._buffer, self._done = host.take(x.nbytes), None
+        self.tensor: Tensor | None = x.detach()
+        with self._beside():
+            self._flat().copy_(self.tensor, non_blocking=True)
+
+    def __del__(self) -> None:
+        buffer = getattr(self, "_buffer", None)
+        if buffer is not None:
+            self._host.put(buffer)
+
+    def _flat(self) -> Tensor:
+        dtype, shape, _ = self._like
+        return self._buffer.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
+
+    @contextlib.contextmanager
+    def _beside(self) -> Iterator[None]:
+        """On the stream of copies, after what was asked for so far."""
+        if not self._host.on_gpu:
+            yield
+            return
+        stream = self._host.stream(self._like[2])
+        stream.wait_stream(torch.cuda.current_stream(self._like[2]))
+        with torch.cuda.stream(stream):
+            yield
+            self._done = stream.record_event()
+
+    def _wait(self) -> None:
+        if self._done is not None:
+            torch.cuda.current_stream(self._like[2]).wait_event(self._done)
+
+    def left(self) -> None:
+        """Let the tensor go: its memory is taken again by what this stream does after the copy."""
+        self._wait()
+        self.tensor = None
+
+    def fetch(self) -> None:
+        """Start the way back."""
+        if self.tensor is None:
+            dtype, shape, device = self._like
+            self.tensor = torch.empty(shape, dtype=dtype, device=device)
+            with self._beside():
+                self.tensor.copy_(self._flat(), non_blocking=True)
+
+    def back(self) -> Tensor:
+        """The tensor; the one that is needed next starts its way."""
+        self.fetch()
+        self._wait()
+        found, self.tensor = self.tensor, None
+        self._host.let_go(self)
+        following = self._host.before(self.number)
+        if following is not None:
+            following.fetch()
+        return found

@@ -1,0 +1,68 @@
+"""Windows of heads on several ranks: what one rank gives at once, by every exchange, and each row is sent once."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.pattern import Branch, DilatedPattern
+
+from .calls import positions, sequence
+
+N, DIM = 32, 24
+PATTERN = DilatedPattern.geometric(4, 32)
+MIXED = DilatedPattern([Branch(6, 1, heads=[0, 1, 4]), Branch(12, 3, shift=5), (None, 2), Branch(20, 4, offset=1)])
+WAYS = {
+    "gather": (4, PATTERN, {"exchange": "gather"}),
+    "ring": (3, MIXED, {"exchange": "ring"}),
+    "butterfly": (4, PATTERN, {"exchange": "butterfly"}),
+    "switch": (2, MIXED, {"exchange": "switch"}),
+    "hierarchical": (4, MIXED, {"exchange": "hierarchical_gather", "ranks_per_node": 2}),
+    "zigzag": (2, MIXED, {"layout": "zigzag"}),
+    "head groups": (4, MIXED, {"head_size": 2}),
+    "head groups, one kv head each": (4, PATTERN, {"head_size": 2, "exchange": "switch"}),
+}
+
+
+def layer_of(pattern: DilatedPattern, chunks: int) -> tuple[MultiheadDilatedAttention, Tensor]:
+    """(a layer of 6 heads and 3 kv heads, x (2, N, DIM))."""
+    torch.manual_seed(0)
+    layer = MultiheadDilatedAttention(
+        DIM, 6, pattern, num_kv_heads=3, causal=True, dropout=0.2, position_encoding="rotary"
+    ).double()
+    layer.head_chunks = chunks
+    return layer, torch.randn(2, N, DIM, dtype=torch.float64)
+
+
+def results(layer: MultiheadDilatedAttention, x: Tensor) -> list[Tensor]:
+    """out, dx and the parameters' gradients."""
+    torch.manual_seed(1)
+    x = x.detach().requires_grad_()
+    out = layer(x)[0]
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+
+
+def on_ranks(rank, group, pattern, chunks, settings):
+    """(results, positions, (bytes sent forward, backward)) of a rank."""
+    layer, x = layer_of(pattern, chunks)
+    with sequence(group, **settings) as ours, ours.active():
+        at = positions(ours, N)
+        found = results(layer, x[:, at])
+        return found, at, (ours.forward_traffic.sent, ours.backward_traffic.sent)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_to_one_rank_at_once(pool, way):
+    ranks, pattern, settings = WAYS[way]
+    want = results(*layer_of(pattern, 1))
+    sent = []
+    for chunks in (1, 2, 3):
+        found = pool.run(ranks, on_ranks, pattern, chunks, settings)
+        sent.append(torch.tensor([f[2] for f in found]))
+        at = torch.tensor([p for f in found for p in f[1]]).argsort()
+        for i, x in enumerate(want):
+            parts = [f[0][i] for f in found]
+            got = torch.cat(parts, 1)[:, at] if i < 2 else sum(parts)
+            torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
+    assert sent[0].sum(0).min() > 0
+    assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # uneven windows of head groups move other rows

@@ -1,0 +1,262 @@
+"""Memory settings: the same loss and the same gradients with any of them, and what they are for."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dilated import Branch, DilatedPattern
+from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
+
+from . import batch, tiny
+
+PATTERN = DilatedPattern([Branch(5, 1), Branch(12, 3, shift=4), Branch(None, 2)])
+SETTINGS = {
+    "block": MemorySettings("block"),
+    "kept": MemorySettings("attention-kept"),
+    "every 2": MemorySettings("block", every=2),
+    "every 5": MemorySettings("block", every=5),
+    "offload": MemorySettings("block", offload=1),
+    "offload some": MemorySettings("attention-kept", offload=0.4),
+    "offload GiB": MemorySettings("block", offload=1.5),
+    "tile": MemorySettings(tile=7),
+    "tile 1": MemorySettings("block", tile=1),
+    "heads": MemorySettings(head_chunks=2),
+    "kept, tile, heads": MemorySettings("attention-kept", tile=16, head_chunks=2),
+    "kept, heads": MemorySettings("attention-kept", head_chunks=2),
+    "all": MemorySettings("block", every=2, offload=1, tile=9, head_chunks=2),
+}
+
+
+def gradients(model: torch.nn.Module, settings: MemorySettings, given: dict, seed: int = 0) -> list[Tensor]:
+    """[per-token losses, gradients of all parameters]."""
+    model.transformer.memory = settings
+    torch.manual_seed(seed)
+    losses = model.token_losses(given)
+    weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype).view_as(losses)
+    return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))]
+
+
+def same(found: list[Tensor], want: list[Tensor], tol: float = 1e-11) -> None:
+    for a, b in zip(found, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=tol, atol=tol)
+
+
+MODELS = {
+    "causal, grouped": {"num_kv_heads": 2, "depth": 3},
+    "layernorm": {"norm": "layernorm", "ffn": "gelu", "bias": True, "sub_layernorm": True, "depth": 3},
+    "xpos, untied": {"position_encoding": "xpos", "tie_embeddings": False, "depth": 2},
+    "no positions, shifted": {"position_encoding": "none", "shift_layers": "odd", "depth": 2},
+}
+
+
+@pytest.mark.parametrize("options", MODELS.values(), ids=MODELS)
+@pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
+def test_gradients_are_the_plain_ones(chosen, options):
+    pattern = DilatedPattern.longnet([5, 12], [1, 3]) if "shift_layers" in options else PATTERN
+    model, given = tiny(pattern, **options), batch(2, 23)
+    given["labels"][0, 3:9] = -100
+    given["lengths"] = torch.tensor([23, 17])
+    same(gradients(model, chosen, given), gradients(model, MemorySettings(), given))
+
+
+@given(
+    policy=st.sampled_from(["none", "attention-kept", "block"]),
+    every=st.integers(1, 4),
+    offload=st.sampled_from([0, 0.5, 1, 2]),
+    tile=st.one_of(st.none(), st.integers(1, 40)),
+    chunks=st.integers(1, 3),
+    tokens=st.integers(1, 33),
+    samples=st.integers(1, 3),
+    seed=st.integers(0, 2**20),
+)
+@settings(max_examples=25)
+def test_any_of_them(policy, every, offload, tile, chunks, tokens, samples, seed):
+    chosen = MemorySettings(policy, every if policy == "block" else 1, offload if policy != "none" else 0, tile, chunks)
+    torch.manual_seed(seed)
+    model = tiny(PATTERN, dim=24, num_heads=6, num_kv_heads=3, depth=2, attention_dropout=0.3).train()
+    given = batch(samples, tokens)
+    # masks of attention are keyed by heads and positions, so they are the same however it is cut
+    same(gradients(model, chosen, given, seed), gradients(model, MemorySettings(), given, seed))
+
+
+@pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
+def test_dropout_is_drawn_again_alike(chosen):
+    """Where hidden features are dropped the masks of tiles are others, so the gradient is held against differences."""
+    model = tiny(PATTERN, dropout=0.4, num_kv_heads=2, depth=3).train()
+    model.transformer.drop_path = 0.3
+    model.transformer.memory = chosen
+    given, parameters = batch(2, 23), list(model.parameters())
+    steps = [torch.randn_like(p) * 1e-6 for p in parameters]
+
+    def loss() -> Tensor:
+        torch.manual_seed(5)
+        return model.token_losses(given).sum()
+
+    found = torch.autograd.grad(loss(), parameters)
+    want = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            for p, step in zip(parameters, steps, strict=True):
+                p += sign * step
+            want.append(loss())
+            for p, step in zip(parameters, steps, strict=True):
+                p -= sign * step
+    slope = sum((g * s).sum() for g, s in zip(found, steps, strict=True))
+    torch.testing.assert_close(slope, (want[0] - want[1]) / 2, rtol=1e-5, atol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_mixed_precision(dtype):
+    """In tiles a gradient is summed in float32, so that it is no rounder than without."""
+    model, given = tiny(PATTERN, torch.float32, num_kv_heads=2), batch(2, 40)
+    exact = gradients(model.double(), MemorySettings(), given)[1:]
+    model.to(dtype)
+    errors = []
+    for chosen in (MemorySettings(), MemorySettings("block", tile=4, head_chunks=2)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+            losses, *found = gradients(model, chosen, given)
+        assert losses.dtype == torch.float32 and {g.dtype for g in found} == {dtype}
+        distance = sum((a.double() - b).square().sum() for a, b in zip(found, exact, strict=True))
+        errors.append((distance / sum(b.square().sum() for b in exact)).sqrt())
+    assert errors[1] < 1.3 * errors[0] < 0.2
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of any result, and the shapes that have so many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, Tensor):
+                self.most = max(self.most, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def test_nothing_wide_exists():
+    """Neither tokens x hidden features nor tokens x vocabulary, nor q, k and v of all heads."""
+    tokens, dim, options = 256, 16, {"ffn_dim": 96, "vocab_size": 80, "num_heads": 8, "depth": 2}
+    model, given = tiny(PATTERN, dim=dim, **options), batch(1, tokens, vocab_size=80)
+    for chosen, most in [
+        (MemorySettings(), 96 * tokens),
+        (MemorySettings(tile=32), 2 * dim * tokens),  # the joint projection of q and k
+        (MemorySettings("block", tile=32, head_chunks=4), dim * tokens),
+    ]:
+        with Largest() as seen:
+            gradients(model, chosen, given)
+        assert seen.most == most, chosen
+
+
+class _Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Counts what is saved outside of checkpointed pieces, of so many elements."""
+
+    def __init__(self, elements: int) -> None:
+        self.found: set[int] = set()
+        super().__init__(lambda x: (self.found.add(x.data_ptr()) if x.numel() == elements else None, x)[1], lambda x: x)
+
+
+@pytest.mark.parametrize("every, inputs", [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)])
+def test_every_so_many_th_input_is_kept(every, inputs):
+    stack = DilatedTransformer(16, 6, 4, PATTERN, causal=True)
+    stack.memory = MemorySettings("block", every=every)
+    kept = _Kept(2 * 21 * 16)
+    with kept:
+        out = stack(torch.randn(2, 21, 16, requires_grad=True), normed=False)
+    assert len(kept.found) == inputs
+    out.sum().backward()
+
+
+def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
+    """The recomputation of a block ends with the input of its feed-forward."""
+    ran, real = [], FeedForward.forward
+    monkeypatch.setattr(FeedForward, "forward", lambda self, x: ran.append(x.shape[1]) or real(self, x))
+    block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+    block.memory = MemorySettings("block", tile=8)
+    out = block(torch.randn(1, 21, 16, requires_grad=True))
+    assert ran == [8, 8, 5]
+    out.sum().backward()
+    assert ran == [8, 8, 5] * 2
+
+
+@pytest.mark.parametrize("chosen", [s for s in SETTINGS.values() if s.in_pieces], ids=str)
+def test_compiled_in_pieces(chosen, monkeypatch):
+    torch._dynamo.reset()
+    model, given = tiny(PATTERN, num_kv_heads=2, depth=2), batch(1, 21)
+    want = gradients(model, MemorySettings(), given)
+    compiled, real = [], torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **kwargs: compiled.append(f) or real(f, **kwargs))
+    for block in model.transformer.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    same(gradients(model, chosen, given), want)
+    assert compiled and not any(b._compiled_call_impl for b in model.transformer.blocks)
+    same(gradients(model, MemorySettings("block"), given), want)  # whole blocks again
+    assert all(b._compiled_call_impl for b in model.transformer.blocks)
+
+
+def test_compiled_whole_with_offload():
+    torch._dynamo.reset()
+    model, given = tiny(PATTERN, num_kv_heads=2, depth=3), batch(1, 21)
+    want = gradients(model, MemorySettings(), given)
+    for block in model.transformer.blocks:
+        block.compile(fullgraph=True, backend="aot_eager")
+    same(gradients(model, MemorySettings("block", offload=1), given), want)
+    assert model.transformer._host.bytes == 3 * 21 * 16 * 8
+
+
+# -- refusals and residual dtype ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ({"policy": "all"}, "must be one of none, attention-kept, block; got 'all'"),
+        ({"policy": "none", "every": 2}, 'every=2 keeps .* it needs policy="block"'),
+        ({"policy": "attention-kept", "every": 2}, 'every=2 keeps .* it needs policy="block"'),
+        ({"policy": "block", "every": 0}, "every must be at least 1, got 0"),
+        ({"offload": 0.5}, "offload=0.5 moves the block inputs"),
+        ({"policy": "block", "offload": -1}, "offload must be 0 .none., a fraction .* got -1"),
+        ({"policy": "block", "offload": True}, "offload must be .* got True"),
+        ({"policy": "block", "offload": float("nan")}, "offload must be .* got nan"),
+        ({"tile": 0}, "tile must be at least 1, got 0"),
+        ({"tile": 2.5}, "tile must be .* got 2.5"),
+        ({"head_chunks": 0}, "head_chunks must be at least 1, got 0"),
+    ],
+)
+def test_settings_that_are_refused(given, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        MemorySettings(**given)
+
+
+def test_more_chunks_than_kv_heads():
+    with pytest.raises(ValueError, match="head_chunks=3 must be at most the 2 kv heads"):
+        tiny(PATTERN, num_kv_heads=2).transformer.memory = MemorySettings(head_chunks=3)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", None])
+def test_residual_dtype(dtype):
+    model = tiny(PATTERN, torch.float32, residual_dtype=dtype)
+    seen = []
+    with torch.autocast("cpu", torch.bfloat16):
+        model.transformer(model.embedding(batch(1, 9)["tokens"]), watch=lambda x: seen.append(x.dtype))
+    assert set(seen) == {getattr(torch, dtype or "float32")} and len(seen) == 3
+
+
+def test_residual_dtype_is_checked():
+    with pytest.raises(ValueError, match=r"residual_dtype must be float32, bfloat16, float16 or null .* got 'int8'"):
+        BlockOptions(residual_dtype="int8")
+
+
+def test_unknown_settings_do_not_slip_through():
+    """Every field of the settings is one of the callback's arguments."""
+    from dataclasses import fields
+    from inspect import signature
+
+    from lightning_dilated.callbacks import ActivationRecompute
+
+    assert [f.name for f in fields(MemorySettings)] == list(signature(ActivationRecompute).parameters)

@@ -1,0 +1,63 @@
+"""Saved block inputs in host memory: how many, how much of it, and that it is given back."""
+
+import gc
+
+import pytest
+import torch
+
+from lightning_dilated.models import offload
+from lightning_dilated.models.memory import MemorySettings
+
+from . import batch, tiny
+from .test_memory_settings import PATTERN, gradients, same
+
+INPUT = 2 * 21 * 16 * 8  # bytes of a block's input
+
+
+@pytest.mark.parametrize(
+    "offload, every, inputs", [(1, 1, 5), (0.5, 1, 2), (0.2, 1, 1), (1, 2, 3), (1 + 1e-9, 1, 5), (100, 1, 5)]
+)
+def test_host_memory(offload, every, inputs):
+    model = tiny(PATTERN, depth=5)
+    chosen = MemorySettings("block", every=every, offload=offload)
+    model.transformer.memory = chosen
+    host = model.transformer._host
+    for _ in range(3):  # later steps take no more
+        losses = model.token_losses(batch(2, 21))
+        assert len([a for a in host._order if a() is not None]) == inputs
+        losses.sum().backward()
+        assert host.bytes == inputs * INPUT and sum(b.size for b in host._free) == inputs * INPUT
+
+
+def test_a_budget_in_gib(monkeypatch):
+    monkeypatch.setattr(offload, "GIB", INPUT)
+    model = tiny(PATTERN, depth=5)
+    want = gradients(model, MemorySettings(), given := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=3.5), given), want)
+    host = model.transformer._host
+    assert host.bytes == 3 * INPUT
+    torch.autograd.grad(model.token_losses(batch(2, 11)).sum(), list(model.parameters()))
+    assert host.bytes <= 3.5 * INPUT  # memory for other lengths was given back
+
+
+def test_a_forward_without_backward():
+    model = tiny(PATTERN, depth=3)
+    model.transformer.memory = MemorySettings("block", offload=1)
+    losses = model.token_losses(batch(2, 21))
+    del losses
+    gc.collect()
+    host = model.transformer._host
+    assert sum(b.size for b in host._free) >= 2 * INPUT  # the last that left is held until another leaves
+    want = gradients(model, MemorySettings(), given := batch(2, 21))
+    same(gradients(model, MemorySettings("block", offload=1), given), want)
+
+
+def test_two_forwards_before_the_backward():
+    model = tiny(PATTERN, depth=3)
+    first, second = batch(2, 21), batch(2, 21)
+    found = []
+    for chosen in (MemorySettings(), MemorySettings("block", offload=1)):
+        model.transformer.memory = chosen
+        loss = model.token_losses(first).sum() + 2 * model.token_losses(second).sum()
+        found.append(torch.autograd.grad(loss, list(model.parameters())))
+    same(list(found[1]), list(found[0]))

@@ -1,0 +1,64 @@
+"""Layers in tiles: explicit gradients that come once, and errors where they would be wrong."""
+
+import pytest
+import torch
+
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.tiling import tiled
+
+from . import batch, tiny
+from .test_memory_settings import PATTERN, Largest, same
+
+
+def test_hooks_on_a_parameter_run_once():
+    """DDP and FSDP reduce a gradient when it is accumulated, so that must happen once."""
+    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block.memory = MemorySettings("block", tile=4, head_chunks=2)
+    for name, p in block.named_parameters():
+        p.register_post_accumulate_grad_hook(lambda p, name=name: seen.append(name))
+    block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
+    assert sorted(seen) == sorted(name for name, _ in block.named_parameters())
+
+
+def test_frozen_parameters():
+    block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+    block.ffn.requires_grad_(False)
+    block.attention.in_proj_weight.requires_grad_(False)
+    x = torch.randn(1, 21, 16, requires_grad=True)
+    found = []
+    for chosen in (MemorySettings(), MemorySettings("block", tile=4, head_chunks=2)):
+        block.memory = chosen
+        block.zero_grad()
+        block(x).square().sum().backward()
+        found.append({n: p.grad for n, p in block.named_parameters()})
+        assert [n for n, g in found[-1].items() if g is None] == [
+            "attention.in_proj_weight", "ffn.gate.weight", "ffn.fc1.weight", "ffn.fc2.weight",
+        ]  # fmt: skip
+    same([g for g in found[1].values() if g is not None], [g for g in found[0].values() if g is not None], 1e-5)
+
+
+def test_no_double_backward():
+    layer = torch.nn.Linear(4, 4)
+    x = torch.randn(1, 8, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(tiled(layer, (layer,), 3, x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_a_parameter_changed_before_the_backward():
+    layer = torch.nn.Linear(4, 4)
+    out = tiled(layer, (layer,), 3, torch.randn(1, 8, 4, requires_grad=True))
+    with torch.no_grad():
+        layer.weight += 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_evaluation_in_tiles():
+    model, given = tiny(PATTERN, ffn_dim=96), batch(1, 64)
+    want = model.token_losses(given)
+    model.transformer.memory = MemorySettings("block", tile=8)
+    with torch.no_grad(), Largest() as seen:
+        torch.testing.assert_close(model.token_losses(given), want)
+    assert seen.most < 64 * 96

@@ -1,0 +1,42 @@
+"""Memory settings on many ranks: a run with all of them leaves what a plain run on one rank leaves."""
+
+import pytest
+import torch
+
+from .runs import Run, fit
+from .test_equals_one_rank import check
+
+EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 5, "head_chunks": 2}
+RUN = Run(steps=3, accumulate=2, clip=0.1, masked=0.3, batch_size=2, model={"depth": 3, "num_kv_heads": 2})
+WAYS = {
+    "one rank": (1, RUN.but(memory=EVERYTHING)),
+    "ddp": (2, RUN.but(memory=EVERYTHING)),
+    "ddp, kept": (2, RUN.but(memory={**EVERYTHING, "policy": "attention-kept", "every": 1})),
+    "ddp, head 2": (2, RUN.but(memory=EVERYTHING, strategy={"head_size": 2})),
+    "ddp, ring": (2, RUN.but(memory=EVERYTHING, strategy={"exchange": "ring"})),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_setting_at_once(pools, way):
+    ranks, run = WAYS[way]
+    want = pools(1).run(1, fit, RUN)[0]
+    assert min(want["norms"]) > 0
+    check(pools(ranks).run(ranks, fit, run), want, 1e-9)
+
+
+@pytest.mark.parametrize("policy", ["block", "attention-kept"])
+def test_sharded_parameters(pools, policy):
+    plain = RUN.but(double=True)
+    memory = {**EVERYTHING, "policy": policy, "every": 2 if policy == "block" else 1}
+    want = pools(1).run(1, fit, plain)[0]
+    check(pools(2).run(2, fit, plain.but(fsdp=True, memory=memory)), want, 1e-9, 3e-7)
+
+
+@pytest.mark.parametrize("precision, tol", [("32-true", 1e-6), ("bf16-mixed", 1e-2)])
+def test_twenty_steps(pools, precision, tol):
+    run = Run(steps=20, precision=precision, model={"depth": 3, "num_kv_heads": 2})
+    want = pools(1).run(1, fit, run)[0]
+    for ranks in (1, 2):
+        for got in pools(ranks).run(ranks, fit, run.but(memory=EVERYTHING)):
+            torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=tol, atol=0)
