@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import callbacks
+from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
+
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.flops import step_flops
 
 #: FLOP/s of dense products in 16 bits that Lightning's table lacks, or gives for sparse ones
 PEAKS = {"NVIDIA H200": 989.4e12}
@@ -20,6 +25,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     Tokens are those of whole sequences, padding included. Lightning's own multiplies what one rank sees by all ranks, and so
     counts a sequence once for each rank that holds a part of it.
+
+    With blocks of this package also `device/flops_per_sec`, from counted pairs (see `models.flops`), and on a GPU whose peak
+    is known `device/mfu`, model FLOPs utilisation; a LightningModule with `flops_per_batch` says its own.
 
     Args:
         window_size: batches that an average runs over.
@@ -44,7 +52,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
             )
         self._dims = spec.dims
         self._sequence = getattr(trainer.strategy, "sequence", None)
-        self._module_has_flops = hasattr(pl_module, "flops_per_batch")
+        self._own_flops = hasattr(pl_module, "flops_per_batch")
         ranks = 1 if self._sequence is None else self._sequence.ranks
         for name in self._throughputs:
             self._throughputs[name] = _Shared(
@@ -53,6 +61,30 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
                 world_size=trainer.world_size // ranks,
                 **self.kwargs,
             )
+
+    @override
+    def _update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, iter_num: int) -> None:
+        """Lightning's, which asks the module for the FLOPs of a batch."""
+        blocks = not self._own_flops and any(isinstance(m, TransformerBlock) for m in pl_module.modules())
+        self._module_has_flops = self._own_flops or blocks
+        if blocks:
+            tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
+            pl_module.flops_per_batch = step_flops(pl_module, tokens, self._documents(batch, tokens), training)
+        try:
+            super()._update(trainer, pl_module, batch, iter_num)
+        finally:
+            if blocks:
+                del pl_module.flops_per_batch
+
+    def _documents(self, batch: Any, tokens: int) -> list[int]:
+        """Tokens of each document or unpadded sample."""
+        given = batch if isinstance(batch, Mapping) else {}
+        if given.get("cu_seqlens") is not None:
+            return given["cu_seqlens"].diff().tolist()
+        if given.get("lengths") is not None:
+            return torch.as_tensor(given["lengths"]).tolist()
+        samples = self.samples_of(batch)
+        return [tokens // samples] * samples if samples else []
 
     def _entry(self, batch: Any) -> tuple[torch.Tensor, int]:
         """(an entry that runs over the tokens, its dimension that does)."""

@@ -11,6 +11,7 @@ import jsonargparse
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.fabric.utilities.throughput import Throughput
 from lightning.pytorch import callbacks
 from torch.utils.data import DataLoader
 
@@ -178,6 +179,33 @@ def test_throughput_counts_a_sequence_once(pools, ranks):
     assert found["train/samples_per_sec"] == pytest.approx(2 * found["train/batches_per_sec"])
     assert found["train/items_per_sec"] == pytest.approx(N * found["train/samples_per_sec"])
     assert found["train/device/items_per_sec"] == pytest.approx(found["train/items_per_sec"] / ranks)
+
+
+def counted_flops(rank, group, run):
+    """({logged rate: value}, FLOPs of a batch that went to the rates) of a run with a language model."""
+    logged, world, given = {}, launched(rank), []
+    built, model, data, _ = make(run, world, callbacks=[ThroughputMonitor(window_size=2)], log_every_n_steps=1)
+    real = Throughput.update
+    spy = lambda self, **values: given.append(values["flops"]) or real(self, **values)  # noqa: E731
+    log = mock.patch.object(built._logger_connector, "log_metrics", lambda m, step=None: logged.update(m))
+    with log, mock.patch.object(Throughput, "update", spy):
+        built.fit(model, data)
+    return logged, *given[:1], hasattr(model, "flops_per_batch")
+
+
+@pytest.mark.parametrize("kind", ["whole", "documents", "lengths"])
+def test_flops_of_a_shared_sequence(pools, kind):
+    """Each of two ranks did half of what one does alone."""
+    run = Run(kind=kind, steps=4, batch_size=1 if kind == "documents" else 2)
+    alone, flops, _ = pools(1).run(1, counted_flops, run)[0]
+    logged, same, left = pools(2).run(2, counted_flops, run)[0]
+    assert same == flops > 0 and not left
+    if kind == "lengths":
+        return  # batches of unlike lengths, and rates are over several of them
+    rate = flops * logged["train/batches_per_sec"]
+    assert logged["train/flops_per_sec"] == pytest.approx(rate)
+    assert logged["train/device/flops_per_sec"] == pytest.approx(rate / 2)
+    assert alone["train/device/flops_per_sec"] == pytest.approx(flops * alone["train/batches_per_sec"])
 
 
 def test_peak_of_an_h200():
