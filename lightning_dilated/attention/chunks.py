@@ -1,28 +1,24 @@
 """Attention over some of the heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
 
-Kept for the backward are the input, the output of all heads, the log-sum-exp and the rows received; q, k and v of a window
-of heads are projected again when its backward comes.
+Kept for the backward are the input (before its norm), the output of all heads, the log-sum-exp and the rows received; q, k
+and v of a window of heads are projected again when its backward comes.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated.attention.replay import Replay
+from lightning_dilated.attention.tiles import backward_tiles, forward_tiles, step_of, trained
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.heads import windows
-
-#: (x, weight rows, bias rows) to q (B, N, h, D), k and v of a window of heads
-Project = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor, Tensor]]
-#: (q, k, v, window) to q, k, v and the op's other arguments, see `functional.op_arguments`
-Arguments = Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
 
 
 @dataclass(frozen=True)
@@ -64,55 +60,97 @@ class HeadChunks:
         ]
 
 
+@dataclass(frozen=True)
+class Pieces:
+    """What attention in windows of heads is made of.
+
+    Attributes:
+        project: of (x, weight rows, bias rows, *tables), each (B, N, ...) of the same tokens, q (B, N, h, D), k and v.
+        modules: whose parameters `project` reads, besides weight and bias.
+        arguments: of (q, k, v, window=...) q, k, v and the op's other arguments, see `functional.op_arguments`.
+        tile: tokens of all samples that `project` gets at a time; None: all.
+    """
+
+    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    modules: tuple[nn.Module, ...]
+    arguments: Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
+    tile: int | None = None
+
+
 @torch.compiler.disable
 def attend_in_chunks(
-    chunks: HeadChunks, project: Project, arguments: Arguments, x: Tensor, weight: Tensor, bias: Tensor | None
+    chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
     """The heads' output (B, N, H, D) of an input x (B, N, E) whose q, k and v are `project`'s of rows of weight and bias."""
-    return _Chunked.apply(chunks, project, arguments, x, weight, bias)
+    return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, chunks, project, arguments, x, weight, bias):
-        ctx.chunks, ctx.project, ctx.replay = chunks, project, Replay(x)
-        seed = torch.get_rng_state()  # one mask for all windows: it is keyed by the head
+    def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
+        ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
+        state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
         out, kept, ctx.rest = None, [], []
         for window in chunks.windows:
-            torch.set_rng_state(seed)
-            q, k, v = project(x, _rows(weight, chunks.rows(window)), _rows(bias, chunks.rows(window)))
-            q, k, v, rest = arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
+            torch.set_rng_state(state)
+            q, k, v = _projected(chunks, pieces, window, x, weight, bias, more[:count])
+            q, k, v, rest = pieces.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
             rest = *rest[:-2], any(ctx.needs_input_grad), rest[-1]
             part, *saved = torch.ops.lightning_dilated.attention(q, k, v, *rest)
+            del q, k, v
             if out is None:
                 out = part.new_empty(*part.shape[:2], chunks.heads, chunks.head_dim)
             out[:, :, slice(*window)] = part
             kept += saved
             ctx.rest.append(rest)
-        ctx.save_for_backward(x, weight, bias, out, *kept)
+        ctx.save_for_backward(x, weight, bias, out, *kept, *more)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         x, weight, bias, out, *kept = ctx.saved_tensors
+        chunks, pieces = ctx.chunks, ctx.pieces
+        count = 3 * len(chunks.windows)
+        tables, parameters = kept[count : count + ctx.count], trained(pieces.modules)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
-        dx = None
-        for i, window in enumerate(ctx.chunks.windows):
-            rows = ctx.chunks.rows(window)
-            leaves = [x.detach(), _rows(weight, rows), _rows(bias, rows)]
-            leaves = [y if y is None else y.detach().requires_grad_() for y in leaves]
-            with ctx.replay.again():
-                made = ctx.project(*leaves)
+        wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
+        dx, sums = torch.empty_like(x), [torch.zeros_like(p, dtype=w) for p, w in zip(parameters, wide, strict=True)]
+        for i, window in enumerate(chunks.windows):
+            with ctx.replay.again(grad=False):
+                made = _projected(chunks, pieces, window, x, weight, bias, tables)
             mine = slice(*window)
             grads = _backward(grad[:, :, mine], made, out[:, :, mine], kept[3 * i : 3 * i + 3], ctx.rest[i])
-            given = [y for y in leaves if y is not None]
-            found = torch.autograd.grad(made, given, grads)
-            del made, grads
-            dx = found[0] if dx is None else dx.add_(found[0])
-            for total, part in zip(totals, found[1:], strict=False):
+            del made
+            rows = chunks.rows(window)
+            own = [y if y is None else _rows(y, rows).detach().requires_grad_() for y in (weight, bias)]
+            leaves = [y for y in own if y is not None]
+            run = lambda x, *tables, own=own: pieces.project(x, *own, *tables)  # noqa: E731
+            nones = [None] * len(tables)
+            with ctx.replay.again():
+                found = backward_tiles(
+                    run, step_of(pieces.tile, x), (x, *tables), [*leaves, *parameters], grads, [dx, *nones], i > 0
+                )
+            for total, part in zip(totals, found[: len(leaves)], strict=False):
                 _put(total, rows, part)
-        return None, None, None, dx, *totals
+            sums = [a.add_(b) for a, b in zip(sums, found[len(leaves) :], strict=True)]
+        sums = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+        return None, None, None, dx, *totals, *[None] * ctx.count, *sums
+
+
+def _projected(
+    chunks: HeadChunks,
+    pieces: Pieces,
+    window: tuple[int, int],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tables: Sequence[Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of a window."""
+    own = [_rows(y, chunks.rows(window)) for y in (weight, bias)]
+    step = step_of(pieces.tile, x)
+    return forward_tiles(lambda x, *tables: pieces.project(x, *own, *tables), step, (x, *tables))
 
 
 def _rows(x: Tensor | None, rows: list[slice]) -> Tensor | None:

@@ -6,14 +6,12 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 from __future__ import annotations
 
 import math
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from lightning_dilated.attention.chunks import HeadChunks, attend_in_chunks
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
 from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
@@ -151,7 +149,6 @@ class MultiheadDilatedAttention(nn.Module):
         self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
         _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
         self.rotary = self._positions(position_encoding, rotary_base, xpos_scale_base)
-        self.head_chunks = 1  # windows of heads that training attends with one after another, see `chunks`
         factory = {"device": device, "dtype": dtype}
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
@@ -215,14 +212,18 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
+        project = Projection(self.head_dim, self.table(query, positions, 0 if cache is None else cache.length))
+        q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
         if cache is None:
-            out = self._attend(query, positions, causal, lengths=lengths, cu_seqlens=cu_seqlens)
+            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
         else:
-            project = self._projection(query, positions, cache.length)
-            q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
             out = self._cached(q, k, v, causal, lengths is not None or cu_seqlens is not None, cache)
+        return self.join(out), None
+
+    def join(self, out: Tensor) -> Tensor:
+        """(B, N, E) from the heads' outputs (B, N, H, D)."""
         out = rearrange(out, "b n h d -> b n (h d)")
-        return self.out_proj(out if self.sub_norm is None else self.sub_norm(out)), None
+        return self.out_proj(out if self.sub_norm is None else self.sub_norm(out))
 
     def _refuse(self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any) -> None:
         if not isinstance(query, Tensor):
@@ -244,36 +245,17 @@ class MultiheadDilatedAttention(nn.Module):
                 "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
             )
 
-    def _attend(
-        self, x: Tensor, positions: Tensor | RotaryTable | None, causal: bool, **documents: Tensor | None
-    ) -> Tensor:
-        """(B, N, H, D) of x (B, N, E), all heads at once or in chunks."""
-        project = self._projection(x, positions, 0)
-        weights, group = (self.in_proj_weight, self.in_proj_bias), self.num_heads // self.num_kv_heads
-        if self.head_chunks == 1 or not torch.is_grad_enabled():
-            return self.attention(*project(x, *weights, group), causal=causal, **documents)
-        chunks = HeadChunks(self.num_heads, self.num_kv_heads, self.head_dim, self.head_chunks)
-        arguments = partial(self.attention.op_arguments, causal=causal, **documents)
-        return attend_in_chunks(chunks, partial(project, group=group), arguments, x, *weights)
-
-    def _projection(self, x: Tensor, positions: Tensor | RotaryTable | None, start: int) -> Projection:
-        """The projection of x with its rotary table, if it has one."""
-        if self.rotary is None:
-            return Projection(self.head_dim)
-        return Projection(self.head_dim, self._table(positions, autocast(x[:0])[0], x.shape, start))
-
-    def _table(
-        self, positions: Tensor | RotaryTable | None, like: Tensor, shape: torch.Size, start: int
-    ) -> RotaryTable:
-        if isinstance(positions, RotaryTable):
-            return positions
+    def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
+        """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
+        if self.rotary is None or isinstance(positions, RotaryTable):
+            return positions if self.rotary is not None else None
         if positions is None:
-            positions = token_positions(start, shape[1])
-        if positions.shape not in (shape[1:2], shape[:2]):
+            positions = token_positions(start, x.shape[1])
+        if positions.shape not in (x.shape[1:2], x.shape[:2]):
             raise ValueError(
-                f"positions must be {tuple(shape[1:2])} or {tuple(shape[:2])}, got {tuple(positions.shape)}."
+                f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
-        return self.rotary(positions.to(like.device), like.dtype)
+        return self.rotary(positions.to(x.device), autocast(x[:0])[0].dtype)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""

@@ -27,10 +27,10 @@ class Replay:
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
 
     @contextlib.contextmanager
-    def again(self) -> Iterator[None]:
-        """The forward's surroundings, with gradients enabled; random states are as they were afterwards."""
+    def again(self, grad: bool = True) -> Iterator[None]:
+        """The forward's surroundings, with gradients enabled or not; random states are as they were afterwards."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.enable_grad())
+            stack.enter_context(torch.set_grad_enabled(grad))
             if self._autocast is not None:
                 enabled, dtype = self._autocast
                 stack.enter_context(torch.autocast(self._device, dtype=dtype, enabled=enabled))

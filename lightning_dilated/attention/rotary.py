@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +32,16 @@ class RotaryTable:
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
         return rotate(q, k, *(None if x is None else x.to(q.device) for x in (self.cos, self.sin, self.scale)))
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Its tensors as (1, N, D/2) or (B, N, D/2), to be cut along the tokens."""
+        found = (x for x in (self.cos, self.sin, self.scale) if x is not None)
+        return tuple(x if x.ndim == 3 else x[None] for x in found)
+
+    @classmethod
+    def of_rows(cls, rows: Sequence[Tensor]) -> RotaryTable:
+        """The table of some of the tokens of `rows`."""
+        return cls(*((x[0] if len(x) == 1 else x).contiguous() for x in rows))
 
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """q (B, N, heads, D) and k (B, N, K, D), rotated, of one projection (B, N, heads + K, D)."""

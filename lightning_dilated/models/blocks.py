@@ -6,18 +6,20 @@ Shape letters: B batch, N tokens, E embedding dim.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.chunks import HeadChunks
+from lightning_dilated.attention.chunks import HeadChunks, Pieces, attend_in_chunks
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.attention.projection import Projection
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.recompute import guarded, recomputed
-from lightning_dilated.models.tiling import tiled
+from lightning_dilated.models.recompute import guarded, recomputed, result_is_unused
 from lightning_dilated.pattern import DilatedPattern
 
 
@@ -110,7 +112,8 @@ class TransformerBlock(nn.Module):
         self.ffn_norm = make_norm(options.norm, dim)
         self.ffn = FeedForward(dim, hidden, options)
         self.dropout = nn.Dropout(options.dropout)
-        self._memory, self._compiling, self._pieces = MemorySettings(), None, {}
+        self._compiling, self._pieces = None, {}
+        self.memory = MemorySettings()
 
     @property
     def memory(self) -> MemorySettings:
@@ -120,9 +123,9 @@ class TransformerBlock(nn.Module):
     @memory.setter
     def memory(self, settings: MemorySettings) -> None:
         """Checked against the sizes, and compiled for."""
-        attention = self.attention
-        HeadChunks(attention.num_heads, attention.num_kv_heads, attention.head_dim, settings.head_chunks)  # or an error
-        self._memory, attention.head_chunks = settings, settings.head_chunks
+        a = self.attention
+        self._chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
+        self._memory = settings
         self._arrange()
 
     @property
@@ -155,7 +158,7 @@ class TransformerBlock(nn.Module):
         if self._memory.head_chunks == 1:
             self._pieces |= {"attend": make(self._attend), "attend_kept": make(self._attend_kept)}
         else:
-            self._pieces["norm"] = make(self.attention_norm.forward)
+            self._pieces |= {"project": make(self._project), "join": make(self._join)}
 
     def forward(
         self,
@@ -170,16 +173,18 @@ class TransformerBlock(nn.Module):
         """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
         the two branches (see `drop_path`)."""
         given = positions, lengths, cu_seqlens, cache, None if drop is None else drop[0]
-        drop = None if drop is None else drop[1]
-        policy = self._memory.policy if cache is None and torch.is_grad_enabled() else "none"
-        attend, tile = self._pieces.get("attend", self._attend), self._memory.tile if cache is None else None
-        whole = lambda y: self._fed(attend(y, *given), drop, tile)  # noqa: E731
+        drop, told = None if drop is None else drop[1], self._memory if cache is None else MemorySettings()
+        policy = told.policy if torch.is_grad_enabled() else "none"
+        attend = self._attend_in_chunks if told.head_chunks > 1 else self._pieces.get("attend", self._attend)
+        whole = lambda y: self._fed(attend(y, *given), drop, told.tile)  # noqa: E731
         if policy == "none":
             return whole(x)
-        if policy == "block" or not self._memory.in_pieces:
-            return recomputed(whole, x, policy, marked=tile is not None)
+        if policy == "block" or not told.in_pieces:
+            return recomputed(whole, x, policy, marked=told.tile is not None)
         h = self._pieces.get("attend_kept", self._attend_kept)(x, *given)
-        return self._fed(h, drop, tile) if tile else recomputed(lambda y: self._fed(y, drop, None), h, "block")
+        return (
+            self._fed(h, drop, told.tile) if told.tile else recomputed(lambda y: self._fed(y, drop, None), h, "block")
+        )
 
     def _attend(
         self,
@@ -192,17 +197,54 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x + attention(norm(x))."""
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        normed = self._pieces.get("norm", self.attention_norm)(x)
+        normed = self.attention_norm(x)
         return self._added(x, self.attention(normed, positions=positions, cache=cache, **documents)[0], drop)
 
     def _attend_kept(self, x: Tensor, *given: Any) -> Tensor:
-        """`_attend`, computed again but for the op."""
-        return recomputed(lambda y: self._attend(y, *given), x, "attention-kept")
+        """The same, computed again but for the op."""
+        attend = self._attend_in_chunks if self._memory.head_chunks > 1 else self._attend
+        return recomputed(lambda y: attend(y, *given), x, "attention-kept")
+
+    def _attend_in_chunks(
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: None,
+        drop: Tensor | None,
+    ) -> Tensor:
+        """x + attention(norm(x)), a window of heads after another."""
+        a, tile = self.attention, self._memory.tile
+        arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
+        pieces = Pieces(self._pieces.get("project", self._project), (self.attention_norm,), arguments, tile)
+        table = a.table(x, positions)
+        out = attend_in_chunks(
+            self._chunks, pieces, x, a.in_proj_weight, a.in_proj_bias, *(table.rows() if table else ())
+        )
+        join, modules = (
+            self._pieces.get("join", self._join),
+            [self.dropout, a.out_proj, *([a.sub_norm] if a.sub_norm else [])],
+        )
+        return tiled(lambda y, part: join(y, part, drop), modules, tile, x, out)
+
+    def _project(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of the heads that the rows of weight and bias make."""
+        a = self.attention
+        project = Projection(a.head_dim, RotaryTable.of_rows(tables) if tables else None)
+        return project(self.attention_norm(x), weight, bias, a.num_heads // a.num_kv_heads)
+
+    def _join(self, x: Tensor, out: Tensor, drop: Tensor | None) -> Tensor:
+        """x and what the heads gave."""
+        return self._added(x, self.attention.join(out), drop)
 
     def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None) -> Tensor:
         """`_feed`, in tiles."""
         run = self._pieces.get("feed", self._feed)
-        return tiled(lambda y: run(y, drop), (self.ffn_norm, self.ffn, self.dropout), tile, x, last=True)
+        modules = self.ffn_norm, self.ffn, self.dropout
+        return tiled(lambda y: run(y, drop), modules, tile, x, unused=result_is_unused())
 
     def _feed(self, x: Tensor, drop: Tensor | None) -> Tensor:
         """x + feed_forward(norm(x))."""

@@ -16,10 +16,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
-from lightning_dilated.models.tiling import tiled
 from lightning_dilated.models.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.pattern import DilatedPattern

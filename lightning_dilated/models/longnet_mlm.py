@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
-from lightning_dilated.models.tiling import tiled
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import active_sequence, sequence_sum

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.models.blocks import BlockOptions, TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .calls import positions, sequence
@@ -24,37 +25,36 @@ WAYS = {
 }
 
 
-def layer_of(pattern: DilatedPattern, chunks: int) -> tuple[MultiheadDilatedAttention, Tensor]:
-    """(a layer of 6 heads and 3 kv heads, x (2, N, DIM))."""
+def block_of(pattern: DilatedPattern, chunks: int) -> tuple[TransformerBlock, Tensor]:
+    """(a block of 6 heads and 3 kv heads, x (2, N, DIM))."""
     torch.manual_seed(0)
-    layer = MultiheadDilatedAttention(
-        DIM, 6, pattern, num_kv_heads=3, causal=True, dropout=0.2, position_encoding="rotary"
-    ).double()
-    layer.head_chunks = chunks
-    return layer, torch.randn(2, N, DIM, dtype=torch.float64)
+    options = BlockOptions(attention_dropout=0.2)
+    block = TransformerBlock(DIM, 6, 16, pattern, num_kv_heads=3, causal=True, options=options).double()
+    block.memory = MemorySettings(head_chunks=chunks, tile=None if chunks < 3 else 5)
+    return block, torch.randn(2, N, DIM, dtype=torch.float64)
 
 
-def results(layer: MultiheadDilatedAttention, x: Tensor) -> list[Tensor]:
+def results(block: TransformerBlock, x: Tensor) -> list[Tensor]:
     """out, dx and the parameters' gradients."""
     torch.manual_seed(1)
     x = x.detach().requires_grad_()
-    out = layer(x)[0]
-    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])]
+    out = block(x)
+    return [out.detach(), *torch.autograd.grad(out.square().sum(), [x, *block.parameters()])]
 
 
 def on_ranks(rank, group, pattern, chunks, settings):
     """(results, positions, (bytes sent forward, backward)) of a rank."""
-    layer, x = layer_of(pattern, chunks)
+    block, x = block_of(pattern, chunks)
     with sequence(group, **settings) as ours, ours.active():
         at = positions(ours, N)
-        found = results(layer, x[:, at])
+        found = results(block, x[:, at])
         return found, at, (ours.forward_traffic.sent, ours.backward_traffic.sent)
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_to_one_rank_at_once(pool, way):
     ranks, pattern, settings = WAYS[way]
-    want = results(*layer_of(pattern, 1))
+    want = results(*block_of(pattern, 1))
     sent = []
     for chunks in (1, 2, 3):
         found = pool.run(ranks, on_ranks, pattern, chunks, settings)

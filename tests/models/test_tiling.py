@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.tiling import tiled
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, Largest, same

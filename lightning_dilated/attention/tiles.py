@@ -1,0 +1,149 @@
+"""Functions that treat each token alone, in tiles of the sequence and with explicit gradients.
+
+What such a function makes on its way (the feed-forward's hidden features, the logits) exists for one tile at a time: nothing
+is kept but its inputs, from which the backward computes each tile again. A parameter's gradient is summed over the tiles in
+at least fp32 and returned once, so that hooks on it (of DDP and FSDP) run once.
+Shape letters: B batch, N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated.attention.replay import Replay
+
+
+def tiled(
+    run: Callable[..., Tensor],
+    modules: Sequence[nn.Module],
+    tile: int | None,
+    *rows: Tensor,
+    unused: bool = False,
+) -> Tensor:
+    """run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
+
+    Args:
+        run: takes tensors whose dims 0 and 1 are samples and tokens; each token's result must follow from that token alone.
+        modules: whose parameters `run` uses; others get no gradient.
+        tile: tokens.
+        rows: (B, N, ...), such as hidden states and labels; those that require a gradient get one.
+        unused: nothing will read the values of the result, which has the shape of the first of `rows`: they are left out.
+
+    Double backward: RuntimeError.
+    """
+    step = step_of(tile, rows[0])
+    if step >= rows[0].shape[1]:
+        return run(*rows)
+    return _apply(run, modules, step, unused, *rows)
+
+
+def step_of(tile: int | None, x: Tensor) -> int:
+    """Tokens of each sample in a tile."""
+    return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
+
+
+@torch.compiler.disable
+def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool, *rows: Tensor) -> Tensor:
+    random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for of in modules for m in of.modules())
+    return _Tiled.apply(run, modules, step, random, unused, len(rows), *rows, *trained(modules))
+
+
+def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Their parameters that get gradients, each once."""
+    return [p for p in dict.fromkeys(p for m in modules for p in m.parameters()) if p.requires_grad]
+
+
+class _Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, modules, step, random, unused, count, *tensors):
+        ctx.run, ctx.modules, ctx.step, ctx.count = run, modules, step, count
+        ctx.replay = Replay(tensors[0], random)
+        ctx.save_for_backward(*tensors)
+        if unused:
+            return tensors[0].new_empty(()).expand(tensors[0].shape)
+        return forward_tiles(run, step, tensors[:count])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        rows = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
+        wanted = ctx.needs_input_grad[6 : 6 + ctx.count]
+        parameters = trained(ctx.modules)  # those that `run` reads now
+        made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
+        with ctx.replay.again():
+            sums = backward_tiles(ctx.run, ctx.step, rows, parameters, (grad,), made)
+        return *[None] * 6, *made, *sums
+
+
+def _cuts(length: int, step: int) -> list[slice]:
+    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
+
+
+def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
+    """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
+    made: list[Tensor] = []
+    single = False
+    for cut in _cuts(rows[0].shape[1], step):
+        parts = run(*(x[:, cut] for x in rows))
+        single = isinstance(parts, Tensor)
+        parts = (parts,) if single else parts
+        if not made:
+            made = [p.new_empty((p.shape[0], rows[0].shape[1], *p.shape[2:])) for p in parts]
+        for whole, part in zip(made, parts, strict=True):
+            whole[:, cut] = part
+        del parts, part
+    return made[0] if single else tuple(made)
+
+
+def backward_tiles(
+    run: Callable[..., Any],
+    step: int,
+    rows: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    made: Sequence[Tensor | None],
+    add: bool = False,
+) -> list[Tensor | None]:
+    """Gradients of run(*rows) from those of its results; to be called with gradients enabled.
+
+    Args:
+        leaves: what else `run` reads and is trained.
+        made: for each of `rows` where its gradient is written (with `add`: added), or None.
+
+    Returns:
+        the gradients of `leaves`, in their dtypes; None for those that were not read.
+    """
+    sums: list[Tensor | None] = [None] * len(leaves)
+    for cut in _cuts(rows[0].shape[1], step):
+        pieces = [x[:, cut] for x in rows]
+        pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
+        out = run(*pieces)
+        asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
+        results = (out,) if isinstance(out, Tensor) else out
+        found = torch.autograd.grad(results, [*asked, *leaves], [g[:, cut] for g in grads], allow_unused=True)
+        del out, results, pieces
+        for into, part in zip((x for x in made if x is not None), found, strict=False):
+            _write(into[:, cut], part, add)
+        sums = [_added(total, part) for total, part in zip(sums, found[len(asked) :], strict=True)]
+    return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+
+
+def _write(into: Tensor, part: Tensor | None, add: bool) -> None:
+    if part is None:
+        into.zero_() if not add else None
+    elif add:
+        into.add_(part)
+    else:
+        into.copy_(part)
+
+
+def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    if part is None:
+        return total
+    part = part.to(torch.promote_types(part.dtype, torch.float32))
+    return part if total is None else total.add_(part)
