@@ -87,7 +87,7 @@ def _cuts(length: int, step: int) -> list[slice]:
 def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
     """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
     made: list[Tensor] = []
-    single = False
+    single, rows = False, [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
     for cut in _cuts(rows[0].shape[1], step):
         parts = run(*(x[:, cut] for x in rows))
         single = isinstance(parts, Tensor)
