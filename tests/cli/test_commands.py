@@ -13,7 +13,7 @@ from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
-COMMANDS = ("fit", "validate", "test", "predict", "generate", "tokenize", "explain", "verify", "bench")
+COMMANDS = ("fit", "validate", "test", "predict", "generate", "tokenize", "explain", "verify", "consolidate", "bench")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
