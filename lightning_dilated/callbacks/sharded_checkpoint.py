@@ -36,10 +36,11 @@ class ShardedCheckpoint(Checkpoint):
     """Saves all that Lightning's own checkpoints hold into `FOLDER/step-00001000` and the like, every rank its part.
 
     Training waits for the copy to the host only; the files are written beside it (one that is due meanwhile waits for
-    them). A checkpoint bears its name when all of it is on disk, and its `manifest.json` holds a checksum of each file, compared when it is loaded: a damaged one is
-    passed over for the one before, with a warning that names the file. Any number of ranks goes on from it, with
-    parameters sharded (`ring_dilated_fsdp`) or not: `Trainer.fit(ckpt_path=FOLDER)` loads the newest whole one,
-    `ckpt_path=FOLDER/step-00001000` that one. All ranks have to see the folder.
+    them). A checkpoint bears its name when all of it is on disk, and its `manifest.json` holds a checksum of each file,
+    compared when it is loaded: a damaged one is passed over for the one before, with a warning that names the file.
+
+    Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `Trainer.fit(ckpt_path=FOLDER)`
+    loads the newest whole one, `ckpt_path=FOLDER/step-00001000` that one. All ranks have to see the folder.
 
     Args:
         folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
