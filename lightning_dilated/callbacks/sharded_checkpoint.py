@@ -39,8 +39,8 @@ class ShardedCheckpoint(Checkpoint):
     them). A checkpoint bears its name when all of it is on disk, and its `manifest.json` holds a checksum of each file,
     compared when it is loaded: a damaged one is passed over for the one before, with a warning that names the file.
 
-    Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `Trainer.fit(ckpt_path=FOLDER)`
-    loads the newest whole one, `ckpt_path=FOLDER/step-00001000` that one. All ranks have to see the folder.
+    Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads
+    the newest whole one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
 
     Args:
         folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
@@ -105,11 +105,7 @@ class ShardedCheckpoint(Checkpoint):
         """Make the folder and see that it can be written; find the checkpoint to go on from."""
         warnings.filterwarnings("ignore", message=ALONE)
         strategy = trainer.strategy
-        if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
-            raise ValueError(
-                f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "
-                "'ring_dilated_fsdp', 'ddp' or one device; or Lightning's ModelCheckpoint."
-            )
+        _refuse(strategy)
         self._meet(trainer)
         late = strategy.restore_checkpoint_after_setup  # and then it reads folders by itself, as ours do
         if not (late or isinstance(strategy, SequenceStrategy) or isinstance(strategy.checkpoint_io, FolderIO)):
@@ -261,6 +257,21 @@ class ShardedCheckpoint(Checkpoint):
         if self._peers.rank == 0:
             torch.save(rest, file)
         return copied, file.getvalue()
+
+
+def _refuse(strategy: Any) -> None:
+    """Raise for a strategy whose state is not known."""
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
+        raise ValueError(
+            f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "
+            "'ring_dilated_fsdp', 'ddp' or one device; or Lightning's ModelCheckpoint."
+        )
+    if not getattr(strategy, "_save_distributed_checkpoint", True):
+        raise ValueError(
+            f"{type(strategy).__name__}(save_distributed_checkpoint=False) assembles every checkpoint on rank 0, where "
+            "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes one "
+            "file of the parts."
+        )
 
 
 def _look(probe: Path) -> None:

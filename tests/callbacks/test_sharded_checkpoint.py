@@ -17,11 +17,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import lightning_dilated
+from lightning_dilated import RingDilatedFSDPStrategy
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.strategy.peers import Peers
 from lightning_dilated.strategy.saved_files import Saved
 
+from ..models import text as text_of_letters
+from ..models import tiny, trainer
 from .checkpoint_runs import run, write_text
 
 STEPS = 6
@@ -77,6 +80,18 @@ def test_resumes_exactly(text, whole, tmp_path, asynchronous):
 def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
     rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
     assert rest["losses"] == whole["losses"][4 - lost :] and torch.equal(rest["parameters"], whole["parameters"])
+
+
+def test_validates(tmp_path):
+    """Without fit, on one device, where Lightning itself reads no folders."""
+    data, options = text_of_letters(tmp_path), {"vocab_size": 256, "dtype": torch.float32}
+    first, second = tiny(**options), tiny(**options)
+    fitted = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_checkpointing=True, max_steps=2)
+    fitted.fit(first, data)
+    (want,) = fitted.validate(first, data, verbose=False)
+    other = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "d"))], enable_checkpointing=True)
+    (got,) = other.validate(second, data, ckpt_path=tmp_path / "c", verbose=False)
+    assert got == want and not (tmp_path / "d").exists()
 
 
 def test_ckpt_path_goes_before_resume(text, whole, copied):
@@ -412,6 +427,12 @@ def test_the_manifest_says_what_is_there(saved):
 def test_strategies_that_it_does_not_know(tmp_path):
     trainer = mock.Mock(strategy=type("DeepSpeedStrategy", (), {})())
     with pytest.raises(ValueError, match=r"does not know how DeepSpeedStrategy keeps its state. Take 'ring_dilated'"):
+        ShardedCheckpoint(str(tmp_path)).setup(trainer, None, "fit")
+
+
+def test_a_strategy_that_assembles_files(tmp_path):
+    trainer = mock.Mock(strategy=RingDilatedFSDPStrategy(save_distributed_checkpoint=False))
+    with pytest.raises(ValueError, match=r"assembles every checkpoint on rank 0, .* leave that option out"):
         ShardedCheckpoint(str(tmp_path)).setup(trainer, None, "fit")
 
 
