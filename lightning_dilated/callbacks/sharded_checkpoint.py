@@ -269,8 +269,8 @@ def _refuse(strategy: Any) -> None:
     if not getattr(strategy, "_save_distributed_checkpoint", True):
         raise ValueError(
             f"{type(strategy).__name__}(save_distributed_checkpoint=False) assembles every checkpoint on rank 0, where "
-            "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes one "
-            "file of the parts."
+            "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes "
+            "one file of the parts."
         )
 
 

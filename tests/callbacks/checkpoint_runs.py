@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,6 @@ from lightning_dilated.data import ByteDataModule
 
 from ..models import PATTERN
 from ..strategy.runs import Record, full, launched
-
-logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
 
 
 def write_text(folder: Path) -> str:
@@ -42,6 +39,7 @@ def run(
     ckpt_path: Any = None,
     begun: int = 1,
     model: type = LongNetLM,
+    accelerator: str = "cpu",
     keep: dict[str, Any] | None = None,
     **options: Any,
 ) -> dict[str, Any]:
@@ -53,7 +51,7 @@ def run(
     data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0, test_fraction=0)
     options.setdefault("enable_checkpointing", any(isinstance(c, ShardedCheckpoint) for c in callbacks))
     trainer = pl.Trainer(
-        accelerator="cpu", devices=world, strategy=strategy, max_steps=steps, callbacks=[record, *callbacks],
+        accelerator=accelerator, devices=world, strategy=strategy, max_steps=steps, callbacks=[record, *callbacks],
         logger=False, enable_progress_bar=False, enable_model_summary=False, num_sanity_val_steps=0, **options,
     )  # fmt: skip
     with warnings.catch_warnings(record=True) as said:
@@ -65,7 +63,7 @@ def run(
         "losses": record.losses,
         "step": trainer.global_step,
         "rate": trainer.optimizers[0].param_groups[0]["lr"],
-        "parameters": torch.cat([full(p).detach().flatten().clone() for p in module.parameters()]),
+        "parameters": torch.cat([full(p).detach().flatten().cpu().clone() for p in module.parameters()]),
         "said": [str(w.message) for w in said],
     }
 

@@ -249,6 +249,19 @@ def test_a_full_disk_ends_the_run(text, tmp_path, asynchronous, at):
     assert names(tmp_path) == []
 
 
+@pytest.mark.gpu
+def test_on_a_gpu(text, tmp_path):
+    """Copies to page-locked memory are complete before training goes on."""
+    whole, watching = run(text, STEPS, accelerator="gpu"), Watching()
+    with mock.patch.object(module, "write", watching.write):
+        saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)
+        run(text, 4, saver, watching, accelerator="gpu")
+    other = ShardedCheckpoint(str(tmp_path / "d"))
+    rest = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+
+
 # -- damage ------------------------------------------------------------------------------------------------------------
 def shard(path):
     return path / "__0_0.distcp"
