@@ -22,6 +22,7 @@ from lightning_dilated import __version__
 from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
+from lightning_dilated.consolidate import run as run_consolidate
 from lightning_dilated.encode import run as run_tokenize
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
@@ -33,7 +34,7 @@ PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
 OTHERS = {
     "generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify, "bench": run_bench,
-}  # fmt: skip
+    "consolidate": run_consolidate}  # fmt: skip
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -51,6 +52,7 @@ commands:
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links
+  consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml

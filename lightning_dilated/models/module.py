@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.models.advice import advice, longest
 from lightning_dilated.models.metrics import TokenMean
-from lightning_dilated.models.pretrained import Pretrained
+from lightning_dilated.models.pretrained import Pretrained, class_path
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
@@ -124,7 +124,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`; and the
         module's class is named, for who reads the file without knowing it.
         """
-        checkpoint["class_path"] = f"{type(self).__module__}.{type(self).__qualname__}"
+        checkpoint["class_path"] = class_path(self)
         hparams = checkpoint.get("hyper_parameters", {})
         plain = {k: v.to_dict() if isinstance(v, DilatedPattern) else v for k, v in hparams.items()}
         if plain:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated.pattern import DilatedPattern
@@ -44,15 +45,7 @@ class Pretrained:
             TypeError: for a hyperparameter that JSON cannot hold.
             ValueError: for parameters of which this rank holds a part.
         """
-        config = {"class_path": f"{type(self).__module__}.{type(self).__qualname__}", "init_args": plain_hparams(self)}
-        if getattr(self, "classes", None) is not None:
-            config["classes"] = self.classes
-        tensors = _once(self)
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        _library("safetensors.torch").save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-        return folder
+        return write_folder(Path(folder), config_of(self), tensors_of(self))
 
     @classmethod
     def from_pretrained(
@@ -79,14 +72,7 @@ class Pretrained:
         folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
         which = _class(cls, config["class_path"], folder)
-        names = inspect.signature(which.__init__).parameters
-        open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-        kept = {k: v for k, v in config["init_args"].items() if open_ended or k in names}
-        model = which(**{**kept, **changes})
-        _load(model, _read_tensors(folder / WEIGHTS), folder)
-        if config.get("classes") is not None:
-            model.classes = [str(x) for x in config["classes"]]
-        return model
+        return made_of(which, config, _read_tensors(folder / WEIGHTS), f"{folder / WEIGHTS} does not fit", changes)
 
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
@@ -98,22 +84,68 @@ class Pretrained:
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
-            api = _library("huggingface_hub").HfApi(token=token)
+            api = library_of("huggingface_hub").HfApi(token=token)
             api.create_repo(repo_id, private=private, exist_ok=True)
             message = commit_message or f"Upload {type(self).__name__}"
             return api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message)
 
 
+def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
+    """Write a config and tensors as the two files, into a folder that is made."""
+    library = library_of("safetensors.torch")
+    folder.mkdir(parents=True, exist_ok=True)
+    library.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
+    return folder
+
+
+def made_of(
+    which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
+) -> Any:
+    """The model of a class by a config's arguments and `changes`, with these weights; `wrong` begins the error's words."""
+    names = inspect.signature(which.__init__).parameters
+    open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
+    kept = {k: v for k, v in config["init_args"].items() if open_ended or k in names}
+    model = which(**{**kept, **changes})
+    _load(model, tensors, wrong)
+    if config.get("classes") is not None:
+        model.classes = [str(x) for x in config["classes"]]
+    return model
+
+
+def class_path(model: Any) -> str:
+    """The name of a model's class; `fully_shard` gives a model a class of its own, which nobody could import."""
+    cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def config_of(model: Any) -> dict[str, Any]:
+    """What config.json holds of a model."""
+    config = {"class_path": class_path(model), "init_args": plain_hparams(model)}
+    if getattr(model, "classes", None) is not None:
+        config["classes"] = model.classes
+    return config
+
+
 def plain_hparams(model: Any) -> dict[str, Any]:
     """The arguments that make the model anew, as JSON holds them; patterns as mappings, without the optimizer."""
-    given = {k: v for k, v in model.hparams.items() if not k.startswith("_") and k not in TRAINING}
+    return plain_arguments(model.hparams, type(model).__name__)
+
+
+def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
+    """Hyperparameters of the class `owner` as JSON holds them, without those of training.
+
+    Raises:
+        TypeError: for one that JSON cannot hold.
+    """
+    given = {k: v for k, v in hparams.items() if not k.startswith("_") and k not in TRAINING}
     found = {}
     for name, value in given.items():
         try:
             found[name] = _plain(value)
         except TypeError:
             raise TypeError(
-                f"hyperparameter {name}={value!r} of {type(model).__name__} cannot be written to {CONFIG}, which takes "
+                f"hyperparameter {name}={value!r} of {owner} cannot be written to {CONFIG}, which takes "
                 f"numbers, strings, lists and mappings. Leave it out by save_hyperparameters(ignore=[{name!r}])."
             ) from None
     return found
@@ -131,7 +163,8 @@ def _plain(value: Any) -> Any:
     raise TypeError
 
 
-def _library(name: str) -> ModuleType:
+def library_of(name: str) -> ModuleType:
+    """A module of the extra `hub`, imported; ImportError names the extra where it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
@@ -145,7 +178,7 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(x), name) for name, x in named}
 
 
-def _once(model: torch.nn.Module) -> dict[str, Tensor]:
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
     """The state dict, each tensor under its first name only."""
     state, alias = model.state_dict(), _aliases(model)
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
@@ -165,7 +198,7 @@ def _folder(path: str | Path, **options: Any) -> Path:
         raise ValueError(f"{path} is a file; pass the folder of {CONFIG} (for a .ckpt use load_from_checkpoint).")
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
         raise FileNotFoundError(f"{path}: no such folder, and no name of a repository (owner/name).")
-    download = _library("huggingface_hub").snapshot_download
+    download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS], **options))
     except Exception as error:  # offline, no such repository, no such revision, no right to read it
@@ -210,14 +243,14 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
     if not path.is_file():
         raise FileNotFoundError(f"{path.parent} has no {path.name}. Pass a folder that save_pretrained wrote.")
     try:
-        return _library("safetensors.torch").load_file(path)
+        return library_of("safetensors.torch").load_file(path)
     except ImportError:
         raise
     except Exception as error:
         raise ValueError(f"{path} cannot be read ({error}). It may be cut short; write or download it again.") from None
 
 
-def _load(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
+def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     """Put the tensors into the model, in their dtype, or say which do not fit."""
     dtypes = {x.dtype for x in tensors.values() if x.is_floating_point()}
     if len(dtypes) == 1:
@@ -226,10 +259,10 @@ def _load(model: Any, tensors: dict[str, Tensor], folder: Path) -> None:
     try:
         missing, more = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
-        raise ValueError(f"{folder / WEIGHTS} does not fit {CONFIG}. {error}") from None
+        raise ValueError(f"{wrong} {CONFIG}. {error}") from None
     missing = [name for name in missing if alias.get(name) not in tensors]
     if missing or more:
         told = [
             f"{what}: {', '.join(names[:5])}" for what, names in (("missing", missing), ("too many", more)) if names
         ]
-        raise ValueError(f"{folder / WEIGHTS} does not fit the {type(model).__name__} of {CONFIG}; {'; '.join(told)}.")
+        raise ValueError(f"{wrong} the {type(model).__name__} of {CONFIG}; {'; '.join(told)}.")

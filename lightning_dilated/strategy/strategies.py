@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
@@ -18,6 +19,8 @@ from typing_extensions import override
 
 from lightning_dilated.strategy.mesh import gradient_group
 from lightning_dilated.strategy.parameters import shard_parameters
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_folder import checked, read_whole
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
@@ -92,6 +95,14 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
             self._ddp_kwargs["process_group"] = gradient_group(self._seconds)
         return super()._setup_model(model)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        found = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        return read_whole(found, kwargs.get("weights_only"))
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
@@ -169,6 +180,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
+        if Path(checkpoint_path).is_dir():
+            checkpoint_path = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
         try:
             # Lightning 2.5 has no such argument
             known = "weights_only" in inspect.signature(super().load_checkpoint).parameters

@@ -13,7 +13,7 @@ from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
-COMMANDS = ("fit", "validate", "test", "predict", "generate", "tokenize", "explain", "verify", "bench")
+COMMANDS = ("fit", "validate", "test", "predict", "generate", "tokenize", "explain", "verify", "consolidate", "bench")
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
@@ -39,7 +39,13 @@ def test_commands_of_the_help_parse(cli, line):
 def test_help_of_a_command(cli, command):
     result = cli(command, "--help")
     assert result.code == 0 and command in result.out
-    own = {"bench": "attention,links", "explain": "--segments", "tokenize": "--out", "verify": "--devices"}
+    own = {
+        "bench": "attention,links",
+        "explain": "--segments",
+        "tokenize": "--out",
+        "verify": "--devices",
+        "consolidate": "--out",
+    }
     assert own.get(command, "--ckpt_path") in result.out
 
 

@@ -1,0 +1,279 @@
+"""ShardedCheckpoint: each rank writes its part of a checkpoint beside the training, whole or not at all."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import time
+import uuid
+import warnings
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from lightning.pytorch.callbacks import Checkpoint
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+
+from lightning_dilated.callbacks.background import Background
+from lightning_dilated.strategy.peers import Peers, reason
+from lightning_dilated.strategy.saved_files import clean, listed, name_of, newest_whole, nothing_good
+from lightning_dilated.strategy.saved_folder import ALONE, FolderIO, checked, say_damaged, write
+from lightning_dilated.strategy.saved_state import HostCopies, alike, plain_sizes, shares, taken
+from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+
+#: how long ranks wait for the slowest one's disk; a rank that died is noticed at once
+_PATIENCE = timedelta(hours=1)
+#: seconds that a job which failed gives a checkpoint under way
+_LAST = 60.0
+
+
+class ShardedCheckpoint(Checkpoint):
+    """Saves all that Lightning's own checkpoints hold into `FOLDER/step-00001000` and the like, every rank its part.
+
+    Training waits for the copy to the host only; the files are written beside it (one that is due meanwhile waits for
+    them). A checkpoint bears its name when all of it is on disk, and its `manifest.json` holds a checksum of each file,
+    compared when it is loaded: a damaged one is passed over for the one before, with a warning that names the file.
+
+    Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads
+    the newest whole one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
+
+    Args:
+        folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
+        every_n_train_steps: optimizer steps between two of them; None: not by steps.
+        every_n_minutes: minutes between two of them, counted by rank 0; None: not by time.
+        at_end: save at the end of fit, too.
+        keep: how many of the newest stay.
+        resume: "never"; "auto": go on from the newest whole one in the folder, if there is any; "must": there has to be
+            one. A ckpt_path of fit goes before it.
+        asynchronous: False waits for the files.
+
+    Raises:
+        TypeError, ValueError: when made, for settings that are not allowed.
+        OSError: in setup, where the folder cannot be written by rank 0 or read by all; at the next checkpoint or at the
+            end, on every rank, where a checkpoint could not be written.
+        FileNotFoundError: in setup, for resume="must" without a checkpoint.
+        ValueError: in setup, where all checkpoints in the folder are damaged, and for other strategies; before the first
+            step, where the folder holds checkpoints of another run.
+    """
+
+    #: Lightning asks for it where ckpt_path="best": there is none
+    best_model_path = ""
+
+    def __init__(
+        self,
+        folder: str | None = None,
+        every_n_train_steps: int | None = 1000,
+        every_n_minutes: float | None = None,
+        at_end: bool = True,
+        keep: int = 3,
+        resume: Literal["never", "auto", "must"] = "never",
+        asynchronous: bool = True,
+    ) -> None:
+        for name, value, kinds in (
+            ("every_n_train_steps", every_n_train_steps, int),
+            ("every_n_minutes", every_n_minutes, (int, float)),
+            ("keep", keep, int),
+        ):
+            if value is None and name != "keep":
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds):
+                raise TypeError(f"{name} must be a number{'' if name == 'keep' else ' or None'}, got {value!r}.")
+            if value <= 0:
+                raise ValueError(f"{name} must be more than 0, got {value!r}.")
+        if resume not in ("never", "auto", "must"):
+            raise ValueError(f'resume must be one of "never", "auto", "must"; got {resume!r}.')
+        if every_n_train_steps is None and every_n_minutes is None and not at_end:
+            raise ValueError("nothing would be saved: give every_n_train_steps, every_n_minutes or at_end=True.")
+        self.folder, self.keep, self.resume = folder, keep, resume
+        self.every_n_train_steps, self.every_n_minutes, self.at_end = every_n_train_steps, every_n_minutes, at_end
+        self.asynchronous = asynchronous
+        self._peers = self._writers = Peers()
+        self._world: Any = None  # the default process group that the groups of these were made beside
+        self._background, self._copies = Background(), HostCopies()
+        self._found: Path | None = None
+        self._wrote: Path | None = None  # the folder that holds checkpoints of this object's
+        self._saved = self._seen = -1  # steps: the last one saved, and that of the batch before
+        self._clock = 0.0
+
+    # -- before training -----------------------------------------------------------------------------------------------
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Make the folder and see that it can be written; find the checkpoint to go on from."""
+        warnings.filterwarnings("ignore", message=ALONE)
+        strategy = trainer.strategy
+        _refuse(strategy)
+        self._meet(trainer)
+        late = strategy.restore_checkpoint_after_setup  # and then it reads folders by itself, as ours do
+        if not (late or isinstance(strategy, SequenceStrategy) or isinstance(strategy.checkpoint_io, FolderIO)):
+            strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
+        if stage != "fit" or trainer.fast_dev_run:
+            return
+        folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
+        self._target, self._found = Path(folder).absolute(), None
+        self._try_folder()
+        if self.resume != "never":
+            self._find()
+            if self._found is not None and not late:
+                trainer._checkpoint_connector.resume_start(self._found)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Load where the strategy deals the parameters first."""
+        if self._found is not None and trainer.strategy.restore_checkpoint_after_setup:
+            trainer._checkpoint_connector.resume_start(self._found)
+
+    def _meet(self, trainer: pl.Trainer) -> None:
+        """Process groups of our own, once: the files' thread must not get between the collectives of the training."""
+        if trainer.world_size == 1:
+            self._peers = self._writers = Peers()
+        elif self._world is not dist.group.WORLD:
+            self._world, rank, size = dist.group.WORLD, trainer.global_rank, trainer.world_size
+            groups = [dist.new_group(backend="gloo", timeout=_PATIENCE) for _ in range(2)]
+            self._peers, self._writers = (Peers(rank, size, group) for group in groups)
+
+    def _make_folder(self) -> Path | None:
+        """Rank 0 makes it, puts away what a killed job left, and writes a file for all to see."""
+        if self._peers.rank > 0:
+            return None
+        self._target.mkdir(parents=True, exist_ok=True)
+        clean(self._target)
+        probe = self._target / f".probe-{uuid.uuid4().hex}"
+        probe.write_bytes(bytes(4096))
+        return probe
+
+    def _try_folder(self) -> None:
+        what = f"ShardedCheckpoint cannot use the folder {self._target}"
+        probe = self._peers.gather(self._peers.together(what, self._make_folder))[0]
+        self._peers.together(what, _look, probe)
+        if self._peers.rank == 0:
+            probe.unlink()
+
+    def _find(self) -> None:
+        """The checkpoint to go on from, the same on all ranks."""
+        saved, told = newest_whole(self._target, self._peers)
+        if saved is None and told:
+            raise ValueError(nothing_good(self._target, told))
+        if saved is None and self.resume == "must":
+            raise FileNotFoundError(
+                f'resume="must", but there is no checkpoint in {self._target}. Take resume="auto" to start anew, or name '
+                "the folder of the run."
+            )
+        if saved is not None:
+            say_damaged(told, saved.path)
+            self._found = saved.path
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse what would lose checkpoints of another run, and a disk that is too small for the parameters alone."""
+        self._saved = self._seen = trainer.global_step
+        self._clock = time.monotonic()
+        if trainer.fast_dev_run:
+            return
+        there = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
+        loaded = self._found if trainer.ckpt_path is None else Path(trainer.ckpt_path)
+        known = loaded is not None and self._target.resolve() in (loaded.resolve(), loaded.resolve().parent)
+        if there and not known and self._wrote != self._target:
+            raise ValueError(
+                f"{self._target} holds checkpoints of another run ({', '.join(there[:3])}), which new ones would replace: "
+                'choose another folder, go on from them with resume="auto", or remove them.'
+            )
+        if self._found is not None and trainer.ckpt_path is not None and Path(trainer.ckpt_path) != self._found:
+            rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")
+        self._peers.together("training does not begin", self._check_room, sum(p.nbytes for p in pl_module.parameters()))
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self._target).free
+        if free < needed:
+            raise OSError(
+                f"{self._target} has {free / 2**30:.2f} GiB left, and the parameters alone take {needed / 2**30:.2f}; make "
+                "room, or choose another folder"
+            )
+
+    # -- in training ---------------------------------------------------------------------------------------------------
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        """Save where it is time to, after an optimizer step: gradients that wait for further batches are not saved."""
+        step = trainer.global_step
+        if step == self._seen or trainer.fast_dev_run:
+            return
+        self._seen = step
+        due = self.every_n_train_steps is not None and step % self.every_n_train_steps == 0
+        if self.every_n_minutes is not None:
+            late = time.monotonic() - self._clock >= 60 * self.every_n_minutes
+            due |= self._peers.gather(late)[0]
+        if due:
+            self._save(trainer, step)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the last step, and wait until all files are written."""
+        if trainer.fast_dev_run:
+            return
+        if self.at_end and trainer.global_step != self._saved:
+            self._save(trainer, trainer.global_step)
+        self._settle()
+        self._copies = HostCopies()  # their memory may be of use
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Give a checkpoint under way a while; ranks that are gone are not waited for longer."""
+        try:
+            if not self._background.wait(_LAST):
+                rank_zero_warn("the run failed while a checkpoint was written, which did not become whole.")
+        except BaseException as error:  # the run ends by its own exception
+            rank_zero_warn(f"the run failed, and so did its last checkpoint: {reason(error)}")
+
+    def _settle(self) -> None:
+        """Wait for the files of the checkpoint before; its failure is raised by all ranks."""
+        if self._background.busy:
+            self._peers.together("training stops, as a checkpoint failed", self._background.wait)
+
+    def _save(self, trainer: pl.Trainer, step: int) -> None:
+        """Copy this rank's part of the state to the host, and have it written."""
+        self._settle()
+        path = self._target / name_of(step)
+        what = f"the checkpoint {path} could not be begun"
+        state, rest = self._peers.together(what, taken, trainer)
+        sizes = plain_sizes(state)
+        # where every rank holds the same, each writes a share; else torch settles who writes what
+        found = self._peers.gather(alike(sizes, state))
+        same = found[0] is not None and len(set(found)) == 1
+        dealt = shares(sizes, self._peers.size, trainer.lightning_module) if same else []
+        others = set().union(*(names for rank, names in enumerate(dealt) if rank != self._peers.rank))
+        state, meta = self._peers.together(what, self._copy, state, rest, others, trainer.strategy.root_device)
+        job = partial(write, state, meta, path, step, self.keep, self._writers)
+        if self.asynchronous:
+            self._background.start(job, trainer.strategy.root_device)
+        else:
+            job()
+        self._saved, self._clock, self._wrote = step, time.monotonic(), self._target
+        rank_zero_info(f"the checkpoint {path} is being written")
+
+    def _copy(self, state: Any, rest: Any, others: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
+        """(the state on the host without what other ranks write, the bytes of `meta.pt` on rank 0)."""
+        copied = self._copies.of(state, lambda name: name not in others)
+        if device.type == "cuda":
+            torch.cuda.current_stream().synchronize()
+        file = io.BytesIO()
+        if self._peers.rank == 0:
+            torch.save(rest, file)
+        return copied, file.getvalue()
+
+
+def _refuse(strategy: Any) -> None:
+    """Raise for a strategy whose state is not known."""
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy, ModelParallelStrategy)):
+        raise ValueError(
+            f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "
+            "'ring_dilated_fsdp', 'ddp' or one device; or Lightning's ModelCheckpoint."
+        )
+    if not getattr(strategy, "_save_distributed_checkpoint", True):
+        raise ValueError(
+            f"{type(strategy).__name__}(save_distributed_checkpoint=False) assembles every checkpoint on rank 0, where "
+            "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes "
+            "one file of the parts."
+        )
+
+
+def _look(probe: Path) -> None:
+    if not probe.exists():
+        raise FileNotFoundError("rank 0 writes it, and this rank does not see it; choose one that all nodes share")

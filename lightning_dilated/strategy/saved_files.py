@@ -1,0 +1,230 @@
+"""Checkpoint folders as files: a manifest of checksums, a rename that makes them whole, and the newest one that is good.
+
+A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed; so what bears a name of
+its own is whole, and what a killed job left is known by the dot. Nothing here reads a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lightning_dilated.strategy.peers import Peers, reason
+
+MANIFEST = "manifest.json"
+_NAME = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"\.(step-\d{8,})\.(partial|removed|replaced)")
+_BLOCK = 1 << 22
+
+
+def name_of(step: int) -> str:
+    """The folder of the checkpoint at a step."""
+    return f"step-{step:08d}"
+
+
+def partial(path: Path) -> Path:
+    """Where the checkpoint `path` is written before it is whole."""
+    return path.with_name(f".{path.name}.partial")
+
+
+def checksum(path: Path) -> str:
+    """blake2b of a file, 16 bytes in hexadecimals."""
+    found = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        while block := file.read(_BLOCK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def facts(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """{name: size and checksum} of files in a folder."""
+    return {name: {"size": (path / name).stat().st_size, "blake2b": checksum(path / name)} for name in sorted(names)}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint's folder and what its manifest says; `broken` tells why that cannot be read.
+
+    Args:
+        written: when, in nanoseconds since 1970; later ones are newer, whatever their step.
+    """
+
+    path: Path
+    step: int
+    written: int
+    files: dict[str, dict[str, Any]] = field(default_factory=dict)
+    broken: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> Saved:
+        """From the manifest; without one, from the folder's name and time."""
+        try:
+            told = json.loads((path / MANIFEST).read_text())
+            if told.pop("blake2b") != _seal(told):
+                raise ValueError("its own checksum differs")
+            return cls(path, told["step"], told["written"], told["files"])
+        except FileNotFoundError:
+            broken = f"{path / MANIFEST} is missing"
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            broken = f"{path / MANIFEST} cannot be read ({reason(error)})"
+        named = _NAME.fullmatch(path.name)
+        written = path.stat().st_mtime_ns if path.exists() else 0
+        return cls(path, int(named[1]) if named else 0, written, broken=broken)
+
+    def seen(self) -> str | None:
+        """What is wrong with the folder as far as names and sizes show it, naming the file; None if nothing."""
+        if self.broken:
+            return self.broken
+        for name, told in self.files.items():
+            path = self.path / name
+            if not path.is_file():
+                return f"{path} is missing"
+            if path.stat().st_size != told["size"]:
+                return f"{path} has {path.stat().st_size:,} bytes in place of {told['size']:,}"
+        return None
+
+    def damage(self, peers: Peers) -> str | None:
+        """What is wrong with the folder, its bytes included; each rank reads a share of the files, all must call."""
+        return next((words for words in peers.gather(self._damage(peers)) if words), None)
+
+    def _damage(self, peers: Peers) -> str | None:
+        try:
+            wrong = self.seen()
+            for name in sorted(self.files)[peers.rank :: peers.size] if wrong is None else ():
+                if checksum(self.path / name) != self.files[name]["blake2b"]:
+                    return f"{self.path / name} has other bytes than were written (its checksum differs)"
+            return wrong
+        except OSError as error:
+            return f"{self.path} cannot be read ({reason(error)})"
+
+
+def listed(folder: Path) -> list[Saved]:
+    """The checkpoints in a folder, damaged ones too, the newest first; none if there is no such folder."""
+    if not folder.is_dir():
+        return []
+    found = [Saved.read(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda saved: (saved.written, saved.step), reverse=True)
+
+
+def newest_whole(folder: Path, peers: Peers) -> tuple[Saved | None, list[str]]:
+    """(the newest checkpoint without damage, what is wrong with those newer than it); all ranks must call, and agree."""
+    told = []
+    for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
+        wrong = saved.damage(peers)
+        if wrong is None:
+            return saved, told
+        told.append(wrong)
+    return None, told
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether a folder is one checkpoint, or was one before it was damaged, and not a folder of several."""
+    held = any((path / name).exists() for name in (MANIFEST, ".metadata", "meta.pt"))
+    return path.is_dir() and (held or _NAME.fullmatch(path.name) is not None)
+
+
+def to_load(path: Path, peers: Peers) -> tuple[Path, list[str]]:
+    """(the checkpoint that a path means, what is wrong with newer ones); all ranks must call.
+
+    A folder of one checkpoint is itself: it has to be whole, unless another program wrote it, without a manifest. A folder
+    of several is the newest whole one.
+
+    Raises:
+        FileNotFoundError: for a folder that holds no checkpoint.
+        ValueError: for a damaged checkpoint, naming the file; for a folder in which all are.
+    """
+    if peers.gather(is_checkpoint(path))[0]:
+        if not peers.gather((path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None)[0]:
+            return path, []
+        wrong = Saved.read(path).damage(peers)
+        if wrong is None:
+            return path, []
+        raise ValueError(f"the checkpoint {path} is damaged: {wrong}. {_beside(path, peers)}")
+    saved, told = newest_whole(path, peers)
+    if saved is None and not told:
+        raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({name_of(100)} and the like).")
+    if saved is None:
+        raise ValueError(nothing_good(path, told))
+    return saved.path, told
+
+
+def nothing_good(folder: Path, told: list[str]) -> str:
+    """The words for a folder in which every checkpoint is damaged."""
+    return (
+        f"none of the {len(told)} checkpoints in {folder} is whole: {'; '.join(told)}. Restore the files, or take another "
+        "folder to start anew."
+    )
+
+
+def _beside(path: Path, peers: Peers) -> str:
+    """What may be taken in place of a damaged checkpoint."""
+    good = newest_whole(path.parent, peers)[0]
+    return f"The newest whole one beside it is {good.path}." if good else "There is no whole one beside it."
+
+
+def finish(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int) -> None:
+    """Write the manifest of the checkpoint that lies under `partial(path)`, and make it `path`."""
+    newest = max((saved.written for saved in listed(path.parent)), default=0)
+    told: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files}
+    told["written"] = max(time.time_ns(), newest + 1)  # whatever clocks say, this one is newer
+    told["blake2b"] = _seal(told)
+    with (partial(path) / MANIFEST).open("w") as file:
+        file.write(json.dumps(told, indent=1) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    _sync(partial(path))
+    if path.exists():  # of an earlier run: a folder in use cannot be replaced in one go
+        shutil.rmtree(_aside(path, "replaced"), ignore_errors=True)
+        path.rename(_aside(path, "replaced"))
+    partial(path).rename(path)
+    _sync(path.parent)
+    shutil.rmtree(_aside(path, "replaced"), ignore_errors=True)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove what is older than the `keep` newest checkpoints that look whole."""
+    whole = 0
+    for saved in listed(folder):
+        if whole >= keep:
+            gone = _aside(saved.path, "removed")  # half removed it would look damaged
+            shutil.rmtree(gone, ignore_errors=True)
+            saved.path.rename(gone)
+            shutil.rmtree(gone, ignore_errors=True)
+        whole += saved.seen() is None
+
+
+def clean(folder: Path) -> None:
+    """Remove what a killed job left half written or half removed; what it was about to replace is put back."""
+    for path in folder.iterdir():
+        left = _LEFT.fullmatch(path.name)
+        if left and left[2] == "replaced" and not (folder / left[1]).exists():
+            path.rename(folder / left[1])
+        elif left:
+            shutil.rmtree(path)
+
+
+def _aside(path: Path, why: str) -> Path:
+    return path.with_name(f".{path.name}.{why}")
+
+
+def _seal(told: dict[str, Any]) -> str:
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _sync(folder: Path) -> None:
+    """Have the operating system write a folder's entries down; some file systems know no such thing."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            os.fsync(number)
+    finally:
+        os.close(number)

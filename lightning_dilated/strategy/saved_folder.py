@@ -1,0 +1,216 @@
+"""A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
+
+The folder is that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and "optimizer_0",
+..., whose states bear the parameters' names; `meta.pt` holds the rest. So strategies with and without sharded parameters
+read each other's.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from typing_extensions import override
+
+from lightning_dilated.strategy.peers import Peers, reason
+from lightning_dilated.strategy.saved_files import facts, finish, partial, prune, to_load
+from lightning_dilated.strategy.saved_state import by_number
+
+META = "meta.pt"
+#: torch's words for one rank that writes or reads alone, as was meant
+ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+#: what a `.metadata` file is made of; anything else in one is refused, as a pickle may run what it names
+_PLAIN = {
+    *(("collections", "OrderedDict"), ("builtins", "set"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")),
+    *(("pathlib._local", "PosixPath"), ("torch.serialization", "_get_layout"), ("torch", "Size")),
+}
+
+
+def write(tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers) -> None:
+    """Write a checkpoint, make it `path` when it is whole, and remove older ones; every rank calls, with its own part.
+
+    Args:
+        tensors: nested, on the CPU; what several ranks give under one name is written once.
+        meta: the bytes of `meta.pt`, from rank 0.
+
+    Raises:
+        OSError: on every rank, with the reason; what was written is removed.
+    """
+    what, folder, entries = f"the checkpoint {path} could not be written", partial(path), {}
+    try:
+        for part in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
+            entries.update(part)
+        peers.together(what, _make_whole, path, step, entries, keep, peers)
+    except OSError:
+        if peers.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
+    """This rank's files, and what the manifest says of them."""
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's, where ranks differ
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
+    names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
+    if peers.rank == 0:
+        with (folder / META).open("wb") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(file.fileno())
+        names += [META, ".metadata"]
+    return facts(folder, names)
+
+
+def _make_whole(path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers) -> None:
+    if peers.rank == 0:
+        finish(path, step, entries, peers.size)
+        prune(path.parent, keep)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def checked(path: Path, peers: Peers) -> Path:
+    """The whole checkpoint that a folder is or holds (`saved_files.to_load`); newer ones that are damaged are told of."""
+    found, told = to_load(path, peers)
+    say_damaged(told, found)
+    return found
+
+
+def say_damaged(told: list[str], instead: Path) -> None:
+    """Warn of damaged checkpoints."""
+    if told:
+        rank_zero_warn(f"damaged checkpoints were passed over, and {instead} is loaded: {'; '.join(told)}.")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        ours = module == "torch.distributed.checkpoint.metadata" or module == "torch.distributed.checkpoint.filesystem"
+        found = getattr(importlib.import_module(module), name, None) if ours or module == "torch" else None
+        if (ours and isinstance(found, type)) or isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
+            return found
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs; it was not loaded.")
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's, but runs no code that the folder names."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the folder holds.
+
+        Raises:
+            ValueError: where `.metadata` cannot be read.
+        """
+        path = Path(self.path) / ".metadata"
+        try:
+            return _Unpickler(io.BytesIO(path.read_bytes())).load()
+        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, ImportError) as error:
+            raise ValueError(f"{path} cannot be read ({reason(error)}). Use an earlier checkpoint.") from None
+
+
+class _Planner(dcp.DefaultLoadPlanner):
+    def __init__(self, weights_only: bool | None) -> None:
+        super().__init__()
+        self._weights_only = weights_only is not False
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        found = torch.load(value, weights_only=self._weights_only)
+        self.original_state_dict[self.mappings[read_item.dest_index.fqn][0]] = found
+
+
+def read_tensors(folder: Path, below: str = "", weights_only: bool | None = None) -> dict[str, Any]:
+    """The nested contents of the `.distcp` files, whole, on the CPU; with `below` only what lies under that name.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read.
+    """
+    reader = Reader(folder)
+    told = reader.read_metadata()
+    flat: dict[str, Any] = {}
+    for key, about in told.state_dict_metadata.items():
+        if key.startswith(below):
+            holds = isinstance(about, TensorStorageMetadata)
+            flat[key] = torch.empty(about.size, dtype=about.properties.dtype) if holds else io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=ALONE)
+        dcp.load(flat, storage_reader=reader, planner=_Planner(weights_only), no_dist=True)
+    return _nested({told.planner_data[key]: value for key, value in flat.items()})
+
+
+def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
+    """Values by their paths, put back into mappings and, where the keys are numbers, lists."""
+    if () in flat:
+        return flat[()]
+    groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in flat.items():
+        groups.setdefault(path[0], {})[path[1:]] = value
+    found = {key: _nested(part) for key, part in groups.items()}
+    # parameters' states have numbers as keys only in lists: `by_name` saw to that
+    return [found[i] for i in sorted(found)] if found and all(isinstance(k, int) for k in found) else found
+
+
+def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """Lightning's checkpoint without tensors of model and optimizers.
+
+    Raises:
+        FileNotFoundError, ValueError: where it is missing or cannot be read.
+    """
+    return torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+
+
+def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+    """A folder as the dict of a Lightning checkpoint of one file, tensors on the CPU."""
+    meta, tensors = read_meta(folder, weights_only), read_tensors(folder, weights_only=weights_only)
+    optimizers = sorted((k for k in tensors if k.startswith("optimizer_")), key=lambda k: int(k.split("_")[1]))
+    return {
+        **meta,
+        "state_dict": tensors["state_dict"],
+        "optimizer_states": [by_number(tensors[k]) for k in optimizers],
+    }
+
+
+class FolderIO(CheckpointIO):
+    """Another CheckpointIO that also reads folders.
+
+    Args:
+        inner: does everything else.
+        find: the folder of one checkpoint, checked, of a path that is a folder.
+    """
+
+    def __init__(self, inner: CheckpointIO, find: Callable[[Path], Path]) -> None:
+        self.inner, self.find = inner, find
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """The inner one's."""
+        self.inner.save_checkpoint(*args, **kwargs)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The inner one's, or a folder's."""
+        if not Path(path).is_dir():
+            return self.inner.load_checkpoint(path, *args, **kwargs)
+        return read_whole(self.find(Path(path)), kwargs.get("weights_only"))
+
+    @override
+    def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """The inner one's."""
+        self.inner.remove_checkpoint(*args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        """The inner one's."""
+        self.inner.teardown()

@@ -1,0 +1,454 @@
+"""ShardedCheckpoint on one device: what is resumed equals a run that was never stopped, beside which files are written."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+import lightning_dilated
+from lightning_dilated import RingDilatedFSDPStrategy
+from lightning_dilated.callbacks import sharded_checkpoint as module
+from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_files import Saved
+
+from ..models import text as text_of_letters
+from ..models import tiny, trainer
+from .checkpoint_runs import run, write_text
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text):
+    """The run that is never stopped."""
+    return run(text, STEPS)
+
+
+@pytest.fixture(scope="module")
+def saved(text, tmp_path_factory):
+    """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(text, 4, ShardedCheckpoint(str(folder), every_n_train_steps=1, keep=3))
+    return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy that a test may damage."""
+    os.system(f"cp -a {saved} {tmp_path}/c")
+    return tmp_path / "c"
+
+
+def names(folder):
+    return sorted(p.name for p in folder.iterdir())
+
+
+def check_equal(whole, *parts):
+    assert [x for part in parts for x in part["losses"]] == pytest.approx(whole["losses"], rel=1e-12)
+    torch.testing.assert_close(parts[-1]["parameters"], whole["parameters"], rtol=0, atol=0)
+    assert (parts[-1]["step"], parts[-1]["rate"]) == (whole["step"], whole["rate"])
+
+
+# -- resuming ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["beside", "waiting"])
+def test_resumes_exactly(text, whole, tmp_path, asynchronous):
+    options = {"folder": str(tmp_path), "every_n_train_steps": 2, "asynchronous": asynchronous}
+    first = run(text, 3, ShardedCheckpoint(**options))
+    assert names(tmp_path) == ["step-00000002", "step-00000003"]  # the last one at the end
+    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="must"), begun=2)
+    check_equal(whole, first, rest)
+
+
+@pytest.mark.parametrize("path, lost", [("", 0), ("step-00000003", 1)], ids=["folder of several", "one"])
+def test_ckpt_path(text, whole, saved, tmp_path, path, lost):
+    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path)), ckpt_path=str(saved / path), begun=2)
+    assert rest["losses"] == whole["losses"][4 - lost :] and torch.equal(rest["parameters"], whole["parameters"])
+
+
+def test_validates(tmp_path):
+    """Without fit, on one device, where Lightning itself reads no folders."""
+    data, options = text_of_letters(tmp_path), {"vocab_size": 256, "dtype": torch.float32}
+    first, second = tiny(**options), tiny(**options)
+    fitted = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "c"))], enable_checkpointing=True, max_steps=2)
+    fitted.fit(first, data)
+    (want,) = fitted.validate(first, data, verbose=False)
+    other = trainer(callbacks=[ShardedCheckpoint(str(tmp_path / "d"))], enable_checkpointing=True)
+    (got,) = other.validate(second, data, ckpt_path=tmp_path / "c", verbose=False)
+    assert got == want and not (tmp_path / "d").exists()
+
+
+def test_ckpt_path_goes_before_resume(text, whole, copied):
+    resuming = ShardedCheckpoint(str(copied), resume="auto")
+    rest = run(text, STEPS, resuming, ckpt_path=copied / "step-00000002", begun=2)
+    assert rest["losses"] == whole["losses"][2:]
+    assert any("so resume='auto' had no effect" in words for words in rest["said"])
+
+
+def test_auto_begins_where_there_is_nothing(text, whole, tmp_path):
+    got = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "a" / "b"), resume="auto"))
+    check_equal(whole, got)
+
+
+def test_must(text, tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"there is no checkpoint in {tmp_path}"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"))
+
+
+def test_another_run_is_not_replaced(text, saved, tmp_path):
+    run(text, 1, ShardedCheckpoint(str(tmp_path)))
+    for other in (None, tmp_path / "step-00000001"):  # also where a run comes from elsewhere
+        with pytest.raises(
+            ValueError, match=r"holds checkpoints of another run .step-00000004, .*choose another folder"
+        ):
+            run(text, STEPS, ShardedCheckpoint(str(saved)), ckpt_path=other)
+    assert len(names(saved)) == 3
+
+
+def test_fit_twice(text, tmp_path):
+    """The second one goes on in the same folder."""
+    data, saver = {}, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2)
+    told = run(text, 3, saver, keep=data)
+    data["trainer"].fit_loop.epoch_loop.max_steps = STEPS
+    data["trainer"].fit(data["module"], data["data"])
+    assert names(tmp_path) == ["step-00000003", "step-00000004", "step-00000006"]
+    assert len(told["losses"]) == STEPS
+
+
+class Counting(pl.Callback):
+    """Has a state."""
+
+    def __init__(self):
+        self.batches, self.loaded = 0, None
+
+    def on_train_batch_end(self, *args):
+        self.batches += 1
+
+    def state_dict(self):
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state):
+        self.loaded = state["batches"]
+
+
+def test_accumulation_and_states_of_callbacks(text, tmp_path):
+    """Between optimizer steps there is nothing to save: gradients that wait would be lost."""
+    counting, whole = Counting(), run(text, 4, accumulate_grad_batches=3)
+    often = {"folder": str(tmp_path), "every_n_minutes": 1e-9, "every_n_train_steps": None}
+    first = run(text, 2, ShardedCheckpoint(**often, keep=9), counting, accumulate_grad_batches=3)
+    assert names(tmp_path) == ["step-00000001", "step-00000002"] and counting.batches == 6
+    again = Counting()
+    rest = run(text, 4, ShardedCheckpoint(**often, resume="must"), again, accumulate_grad_batches=3, begun=2)
+    assert again.loaded == 6
+    check_equal(whole, first, rest)
+
+
+def test_keeps_the_newest(saved, text, copied):
+    assert names(saved) == ["step-00000002", "step-00000003", "step-00000004"]
+    run(text, 5, ShardedCheckpoint(str(copied), every_n_train_steps=1, keep=2, resume="must"))
+    assert names(copied) == ["step-00000004", "step-00000005"]
+
+
+def test_an_earlier_one_goes_on(text, whole, copied):
+    """What was written last is the newest, also after going back."""
+    options = {"folder": str(copied), "every_n_train_steps": 1, "keep": 2}
+    run(text, 3, ShardedCheckpoint(**options), ckpt_path=copied / "step-00000002", begun=2)
+    assert names(copied) == ["step-00000003", "step-00000004"]
+    rest = run(text, STEPS, ShardedCheckpoint(**options, resume="auto"), begun=3)
+    assert rest["losses"] == whole["losses"][3:]
+
+
+# -- beside the training -----------------------------------------------------------------------------------------------
+class Watching(pl.Callback):
+    """Lets the writer begin only after a further step."""
+
+    def __init__(self):
+        self.go, self.steps_meanwhile, self.real = threading.Event(), [], module.write
+
+    def write(self, *args):
+        assert self.go.wait(30)
+        self.real(*args)
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 3:  # step 3 was made since
+            self.steps_meanwhile = [trainer.global_step, *names(Path(trainer.checkpoint_callback._target))]
+            self.go.set()
+
+
+def test_training_goes_on_and_does_not_leak_into_the_files(text, whole, tmp_path):
+    watching = Watching()
+    with mock.patch.object(module, "write", watching.write):
+        run(text, 5, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, at_end=False), watching)
+    assert watching.steps_meanwhile == [3]  # nothing was written yet
+    assert names(tmp_path) == ["step-00000002", "step-00000004"]
+    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
+    assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
+
+
+class Raising(pl.Callback):
+    """Raises at the third step."""
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == 2:
+            raise ZeroDivisionError("by itself")
+
+
+def slowly(*args, real=module.write):
+    time.sleep(0.3)
+    real(*args)
+
+
+def broken(*args):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_run_that_fails_finishes_its_checkpoint(text, tmp_path):
+    with mock.patch.object(module, "write", slowly), pytest.raises(ZeroDivisionError):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), Raising())
+    assert names(tmp_path) == ["step-00000002"]
+
+
+@pytest.mark.parametrize("write, says", [
+    (broken, "and so did its last checkpoint: OSError: .* No space left"), (slowly, "which did not become whole"),
+])  # fmt: skip
+def test_a_run_that_fails_says_so_of_its_checkpoint(text, tmp_path, monkeypatch, write, says):
+    """It ends by its own error, and does not wait for a disk or for ranks that do not answer."""
+    monkeypatch.setattr(module, "write", write)
+    monkeypatch.setattr(module, "_LAST", 0.1)
+    saver, said = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), []
+    monkeypatch.setattr(module, "rank_zero_warn", said.append)
+    with pytest.raises(ZeroDivisionError):
+        run(text, STEPS, saver, Raising())
+    assert len(said) == 1 and re.match(f"the run failed.*{says}", said[0])
+    assert saver._background.wait(30)  # or it would write into the next test
+
+
+@pytest.mark.parametrize("at", ["write_data", "finish"])
+@pytest.mark.parametrize("asynchronous", [True, False], ids=["beside", "waiting"])
+def test_a_full_disk_ends_the_run(text, tmp_path, asynchronous, at):
+    options = {"folder": str(tmp_path), "every_n_train_steps": 2, "asynchronous": asynchronous}
+    full = mock.patch.object(dcp.FileSystemWriter, at, side_effect=OSError(28, "No space left on device"))
+    with full, pytest.raises(OSError, match=r"step-00000002 could not be written: .*No space left on device"):
+        run(text, STEPS, ShardedCheckpoint(**options))
+    assert names(tmp_path) == []
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(text, tmp_path):
+    """Copies to page-locked memory are complete before training goes on."""
+    whole, watching = run(text, STEPS, accelerator="gpu"), Watching()
+    with mock.patch.object(module, "write", watching.write):
+        saver = ShardedCheckpoint(str(tmp_path / "c"), every_n_train_steps=2, at_end=False)
+        run(text, 4, saver, watching, accelerator="gpu")
+    other = ShardedCheckpoint(str(tmp_path / "d"))
+    rest = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
+    assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+def shard(path):
+    return path / "__0_0.distcp"
+
+
+def truncate(path):
+    shard(path).write_bytes(shard(path).read_bytes()[:-100])
+
+
+def flip(path):
+    data = bytearray(shard(path).read_bytes())
+    data[len(data) // 2] ^= 1
+    shard(path).write_bytes(data)
+
+
+def edit_manifest(path):
+    told = (path / "manifest.json").read_text()
+    (path / "manifest.json").write_text(told.replace('"step": 4', '"step": 5'))
+
+
+DAMAGE = {
+    "truncated": (truncate, r"__0_0.distcp has [\d,]+ bytes in place of"),
+    "a flipped bit": (flip, r"__0_0.distcp has other bytes than were written"),
+    "no shard": (lambda path: shard(path).unlink(), r"__0_0.distcp is missing"),
+    "no meta.pt": (lambda path: (path / "meta.pt").unlink(), r"meta.pt is missing"),
+    "no .metadata": (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
+    "no manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest.json is missing"),
+    "another manifest": (edit_manifest, r"manifest.json cannot be read .*its own checksum differs"),
+    "a list": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest.json cannot be read"),
+    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 40), r"manifest.json cannot be read"),
+    "nothing in it": (lambda path: [p.unlink() for p in path.iterdir()], r"manifest.json is missing"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_one_is_passed_over(text, whole, copied, how):
+    hurt, says = DAMAGE[how]
+    hurt(copied / "step-00000004")
+    rest = run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto"), begun=2)
+    (words,) = [w for w in rest["said"] if "damaged checkpoints" in w]
+    assert f"{copied}/step-00000003 is loaded: {copied}/step-00000004/" in words
+    with pytest.raises(AssertionError, match=says):
+        raise AssertionError(words)
+    assert rest["losses"] == whole["losses"][3:] and torch.equal(rest["parameters"], whole["parameters"])
+
+
+def test_a_damaged_one_that_was_named(text, copied):
+    flip(copied / "step-00000004")
+    words = f"step-00000004 is damaged: .*__0_0.distcp has other bytes.*newest whole one beside it is {copied}/step-00000003"
+    with pytest.raises(ValueError, match=words):
+        run(text, STEPS, ShardedCheckpoint(str(copied)), ckpt_path=copied / "step-00000004")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_every_byte_is_looked_at_by_one_rank(copied, ranks):
+    path = copied / "step-00000004"
+    for name in (".metadata", "__0_0.distcp", "meta.pt"):
+        whole = (path / name).read_bytes()
+        for place in (0, len(whole) // 3, len(whole) - 1):
+            (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            found = [words for rank in range(ranks) if (words := Saved.read(path)._damage(Peers(rank, ranks)))]
+            assert found == [f"{path / name} has other bytes than were written (its checksum differs)"]
+        (path / name).write_bytes(whole)
+    assert Saved.read(path).damage(Peers()) is None
+
+
+@pytest.mark.parametrize("resume", ["auto", "must"])
+def test_nothing_good_is_left(text, copied, resume):
+    flip(copied / "step-00000002")
+    truncate(copied / "step-00000003")
+    shard(copied / "step-00000004").unlink()
+    words = (
+        f"none of the 3 checkpoints in {copied} is whole: .*4/__0_0.distcp is missing; .*3/__0_.* in place of .*; .*2/"
+    )
+    with pytest.raises(ValueError, match=words):
+        run(text, STEPS, ShardedCheckpoint(str(copied), resume=resume))
+
+
+def test_no_checkpoint_at_all(text, tmp_path):
+    with pytest.raises(FileNotFoundError, match="is no checkpoint, and holds none"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path)
+
+
+KILLED = """
+import os, signal, sys
+import torch.distributed.checkpoint as dcp
+from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.strategy import saved_files, saved_folder
+from tests.callbacks.checkpoint_runs import run
+text, folder, where = sys.argv[1:]
+spot = {"bytes": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
+        "manifest": (saved_folder, "finish"), "rename": (saved_files, "_sync"), "old": (saved_folder, "prune")}[where]
+real, calls = getattr(*spot), []
+def dies(*args, **kwargs):
+    calls.append(1)
+    if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
+        if where in ("bytes", "metadata"):  # half of it
+            real(*args, **kwargs)
+            os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
+        os.kill(os.getpid(), signal.SIGKILL)
+    return real(*args, **kwargs)
+setattr(*spot, dies)
+run(text, 6, ShardedCheckpoint(folder, every_n_train_steps=1, keep=2))
+"""
+
+
+slow = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize("where, last", [
+    ("bytes", 2), ("rename", 3), pytest.param("metadata", 2, **slow), pytest.param("manifest", 2, **slow),
+    pytest.param("old", 3, **slow),
+])  # fmt: skip
+def test_killed_while_saving(text, whole, tmp_path, where, last):
+    """Whatever the moment, whole checkpoints are left, and what is not whole is put away when the next run begins."""
+    root = Path(lightning_dilated.__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", KILLED, text, str(tmp_path), where]
+    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    assert (".step-00000003.partial" in names(tmp_path)) == (last == 2)
+    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
+    assert rest["losses"] == whole["losses"][last:] and not [w for w in rest["said"] if "damaged" in w]
+    assert names(tmp_path) == [f"step-0000000{n}" for n in (last - 1, last, 6)]
+
+
+def test_killed_while_replacing(copied):
+    """A checkpoint that was moved away for a new one of its step comes back, if the new one did not."""
+    (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
+    (copied / ".step-00000003.replaced").mkdir()
+    (copied / ".step-00000002.removed").mkdir()
+    module.clean(copied)
+    assert names(copied) == ["step-00000002", "step-00000003", "step-00000004"]
+
+
+# -- before training ---------------------------------------------------------------------------------------------------
+def test_a_folder_that_cannot_be(text, tmp_path):
+    (tmp_path / "a").write_text("")
+    with pytest.raises(OSError, match=f"cannot use the folder {tmp_path}/a/b: NotADirectoryError"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path / "a" / "b")))
+
+
+def test_a_disk_that_is_too_small(text, tmp_path):
+    little = mock.patch.object(module.shutil, "disk_usage", return_value=mock.Mock(free=1000))
+    with little, pytest.raises(OSError, match=f"{tmp_path} has 0.00 GiB left, and the parameters alone take"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path)))
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"keep": 0}, "keep must be more than 0, got 0"),
+    ({"keep": None}, "keep must be a number, got None"),
+    ({"every_n_train_steps": 2.5}, "every_n_train_steps must be a number or None, got 2.5"),
+    ({"every_n_train_steps": True}, "every_n_train_steps must be a number or None, got True"),
+    ({"every_n_minutes": -1}, "every_n_minutes must be more than 0, got -1"),
+    ({"resume": True}, 'resume must be one of "never", "auto", "must"; got True'),
+    ({"every_n_train_steps": None, "at_end": False}, "nothing would be saved"),
+])  # fmt: skip
+def test_options(options, says):
+    with pytest.raises((TypeError, ValueError), match=says):
+        ShardedCheckpoint(**options)
+
+
+def test_lightning_takes_it_for_a_checkpoint_callback(text, tmp_path):
+    trainer = pl.Trainer(callbacks=[ShardedCheckpoint()], accelerator="cpu", logger=False)
+    assert [type(c) for c in trainer.checkpoint_callbacks] == [ShardedCheckpoint]
+    run(text, 1, ShardedCheckpoint(), default_root_dir=tmp_path)
+    assert names(tmp_path / "checkpoints") == ["step-00000001"]
+
+
+def test_the_manifest_says_what_is_there(saved):
+    told = json.loads((saved / "step-00000004" / "manifest.json").read_text())
+    assert sorted([*told["files"], "manifest.json"]) == names(saved / "step-00000004")
+    assert (told["step"], told["ranks"]) == (4, 1)
+
+
+def test_strategies_that_it_does_not_know(tmp_path):
+    trainer = mock.Mock(strategy=type("DeepSpeedStrategy", (), {})())
+    with pytest.raises(ValueError, match=r"does not know how DeepSpeedStrategy keeps its state. Take 'ring_dilated'"):
+        ShardedCheckpoint(str(tmp_path)).setup(trainer, None, "fit")
+
+
+def test_a_strategy_that_assembles_files(tmp_path):
+    trainer = mock.Mock(strategy=RingDilatedFSDPStrategy(save_distributed_checkpoint=False))
+    with pytest.raises(ValueError, match=r"assembles every checkpoint on rank 0, .* leave that option out"):
+        ShardedCheckpoint(str(tmp_path)).setup(trainer, None, "fit")
+
+
+def test_fast_dev_run_writes_nothing(text, tmp_path):
+    run(text, 1, ShardedCheckpoint(str(tmp_path / "a")), fast_dev_run=True)
+    assert names(tmp_path) == []

@@ -1,0 +1,256 @@
+"""ShardedCheckpoint on several ranks: exact with any strategy, also after changes of their number; all agree, none hangs."""
+
+import json
+import os
+import threading
+from pathlib import Path
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_folder import read_tensors
+from lightning_dilated.strategy.saved_state import shares
+
+from ..distributed.pool import Pool
+from ..strategy.runs import launched
+from .checkpoint_runs import on_rank, run, with_options, write_text
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="module")
+def whole(text):
+    """On one device, never stopped."""
+    return run(text, STEPS)
+
+
+@pytest.fixture(scope="module")
+def four():
+    """Four ranks, for one test."""
+    made = Pool(4)
+    yield made
+    made.close()
+
+
+def go(request, ranks, text, steps, saved, **more):
+    """What a run leaves on rank 0; one rank is a plain device."""
+    if ranks == 1:
+        from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+
+        return run(text, steps, ShardedCheckpoint(**saved), **{**more, "strategy": "auto"})
+    pool = request.getfixturevalue("four" if ranks == 4 else "pool")
+    found = pool.run(ranks, with_options, text, steps, saved, more)
+    assert all(torch.equal(x["parameters"], found[0]["parameters"]) for x in found)
+    return found[0]
+
+
+DDP, FSDP = "ring_dilated", "ring_dilated_fsdp"
+WAYS = [
+    ((2, DDP), (2, DDP)),
+    ((2, FSDP), (2, FSDP)),
+    ((2, DDP), (1, DDP)),
+    ((1, DDP), (2, DDP)),
+    ((2, FSDP), (1, DDP)),
+    ((1, DDP), (2, FSDP)),
+    ((2, FSDP), (2, DDP)),
+    pytest.param((4, DDP), (2, FSDP), marks=pytest.mark.slow),
+    pytest.param((4, FSDP), (2, FSDP), marks=pytest.mark.slow),
+    pytest.param((2, DDP), (4, DDP), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("before, after", WAYS, ids=str)
+def test_resumes_exactly(request, text, whole, tmp_path, before, after):
+    saved = {"folder": str(tmp_path), "every_n_train_steps": 1, "keep": 2}
+    first = go(request, before[0], text, 2, saved, strategy=before[1])
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+    files = json.loads((tmp_path / "step-00000002" / "manifest.json").read_text())["files"]
+    assert sum(name.endswith(".distcp") for name in files) == before[0]
+    rest = go(request, after[0], text, STEPS, {**saved, "resume": "must"}, strategy=after[1], begun=2)
+    losses = torch.tensor([*first["losses"], *rest["losses"]])
+    torch.testing.assert_close(losses, torch.tensor(whole["losses"]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+    assert (rest["step"], rest["rate"]) == (whole["step"], whole["rate"])
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_equals_the_undisturbed_run(request, pool, text, tmp_path, strategy):
+    """Bit by bit, where the ranks stay the same."""
+    whole = pool.run(2, with_options, text, STEPS, None, {"strategy": strategy})[0]
+    saved = {"folder": str(tmp_path), "every_n_train_steps": 2, "at_end": False}
+    go(request, 2, text, 3, saved, strategy=strategy)
+    for how in ({"ckpt_path": str(tmp_path)}, {"ckpt_path": str(tmp_path / "step-00000002")}):
+        rest = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, strategy=strategy, begun=2, **how)
+        assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])
+        os.system(f"rm -r {tmp_path}/b")
+
+
+def beside(rank, group, text, folder, strategy):
+    """What lies in the folder when step 3 was made; the checkpoint of step 2 is written only then."""
+    from lightning_dilated.callbacks import sharded_checkpoint as module
+
+    go_on, real, seen = threading.Event(), module.write, []
+
+    class Watching(pl.Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 3:
+                seen.extend(Path(folder).iterdir())
+                trainer.strategy.barrier()  # or a rank might still look when another one writes
+                go_on.set()
+
+    def write(*args):
+        assert go_on.wait(30)
+        real(*args)
+
+    with mock.patch.object(module, "write", write):
+        saver = module.ShardedCheckpoint(folder, every_n_train_steps=2, at_end=False)
+        run(text, 3 + 1, saver, Watching(), strategy=strategy, world=launched(rank))
+    return seen
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_training_goes_on_and_does_not_leak_into_the_files(request, pool, text, whole, tmp_path, strategy):
+    assert pool.run(2, beside, text, str(tmp_path), strategy) == [[], []]
+    how = {"strategy": strategy, "ckpt_path": str(tmp_path / "step-00000002"), "begun": 2}
+    rest = go(request, 2, text, STEPS, {"folder": str(tmp_path / "b")}, **how)
+    torch.testing.assert_close(torch.tensor(rest["losses"]), torch.tensor(whole["losses"][2:]), rtol=1e-9, atol=0)
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_all_ranks_pass_over_a_damaged_one(request, text, whole, tmp_path, strategy):
+    """The file that rank 1 looks at is damaged."""
+    saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
+    go(request, 2, text, 3, saved, strategy=strategy)
+    hurt = tmp_path / "step-00000003" / "__1_0.distcp"
+    data = bytearray(hurt.read_bytes())
+    data[-200] ^= 4
+    hurt.write_bytes(data)
+    rest = go(request, 2, text, STEPS, {**saved, "resume": "auto"}, strategy=strategy, begun=2)
+    (words,) = [w for w in rest["said"] if "damaged checkpoints" in w]
+    assert f"{tmp_path}/step-00000002 is loaded: {hurt} has other bytes than were written" in words
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+
+
+def refused(rank, group, text, saved, more):
+    """What a run raises on this rank."""
+    try:
+        on_rank(rank, group, text, STEPS, saved, **more)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_path, strategy):
+    go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
+    (tmp_path / "step-00000002" / "__1_0.distcp").unlink()
+    more = {"strategy": strategy, "ckpt_path": str(tmp_path / "step-00000002")}
+    for told in pool.run(2, refused, text, {"folder": str(tmp_path / "b")}, more):
+        assert told.startswith("ValueError") and "__1_0.distcp is missing" in told
+
+
+# -- failures of one rank ----------------------------------------------------------------------------------------------
+def failing(rank, group, text, saved, who, where, strategy):
+    """What a run raises where one rank's disk is full, or rank 0 cannot finish."""
+    target = {"bytes": (dcp.FileSystemWriter, "write_data"), "copy": ("HostCopies", "of"), "finish": (None, "finish")}[
+        where
+    ]
+    from lightning_dilated.callbacks import sharded_checkpoint as module
+    from lightning_dilated.strategy import saved_folder
+
+    owner = {"copy": module.HostCopies, "finish": saved_folder}.get(where, target[0])
+    real = getattr(owner, target[1])
+
+    def full(*args, **kwargs):
+        if rank == who:
+            raise OSError(28, "No space left on device")
+        return real(*args, **kwargs)
+
+    with mock.patch.object(owner, target[1], full):
+        return refused(rank, group, text, saved, {"strategy": strategy})
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+@pytest.mark.parametrize("where, who", [("bytes", 1), ("copy", 1), ("finish", 0)])
+def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, strategy):
+    saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
+    for told in pool.run(2, failing, text, saved, who, where, strategy):
+        assert told.startswith("OSError") and f"{tmp_path}/step-00000001 could not be" in told
+        assert f"rank {who}: OSError: [Errno 28] No space left on device" in told
+    assert list(tmp_path.iterdir()) == []
+
+
+def unseen(rank, group, text, saved):
+    """What a run raises whose folder lies on the disk of one node only."""
+    from lightning_dilated.callbacks import sharded_checkpoint as module
+
+    real = module._look
+
+    def look(probe):
+        return real(probe.with_name("other") if rank == 1 else probe)
+
+    with mock.patch.object(module, "_look", look):
+        return refused(rank, group, text, saved, {"strategy": DDP})
+
+
+def test_a_folder_that_not_all_see(pool, text, tmp_path):
+    for told in pool.run(2, unseen, text, {"folder": str(tmp_path)}):
+        assert "rank 1: FileNotFoundError: rank 0 writes it, and this rank does not see it" in told
+
+
+# -- shares ------------------------------------------------------------------------------------------------------------
+def test_shares_are_even_and_whole():
+    sizes = {f".optimizer_0.{i}": n for i, n in enumerate([50, 1, 30, 30, 20, 0, 7])}
+    for ranks in (1, 2, 3, 5, 9):
+        dealt = shares(sizes, ranks, nn.Module())
+        assert sorted(name for part in dealt for name in part) == sorted(sizes)
+        assert max(sum(sizes[n] for n in part) for part in dealt) <= max(50, sum(sizes.values()) / ranks + 30)
+
+
+def test_buffers_are_rank_0s():
+    sizes = {".state_dict.weight": 4, ".state_dict.running": 900, ".optimizer_0.weight": 5}
+    assert shares(sizes, 2, nn.Linear(1, 1)) == [{".state_dict.running"}, {".state_dict.weight", ".optimizer_0.weight"}]
+
+
+def with_buffer(rank, group, text, folder, strategy):
+    """A run whose model has buffers that end up other on each rank; those of the checkpoint."""
+    from lightning_dilated import LongNetLM
+    from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+
+    class Counting(LongNetLM):
+        def build(self):
+            super().build()
+            for i in range(4):
+                self.register_buffer(f"seen{i}", torch.zeros(5 + i))
+
+        def on_train_batch_end(self, *args):
+            for i in range(4):
+                getattr(self, f"seen{i}").fill_(rank + 1)
+
+    saver = ShardedCheckpoint(folder, every_n_train_steps=None)
+    run(text, 2, saver, strategy=strategy, world=launched(rank), model=Counting)
+    held = read_tensors(Path(folder) / "step-00000002", "state_dict.")["state_dict"]
+    return [held[f"seen{i}"].tolist() for i in range(4)]
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_buffers_that_differ(pool, text, tmp_path, strategy):
+    for found in pool.run(2, with_buffer, text, str(tmp_path), strategy):
+        assert found == [[1.0] * (5 + i) for i in range(4)]
+
+
+def test_a_rank_alone_needs_no_group():
+    assert Peers().gather(3) == [3] and Peers().together("x", lambda y: y + 1, 2) == 3
+    with pytest.raises(OSError, match="it failed: ZeroDivisionError: division by zero"):
+        Peers().together("it failed", lambda: 1 / 0)
