@@ -87,7 +87,10 @@ def _cuts(length: int, step: int) -> list[slice]:
 def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
     """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
     made: list[Tensor] = []
-    single, rows = False, [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
+    single, rows = (
+        False,
+        [x.detach() for x in rows],
+    )  # hooks of modules look for a graph behind what requires a gradient
     for cut in _cuts(rows[0].shape[1], step):
         parts = run(*(x[:, cut] for x in rows))
         single = isinstance(parts, Tensor)
@@ -122,7 +125,7 @@ def backward_tiles(
     for cut in _cuts(rows[0].shape[1], step):
         pieces = [x[:, cut] for x in rows]
         pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
-        out = run(*pieces)
+        out = run(*(p.view_as(p) for p in pieces))  # views: hooks of modules do not work on leaves within a backward
         asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
         results = (out,) if isinstance(out, Tensor) else out
         found = torch.autograd.grad(results, [*asked, *leaves], [g[:, cut] for g in grads], allow_unused=True)

@@ -1,10 +1,11 @@
-"""Callbacks: recomputation, throughput, communication, the run's report, and the writers of predictions and attention."""
+"""Callbacks: recomputation, throughput, communication, checkpoints, reports, writers of predictions and attention."""
 
 from lightning_dilated.callbacks.attention import AttentionWriter
 from lightning_dilated.callbacks.communication import CommunicationProfiler
 from lightning_dilated.callbacks.predictions import PredictionWriter
 from lightning_dilated.callbacks.recompute import ActivationRecompute
 from lightning_dilated.callbacks.report import RunReport
+from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.callbacks.throughput import ThroughputMonitor
 
 __all__ = [
@@ -13,5 +14,6 @@ __all__ = [
     "CommunicationProfiler",
     "PredictionWriter",
     "RunReport",
+    "ShardedCheckpoint",
     "ThroughputMonitor",
 ]
