@@ -40,6 +40,7 @@ MAY = {
     "encode": {"data"},
     "bench": {"pattern", "sequence", "attention", "planning", "generate", "verify"},
     "explain": {"pattern", "models"},
+    "find_max": {"pattern", "models", "callbacks", "cli"},
     "verify": {"pattern", "sequence", "attention", "models"},
     "cli": {
         *("pattern", "data", "models", "strategy", "planning", "callbacks"),

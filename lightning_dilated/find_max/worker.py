@@ -1,0 +1,113 @@
+"""A rank of a trial: the recipe's model, strategy and memory settings on random tokens, two steps.
+
+Run by `find_max.trials`: python -m lightning_dilated.find_max.worker JSON --config RECIPE ...
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.models import TokenModel
+
+#: how torch says that the host's memory is at its end
+HOST = ("can't allocate memory", "Cannot allocate memory", "cudaErrorMemoryAllocation")
+
+
+class _Random(Dataset):
+    """Samples of random tokens, equal on all ranks."""
+
+    def __init__(self, tokens: int, vocab_size: int) -> None:
+        self.tokens, self.vocab_size = tokens, vocab_size
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        made = torch.Generator().manual_seed(index)
+        text = torch.randint(0, self.vocab_size, (self.tokens + 1,), generator=made)
+        return {"tokens": text[:-1], "labels": text[1:], "index": index}
+
+
+class _Steps(pl.Callback):
+    """Seconds of the last step; on a GPU it waits for the device."""
+
+    seconds = 0.0
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """The clock starts."""
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """The clock stops."""
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+        self.seconds = time.perf_counter() - self.began
+
+
+def train(told: dict[str, Any], arguments: list[str]) -> dict[str, float]:
+    """Two steps, and what they took."""
+    from lightning_dilated.cli import DilatedCLI
+
+    steps = _Steps()
+    options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    options |= {
+        "max_steps": 2,
+        "max_epochs": None,
+        "limit_val_batches": 0,
+        "num_sanity_val_steps": 0,
+        "devices": told["ranks"],
+    }
+
+    class Attempt(DilatedCLI):
+        """The recipe's classes, its Trainer with these options and no other callbacks than those of memory."""
+
+        def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
+            """Without what writes files."""
+            callbacks = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
+            kept = [c for c in callbacks if isinstance(c, ActivationRecompute)]
+            return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [*kept, steps]})
+
+    cli = Attempt(run=False, args=arguments, save_config_callback=None)
+    if not isinstance(cli.model, TokenModel):
+        raise ValueError(f"--find-max makes random tokens, which a {type(cli.model).__name__} does not take.")
+    data = _Random(told["tokens"], cli.model.vocab_size)
+    cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
+    found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0}
+    if cli.trainer.strategy.root_device.type == "cuda":
+        found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
+    return found
+
+
+def main(told: dict[str, Any], arguments: list[str]) -> None:
+    """Train, and leave a file that says how it went."""
+    if told["limit"] is not None:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_DATA, (int(told["limit"] * 2**30),) * 2)
+    try:
+        said = train(told, arguments)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        said = {"missing": str(error).splitlines()[0] if str(error) else type(error).__name__}
+    except RuntimeError as error:
+        if not any(words in str(error) for words in HOST):
+            raise
+        said = {"missing": str(error).splitlines()[0]}
+    place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
+    place.with_suffix(".part").write_text(json.dumps(said))
+    place.with_suffix(".part").rename(place)
+    sys.stdout.flush()
+    os._exit(0)  # past destructors that would wait for ranks which are no longer there
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]), sys.argv[2:])
