@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.chunks import HeadChunks, Pieces, attend_in_chunks
 from lightning_dilated.attention.decode import KVCache
+from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
 from lightning_dilated.attention.projection import Projection
 from lightning_dilated.attention.rotary import RotaryTable
@@ -59,6 +60,12 @@ class BlockOptions:
 def make_norm(kind: str, dim: int) -> nn.Module:
     """RMSNorm or LayerNorm over the embedding dim."""
     return nn.RMSNorm(dim, eps=1e-6) if kind == "rmsnorm" else nn.LayerNorm(dim, eps=1e-5)
+
+
+def working(x: Tensor, weight: Tensor) -> Tensor:
+    """x as a product with weight takes it: of its dtype, unless autocast sees to that."""
+    kind = x.device.type
+    return x if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) else x.to(weight.dtype)
 
 
 class FeedForward(nn.Module):
@@ -197,7 +204,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x + attention(norm(x))."""
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        normed = self.attention_norm(x)
+        normed = self.attention_norm(working(x, self.attention.in_proj_weight))
         return self._added(x, self.attention(normed, positions=positions, cache=cache, **documents)[0], drop)
 
     def _attend_kept(self, x: Tensor, *given: Any) -> Tensor:
@@ -234,7 +241,7 @@ class TransformerBlock(nn.Module):
         """q, k and v of the heads that the rows of weight and bias make."""
         a = self.attention
         project = Projection(a.head_dim, RotaryTable.of_rows(tables) if tables else None)
-        return project(self.attention_norm(x), weight, bias, a.num_heads // a.num_kv_heads)
+        return project(self.attention_norm(working(x, weight)), weight, bias, a.num_heads // a.num_kv_heads)
 
     def _join(self, x: Tensor, out: Tensor, drop: Tensor | None) -> Tensor:
         """x and what the heads gave."""
@@ -248,7 +255,7 @@ class TransformerBlock(nn.Module):
 
     def _feed(self, x: Tensor, drop: Tensor | None) -> Tensor:
         """x + feed_forward(norm(x))."""
-        return self._added(x, self.ffn(self.ffn_norm(x)), drop)
+        return self._added(x, self.ffn(self.ffn_norm(working(x, self.ffn.fc1.weight))), drop)
 
     def _added(self, x: Tensor, more: Tensor, drop: Tensor | None) -> Tensor:
         """x + more, in the dtype of x, after dropout and stochastic depth."""

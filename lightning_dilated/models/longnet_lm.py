@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.tiles import tiled
-from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
 from lightning_dilated.models.torchscale import convert, read_state_dict
@@ -149,7 +149,7 @@ class TokenModel(DilatedModule):
 
     def _logits(self, x: Tensor) -> Tensor:
         """(..., V) of hidden states (..., E)."""
-        return self.head(self.transformer.norm(x))
+        return self.head(self.transformer.norm(working(x, self.head.weight)))
 
     def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
         """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100; in tiles where the

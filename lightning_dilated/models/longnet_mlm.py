@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.attention.tiles import tiled
+from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
@@ -102,7 +103,8 @@ class LongNetMLM(TokenModel):
 
     def _logits(self, x: Tensor) -> Tensor:
         # the embedding may have a row more, which is no answer
-        return nn.functional.linear(self.transformer.norm(x), self.head.weight[: self.vocab_size])
+        x = self.transformer.norm(working(x, self.head.weight))
+        return nn.functional.linear(x, self.head.weight[: self.vocab_size])
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(what the model sees, which tokens it has to find) of this rank's part of a batch: (B, N) int64 and bool.

@@ -92,6 +92,7 @@ TINY_RUNS = {
     "bytes_context": [*TEXT, *SIZES_OF],
     "far_recall": ["--data.train_size", "128", "--data.val_size", "4", "--data.test_size", "0", "--model.depth", "2"],
     "genome_mlm": ["--data.paths", "genome.fa", *TEXT[2:], *SIZES_OF],
+    "longest": [*TEXT, *SIZES_OF, "--model.num_heads", "8", "--model.compile_blocks", "false"],
     "slide_finetune": SLIDES,
     "slide_pretrain": [*SLIDES, "--model.decoder_dim", "16"],
 }

@@ -247,6 +247,17 @@ def test_residual_dtype(dtype):
     assert set(seen) == {getattr(torch, dtype or "float32")} and len(seen) == 3
 
 
+@pytest.mark.parametrize("chosen", [MemorySettings(), SETTINGS["all"]], ids=["plain", "all"])
+def test_residual_dtype_without_autocast(chosen):
+    """Weights and their gradients stay float32; the hidden states in between are rounded."""
+    exact, rounded = (tiny(PATTERN, torch.float32, num_kv_heads=2, residual_dtype=x) for x in (None, "bfloat16"))
+    rounded.load_state_dict(exact.state_dict())
+    given = batch(2, 23)
+    want, found = gradients(exact, chosen, given), gradients(rounded, chosen, given)
+    for a, b in zip(found, want, strict=True):
+        assert a.dtype == torch.float32 and 0 < (a - b).norm() < 0.05 * b.norm()
+
+
 def test_residual_dtype_is_checked():
     with pytest.raises(ValueError, match=r"residual_dtype must be float32, bfloat16, float16 or null .* got 'int8'"):
         BlockOptions(residual_dtype="int8")
