@@ -218,8 +218,10 @@ class Meter(TorchDispatchMode):
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with storages of their own that a tensor is made of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts(getattr(tensor, name))
+        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for x in held:
+            if isinstance(x, Tensor):  # a DTensor names its mesh, too
+                yield from parts(x)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
