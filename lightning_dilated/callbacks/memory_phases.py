@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -41,19 +41,18 @@ def phases(blocks: int) -> list[Phase]:
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
     found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    return found or _listed(module)
+    return found or list(dict.fromkeys(_listed(module)))
 
 
-def _listed(module: nn.Module) -> list[nn.Module]:
-    found: list[nn.Module] = []
+def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
+    """The children of ModuleLists, and of what merely holds modules inside of these."""
     for child in module.children():
-        if not isinstance(child, nn.ModuleList):
-            found += _listed(child)
-            continue
-        for x in child:
-            holder = isinstance(x, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict))
-            found += _listed(nn.ModuleList([x])) if holder else [x]
-    return list(dict.fromkeys(found))
+        if isinstance(child, nn.ModuleList) or (inside and isinstance(child, nn.ModuleDict)):
+            yield from _listed(child, True)
+        elif inside:
+            yield child
+        else:
+            yield from _listed(child)
 
 
 class Watch:
