@@ -150,7 +150,7 @@ class MemoryProfiler(pl.Callback):
         if self._most is not None:
             self.rows = rows_of(self._most, self._blocks)
         if trainer.is_global_zero:
-            show(self.rows, self.top, self._blocks, self.steps)
+            show(self.rows, self.top, self._blocks, self.steps, self._most)
         if self.timeline and self.measured is not None and trainer.global_rank == self._highest:
             device = trainer.strategy.root_device
             name = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

@@ -141,8 +141,12 @@ def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
     return shown
 
 
-def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int) -> None:
-    """Print the table of so many measured steps, and what the highest peak is made of."""
+def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int, most: Tensor | None) -> None:
+    """Print the table of so many measured steps, what the highest peak is made of, and what the hosts held.
+
+    Args:
+        most: (R, n) maxima of these steps.
+    """
     if top is None:
         Console().print("No training step was measured: the fit ended before every_n_steps let one be.")
         return
@@ -150,9 +154,8 @@ def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int) -> None:
     where = f"on rank {top.rank} in step {top.step}, {top.phase.told(blocks)}"
     made = ", ".join(f"{kind} {n / unit:.3f} {name}" for kind, n in top.kinds.items() if n)
     title = f"peak memory by phase, most of {steps} steps"
-    Console().print(
-        table(rows, blocks, title),
-        f"The highest peak: {top.allocated / unit:.3f} {name} {where}. It is made of {made}.",
-        sep="\n",
-        highlight=False,
-    )
+    hosts = {name: n for name, n in zip(HOST, _parted(most, blocks)[3].amax(0).tolist(), strict=True) if n >= 0}
+    words = {"host": "resident", "host_peak": "resident at most", "pinned": "pinned"}
+    told = ", ".join(f"{n / 1e6:.0f} MB {words[name]}" for name, n in hosts.items())
+    lines = [f"The highest peak: {top.allocated / unit:.3f} {name} {where}. It is made of {made}."]
+    Console().print(table(rows, blocks, title), *lines, f"A process on its host: {told}.", sep="\n", highlight=False)

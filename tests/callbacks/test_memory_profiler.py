@@ -127,6 +127,17 @@ def test_losses_do_not_change(tmp_path):
     assert all(x[0] == y[0] and torch.equal(x[1], y[1]) for x, y in zip(found[2:], found[:2] * 2, strict=True))
 
 
+def test_the_most_of_all_steps(tmp_path):
+    """The second of three steps has twice the rows."""
+    profiler, steps = fit(tmp_path, Stack(), 3, data=[*batches(1), *batches(1, 8), *batches(1)])
+    most = 2048 + 4 * ACTIVATION  # the batch, two saved, one in the block
+    row = next(x for x in profiler.rows if x.phase == Phase(FORWARD, 1))
+    assert row.allocated == row.least == profiler.top.allocated == profiler.peak_allocated == most
+    assert (
+        profiler.top.step == 1 and steps[1]["memory/peak_mb"] == most / 1e6 and profiler.measured.top.allocated == 2048
+    )
+
+
 def test_some_steps(tmp_path):
     """With every_n_steps=3 the second and the fifth of seven."""
     profiler, steps = fit(tmp_path, Stack(), 7, MemoryProfiler(3))

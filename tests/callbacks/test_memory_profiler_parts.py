@@ -299,7 +299,7 @@ def test_numbers(capsys):
     assert (top.allocated, top.rank, top.step, top.phase) == (6_000_000, 1, 4, Phase(FORWARD, 0))
     assert [x.phase for x in rows] == [Phase(FORWARD, 0), Phase(BACKWARD, 0), Phase(OPTIMIZER)]
     assert (rows[0].allocated, rows[0].rank, rows[0].least, rows[0].reserved) == (6_000_000, 1, 2_000_000, 6_000_006)
-    show(rows, top, 1, 9)
+    show(rows, top, 1, 9, found)
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "most of 9 steps" in said
