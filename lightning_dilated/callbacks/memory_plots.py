@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_dilated.callbacks.memory_phases import Phase
 from lightning_dilated.callbacks.memory_probe import Measured, Point, Span
@@ -19,6 +20,9 @@ from lightning_dilated.planning.meter import (
     PARAMETERS,
     TEMPORARY,
 )
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = {
     **{PARAMETERS: "#4e79a7", GRADIENTS: "#59a14f", OPTIMIZER: "#b07aa1", BATCH: "#9c755f"},
@@ -73,20 +77,7 @@ def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
         label = f"{kind}, {top.kinds.get(kind, 0) / unit:.3g} {name} at the peak"
         axes.fill_between(ms, below, above, step="post", color=COLOURS[kind], lw=0.4, label=label)
         below = above
-    width = (ms[-1] - ms[0]) or 1.0
-    for x in measured.spans:
-        start, stop = (x.start - begin) * 1e3, (x.stop - begin) * 1e3
-        axes.axvline(start, color="black", lw=0.4, alpha=0.25)
-        if x.phase.block is not None and stop - start > 0.02 * width:
-            number, where = str(x.phase.block + 1), axes.get_xaxis_transform()
-            axes.text((start + stop) / 2, 0.985, number, ha="center", va="top", fontsize=7, alpha=0.7, transform=where)
-    for stage, start, stop in stages(measured.spans):
-        axes.axvline((start - begin) * 1e3, color="black", lw=0.9, alpha=0.7)
-        if (stop - start) * 1e3 > 0.06 * width:
-            middle = (start + stop) / 2 - begin
-            axes.text(
-                middle * 1e3, 1.015, stage, ha="center", va="bottom", fontsize=9, transform=axes.get_xaxis_transform()
-            )
+    _part(axes, measured.spans, begin, (ms[-1] - ms[0]) or 1.0)
     axes.axhline(top.allocated / unit, color="black", ls=":", lw=0.8)
     axes.set_xlim(ms[0], ms[-1] if ms[-1] > ms[0] else ms[0] + 1)
     axes.set_ylim(0, 1.12 * top.allocated / unit or 1)
@@ -97,6 +88,22 @@ def timeline_png(measured: Measured, path: str | Path, title: str) -> None:
     figure.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(0.735, 0.5), fontsize=8, frameon=False)
     figure.subplots_adjust(left=0.07, right=0.73, top=0.86, bottom=0.12)
     figure.savefig(path)
+
+
+def _part(axes: Axes, spans: Sequence[Span], begin: float, width: float) -> None:
+    """Lines between passes and between blocks, with names and numbers where there is room in `width` ms."""
+    where = axes.get_xaxis_transform()
+    for x in spans:
+        start, stop = (x.start - begin) * 1e3, (x.stop - begin) * 1e3
+        axes.axvline(start, color="black", lw=0.4, alpha=0.25)
+        if x.phase.block is not None and stop - start > 0.02 * width:
+            options = {"ha": "center", "va": "top", "fontsize": 7, "alpha": 0.7, "transform": where}
+            axes.text((start + stop) / 2, 0.985, str(x.phase.block + 1), **options)
+    for stage, first, last in stages(spans):
+        start, stop = (first - begin) * 1e3, (last - begin) * 1e3
+        axes.axvline(start, color="black", lw=0.9, alpha=0.7)
+        if stop - start > 0.06 * width:
+            axes.text((start + stop) / 2, 1.015, stage, ha="center", va="bottom", fontsize=9, transform=where)
 
 
 # -- HTML --------------------------------------------------------------------------------------------------------------
@@ -154,16 +161,17 @@ def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
         drawn.append(f"<path d='M{x(start):.2f} 20V{HEIGHT:.0f}' stroke='#222'/>")
         if x(stop) - x(start) > 60:
             drawn.append(f"<text x='{x((start + stop) / 2):.2f}' y='14' text-anchor='middle'>{stage}</text>")
-    for n in range(5):
-        drawn.append(
-            f"<text x='{MARGIN - 6:.0f}' y='{y(n * top / 4) + 4:.1f}' text-anchor='end'>{n * top / 4 / unit:.3g}</text>"
-        )
-    drawn.append(f"<text x='0' y='14'>{name}</text>")
-    drawn.append(f"<text x='{MARGIN:.0f}' y='{HEIGHT + 18:.0f}'>0</text>")
-    drawn.append(
-        f"<text x='{WIDTH:.0f}' y='{HEIGHT + 18:.0f}' text-anchor='end'>{seconds * 1e3:.3g} ms on the host</text>"
-    )
+    drawn += _axes(top / unit, name, seconds, [y(n * top / 4) for n in range(5)])
     return "\n".join([*drawn, "</svg>"])
+
+
+def _axes(top: float, name: str, seconds: float, heights: Sequence[float]) -> list[str]:
+    """The numbers beside the picture, quarters of the top at these heights, and below it."""
+    text = lambda x, y, said, more="": f"<text x='{x:.0f}' y='{y:.1f}'{more}>{said}</text>"  # noqa: E731
+    right, below = " text-anchor='end'", HEIGHT + 18
+    marks = [text(MARGIN - 6, y + 4, f"{n * top / 4:.3g}", right) for n, y in enumerate(heights)]
+    span = text(WIDTH, below, f"{seconds * 1e3:,.1f} ms on the host", right)
+    return [*marks, text(0, 14, name), text(MARGIN, below, 0), span]
 
 
 def _area(

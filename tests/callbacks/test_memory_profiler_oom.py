@@ -70,6 +70,9 @@ def test_what_is_told():
 def test_which_error():
     oom, cpu = torch.OutOfMemoryError("CUDA"), RuntimeError(list(MESSAGES)[3])
     assert find_shortage(oom) is oom and find_shortage(cpu) is cpu and find_shortage(ValueError("no")) is None
+    with pytest.raises(RuntimeError) as real:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert find_shortage(real.value) is real.value and parse(str(real.value)) == Shortage(1 << 50)
     outer = RuntimeError("in a worker")
     outer.__cause__ = oom
     assert find_shortage(outer) is oom
