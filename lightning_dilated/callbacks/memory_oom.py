@@ -63,7 +63,7 @@ def find_shortage(error: BaseException) -> BaseException | None:
 
 
 def parse(text: str) -> Shortage:
-    """The bytes that torch's message names (of torch 2.10 to 2.13; a GPU's or the CPU's allocator)."""
+    """The bytes that the message of torch's allocator for GPUs or for the CPU names; what it does not name is None."""
     found = {}
     for name, pattern in _FACTS.items():
         match = re.search(pattern, text)

@@ -275,35 +275,3 @@ def test_a_language_model(tmp_path):
     model = tiny(dtype=torch.float32, vocab_size=256).train()
     trainer.fit(model, datamodule=text(tmp_path))
     assert profiler.top.kinds[EXCHANGE] == sum(4 * p.numel() for p in model.parameters()) and len(profiler.rows) == 8
-
-
-# -- refusals ----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    "settings, error, message",
-    [
-        ({"every_n_steps": 0}, ValueError, "every_n_steps must be at least 1, got 0"),
-        ({"folder": ""}, TypeError, "folder must be a path, or None, got ''"),
-        ({"timeline": 1}, TypeError, "timeline must be True or False, got 1"),
-        ({"snapshot_on_oom": None}, TypeError, "snapshot_on_oom must be True or False, got None"),
-        ({"snapshot_steps": 3}, TypeError, "snapshot_steps must be two integers .start, stop., or None, got 3"),
-        ({"snapshot_steps": (1, 2.5)}, TypeError, "snapshot_steps must be two integers"),
-        ({"snapshot_steps": (3, 3)}, ValueError, "0 <= start < stop, got .3, 3."),
-    ],
-)
-def test_arguments(settings, error, message):
-    with pytest.raises(error, match=message):
-        MemoryProfiler(**settings)
-
-
-@pytest.mark.parametrize(
-    "profilers, message",
-    [
-        ([MemoryProfiler(), MemoryProfiler()], "one MemoryProfiler a Trainer"),
-        ([MemoryProfiler(snapshot_steps=(1, 3))], r"snapshot_steps=\(1, 3\) needs CUDA's allocator .* on cpu"),
-    ],
-)
-def test_refused_before_training(tmp_path, profilers, message):
-    trainer = quiet(max_steps=1, callbacks=profilers, default_root_dir=tmp_path)
-    with pytest.raises(ValueError, match=message):
-        trainer.fit(Stack(), loader(*batches(1)))
-    assert trainer.global_step == 0

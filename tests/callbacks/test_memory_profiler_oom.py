@@ -18,7 +18,7 @@ from ..strategy.runs import launched, trainer
 from .stacks import Kept, Stack, batches
 
 GIB, MIB = 2**30, 2**20
-#: as torch's allocator for CUDA words them (the last: HIP's, whose process is not known; and the CPU's)
+#: in the words of torch's allocators for CUDA and for the CPU, with numbers from public reports
 MESSAGES = {
     "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 79.11 GiB of which 5.06 GiB is free. "
     "Including non-PyTorch memory, this process has 74.04 GiB memory in use. Of the allocated memory 72.50 GiB is allocated "
