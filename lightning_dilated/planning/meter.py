@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         round_to: sizes are rounded up to a multiple, as an allocator does (512 on CUDA); 1: not.
         record: keep `events`, so that kinds at the peak can be told later.
         labels: called after each operation with (operator, its tensors, its results); gives (tensor, kind) pairs, for
-            tensors that have no kind yet.
+            tensors that have no kind yet, or one by `mark`.
 
     Attributes:
         live: bytes now.
@@ -78,6 +78,7 @@ class Meter(TorchDispatchMode):
         self.events: list[Event] = []
         self.adopted: set[int] = set()
         self._kinds: dict[int, str] = {}
+        self._marked: dict[int, str] = {}
         self._held: dict[int, _Held] = {}
         self._serials = itertools.count()
         self._since = 0  # the first event after `reset_peak`
@@ -98,8 +99,9 @@ class Meter(TorchDispatchMode):
     def mark(self, kind: str) -> int:
         """Give a kind to what was made within, lives and has none, such as `ACTIVATIONS` when a forward ends; its bytes."""
         with self._lock:
-            found = [x for x in self._held.values() if x.serial not in self._kinds and x.serial not in self.adopted]
-            self._kinds.update((x.serial, kind) for x in found)
+            known = self._kinds.keys() | self._marked.keys() | self.adopted
+            found = [x for x in self._held.values() if x.serial not in known]
+            self._marked.update((x.serial, kind) for x in found)
             return sum(x.size for x in found)
 
     def by_kind(self) -> dict[str, int]:
@@ -128,7 +130,7 @@ class Meter(TorchDispatchMode):
 
     def kind(self, serial: int) -> str:
         """The kind of a storage, `TEMPORARY` if it was given none."""
-        return self._kinds.get(serial, TEMPORARY)
+        return self._kinds.get(serial) or self._marked.get(serial, TEMPORARY)
 
     def replay(self) -> Iterator[tuple[int, float, int, dict[str, int]]]:
         """(number of the event, seconds, live bytes, bytes by kind) after each event; the mapping is reused."""
@@ -137,6 +139,16 @@ class Meter(TorchDispatchMode):
             kind, total = self.kind(serial), total + delta
             held[kind] = held.get(kind, 0) + delta
             yield number, seconds, total, held
+
+    def restart(self, keep: Sequence[str] = ()) -> None:
+        """Begin anew from nothing, but for living storages of the kinds to keep, which count as there before."""
+        with self._lock:
+            self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
+            kept = {x.serial: x.size for x in self._held.values()}
+            self._kinds, self._marked = {serial: self.kind(serial) for serial in kept}, {}
+            self.adopted, self.live, now = set(kept), sum(kept.values()), time.perf_counter()
+            self.events = [(serial, size, now) for serial, size in kept.items()] if self.record else []
+            self.reset_peak()
 
     def close(self) -> None:
         """Follow nothing any more; the numbers stay."""
@@ -211,15 +223,17 @@ class Meter(TorchDispatchMode):
             if held.size:
                 self._change(held, 0)
             if not self.record:
-                self._kinds.pop(held.serial, None)
+                self._kinds.pop(held.serial, None), self._marked.pop(held.serial, None)
                 self.adopted.discard(held.serial)
 
 
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with storages of their own that a tensor is made of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from parts(getattr(tensor, name))
+        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for x in held:
+            if isinstance(x, Tensor):  # a DTensor names its mesh, too
+                yield from parts(x)
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:

@@ -140,11 +140,18 @@ def test_mark_leaves_what_was_there():
 
 
 def test_labels():
-    name = lambda func, given, made: [(t, EXCHANGE) for t in made] if func.name() == "aten::mul.Tensor" else []  # noqa: E731
+    products = ("aten::mul.Tensor", "aten::mul_.Tensor")
+    name = lambda func, given, made: [(t, EXCHANGE) for t in made] if func.name() in products else []  # noqa: E731
     with Meter(labels=name) as m:
         x = torch.ones(4)
         y = x * x
         assert m.by_kind() == {TEMPORARY: 16, EXCHANGE: 16} and len(y) == 4
+        z = torch.zeros(8)
+        assert m.mark(ACTIVATIONS) == 48 and m.by_kind() == {ACTIVATIONS: 48, EXCHANGE: 16}
+        z.mul_(z)  # labels go before marks
+        m.track([x], PARAMETERS)  # what is tracked before both
+        x.mul_(x)
+        assert m.by_kind() == {PARAMETERS: 16, EXCHANGE: 48}
 
 
 def test_fake_tensors():
@@ -185,6 +192,22 @@ def test_sparse_gradients():
         assert m.by_kind() == {PARAMETERS: 16000, GRADIENTS: 48}
     with pytest.raises(TypeError, match=r"layout torch\.sparse_csr"):
         list(parts(torch.eye(2).to_sparse_csr()))
+
+
+def test_restarted():
+    with Meter(record=True) as m:
+        x, y, z = torch.empty(4), torch.empty(8), torch.empty(16)
+        m.track([x], PARAMETERS), m.track([y], EXCHANGE)
+        m.restart(keep=[EXCHANGE])
+        assert (m.live, m.peak) == (32, 32) and m.by_kind() == m.peak_by_kind() == {EXCHANGE: 32}
+        del z  # forgotten
+        assert m.live == 32
+        x.add_(1)  # seen again
+        assert m.by_kind() == {EXCHANGE: 32, TEMPORARY: 16} and m.mark(ACTIVATIONS) == 0
+        del y
+        assert m.by_kind() == {TEMPORARY: 16} and m.peak_by_kind() == {EXCHANGE: 32, TEMPORARY: 16}
+        m.restart()
+        assert m.live == m.peak == 0 and m.events == []
 
 
 def test_closed():

@@ -1,0 +1,33 @@
+"""The memory of this process on the host: resident now, resident at most, and pinned."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+STATUS = Path("/proc/self/status")
+
+
+def host_memory(status: Path = STATUS) -> dict[str, int | None]:
+    """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held by torch for copies to a GPU.
+
+    Where Linux does not tell, the peak is getrusage's and the present unknown (None); pinned memory is that of torch's own
+    allocator (its caches with it), and unknown without a GPU in use or where torch cannot tell.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        now, peak = (int(fields[x].split()[0]) * 1024 for x in ("VmRSS", "VmHWM"))
+    except (OSError, KeyError, ValueError):
+        import resource  # not everywhere
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        now, peak = None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"host": now, "host_peak": peak, "pinned": _pinned()}
+
+
+def _pinned() -> int | None:
+    if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
+        return None
+    return torch.cuda.host_memory_stats().get("allocated_bytes.current")

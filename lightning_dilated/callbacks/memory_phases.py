@@ -1,0 +1,151 @@
+"""Which part of a training step is being computed: forward or backward of which block, or the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_dilated.models.blocks import TransformerBlock
+
+FORWARD, BACKWARD, OPTIMIZER, REST = "forward", "backward", "optimizer", "rest"
+
+
+class Phase(NamedTuple):
+    """A part of a step; `block` counts from 0, None is what lies outside of blocks."""
+
+    stage: str
+    block: int | None = None
+
+    def told(self, blocks: int) -> str:
+        """In words; blocks are counted from 1."""
+        if self.stage not in (FORWARD, BACKWARD):
+            return {OPTIMIZER: "optimizer", REST: "rest of the step"}[self.stage]
+        if self.block is None:
+            return f"{self.stage}, other" if blocks else self.stage
+        return f"{self.stage} of block {self.block + 1} of {blocks}"
+
+
+def phases(blocks: int) -> list[Phase]:
+    """All there can be, in the order of a step."""
+    order = range(blocks)
+    forward = [Phase(FORWARD), *(Phase(FORWARD, i) for i in order)]
+    backward = [*(Phase(BACKWARD, i) for i in reversed(order)), Phase(BACKWARD)]
+    return [*forward, *backward, Phase(OPTIMIZER), Phase(REST)]
+
+
+def find_blocks(module: nn.Module) -> list[nn.Module]:
+    """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
+    found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    return found or list(dict.fromkeys(_listed(module)))
+
+
+def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
+    """The children of ModuleLists, and of what merely holds modules inside of these."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) or (inside and isinstance(child, nn.ModuleDict)):
+            yield from _listed(child, True)
+        elif inside:
+            yield child
+        else:
+            yield from _listed(child)
+
+
+class Watch:
+    """Follows a module's blocks through forwards and backwards; `enter` tells it the rest.
+
+    A block's call is followed from outside of what torch.compile compiles, so nothing is compiled again. Its backward is
+    taken to begin when the gradient of a result of it is there, and to end when that of its input is, or another begins.
+
+    Attributes:
+        phase: the present one.
+        on: whether a training batch is being computed; nothing is followed else.
+        border: called with the phase that ends.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.blocks = find_blocks(module)
+        self.phase, self.on = Phase(REST), False
+        self.border: Callable[[Phase], None] | None = None
+        self._hooks: list[Any] = []
+
+    def attach(self) -> None:
+        """Follow the blocks' calls."""
+        for i, block in enumerate(self.blocks):
+            block.__dict__["_compiled_call_impl"] = _Call(self, i, block, block._compiled_call_impl)
+
+    def detach(self) -> None:
+        """Leave the blocks as they were."""
+        self.stop()
+        for block in self.blocks:
+            call = block.__dict__.get("_compiled_call_impl")
+            if isinstance(call, _Call):
+                del block.__dict__["_compiled_call_impl"]
+                if call.before is not None:
+                    block.__dict__["_compiled_call_impl"] = call.before
+
+    def start(self) -> None:
+        """A training batch begins."""
+        self.phase, self.on = Phase(FORWARD), True
+
+    def stop(self) -> None:
+        """It ended."""
+        self.on, self.border = False, None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def enter(self, stage: str, block: int | None = None) -> None:
+        """From now on this is computed."""
+        phase = Phase(stage, block)
+        if not self.on or phase == self.phase:
+            return
+        ended, self.phase = self.phase, phase
+        if self.border is not None:
+            self.border(ended)
+
+    def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
+        """Call `then` with the gradient of each tensor, once it is there."""
+        for t in tree_leaves(tensors):
+            if isinstance(t, Tensor) and t.requires_grad:
+                self._hooks.append(t.register_hook(then))
+
+    def begin_backward(self, block: int, grad: Tensor) -> None:
+        """The gradient of a block's result is there."""
+        if self.phase.stage == BACKWARD:
+            self.enter(BACKWARD, block)
+
+    def end_backward(self, block: int, grad: Tensor) -> None:
+        """The gradient of a block's input is there; a block whose result that is has begun before."""
+        if self.phase == Phase(BACKWARD, block):
+            self.enter(BACKWARD)
+
+
+class _Call:
+    """Stands in for what `nn.Module.__call__` calls where a module was compiled; `before` is what stood there."""
+
+    def __init__(self, watch: Watch, index: int, block: nn.Module, before: Callable[..., Any] | None) -> None:
+        self.watch, self.index, self.block, self.before = watch, index, block, before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        run = self.block._call_impl if self.before is None else self.before
+        if torch.compiler.is_compiling() or not self.watch.on:
+            return run(*args, **kwargs)
+        return self._followed(run, args, kwargs)
+
+    def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        watch, i = self.watch, self.index
+        if torch._C._current_graph_task_id() != -1:  # the caller recomputes it in the backward
+            watch.enter(BACKWARD, i)
+            return run(*args, **kwargs)
+        watch.enter(FORWARD, i)
+        if torch.is_grad_enabled():
+            watch.hook((args, kwargs), partial(watch.end_backward, i))
+        out = run(*args, **kwargs)
+        watch.hook(out, partial(watch.begin_backward, i))
+        watch.enter(FORWARD)
+        return out

@@ -1,0 +1,81 @@
+"""Modules whose memory is known to the byte: blocks of a Linear of 8 without bias and a Tanh, on batches of (4, 8) floats.
+
+A block's weight is 256 bytes, its input and output are 128 each, and Tanh keeps its output for the backward.
+"""
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.loggers.logger import DummyLogger
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+ROWS, WEIGHT, ACTIVATION = 4, 256, 128
+#: the loss, and what Lightning keeps of it, is no more than so many scalars
+SCALARS = 64
+
+
+class Block(nn.Module):
+    """tanh(W x); `fails` is called in the forward, with the block's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.fails = nn.Linear(8, 8, bias=False), None
+
+    def forward(self, x):
+        out = torch.tanh(self.linear(x))
+        return out if self.fails is None else self.fails(out)
+
+
+class Stack(pl.LightningModule):
+    """`depth` blocks in a ModuleList. `again`: how the module itself recomputes them, "reentrant" or "other"."""
+
+    def __init__(self, depth=2, again=None):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers, self.again = nn.ModuleList(Block() for _ in range(depth)), again
+
+    def forward(self, x):
+        x = x.detach().requires_grad_(self.again == "reentrant")
+        for layer in self.layers:
+            x = layer(x) if self.again is None else checkpoint(layer, x, use_reentrant=self.again == "reentrant")
+        return x
+
+    def training_step(self, batch, batch_idx):
+        return self(batch).sum()
+
+    def validation_step(self, batch, batch_idx):
+        self(batch.repeat(1000, 1))
+
+    def on_validation_model_zero_grad(self):
+        """Lightning's lets the gradients go."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), 0.1, momentum=0.9)
+
+
+class Kept(DummyLogger):
+    """Keeps the profiler's numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = {}
+
+    def log_metrics(self, metrics, step=None):
+        mine = {name: x for name, x in metrics.items() if name.startswith("memory/")}
+        assert not (mine and step in self.steps)
+        self.steps.update({step: mine} if mine else {})
+
+
+class Losses(pl.Callback):
+    """Keeps the losses."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, *args):
+        self.losses.append(outputs["loss"].item())
+
+
+def batches(n, rows=ROWS):
+    """n batches of ones, times 1, 2, ..."""
+    return [torch.ones(rows, 8) * (i + 1) for i in range(n)]
