@@ -1,7 +1,8 @@
-"""Callbacks: recomputation, throughput, communication, checkpoints, reports, writers of predictions and attention."""
+"""Callbacks: recomputation, memory, throughput, communication, checkpoints, reports, writers of predictions."""
 
 from lightning_dilated.callbacks.attention import AttentionWriter
 from lightning_dilated.callbacks.communication import CommunicationProfiler
+from lightning_dilated.callbacks.memory import MemoryProfiler
 from lightning_dilated.callbacks.predictions import PredictionWriter
 from lightning_dilated.callbacks.recompute import ActivationRecompute
 from lightning_dilated.callbacks.report import RunReport
@@ -12,6 +13,7 @@ __all__ = [
     "ActivationRecompute",
     "AttentionWriter",
     "CommunicationProfiler",
+    "MemoryProfiler",
     "PredictionWriter",
     "RunReport",
     "ShardedCheckpoint",
