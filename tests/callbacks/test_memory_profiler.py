@@ -10,8 +10,8 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory import MemoryProfiler
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase
+from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
 from lightning_dilated.planning.meter import OPTIMIZER as STATES
 

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_dilated.callbacks.memory import MemoryProfiler
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, Watch
-from lightning_dilated.callbacks.memory_probe import CudaProbe
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, Watch
+from lightning_dilated.callbacks.memory.probe import CudaProbe
+from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
 from lightning_dilated.planning.meter import OPTIMIZER as STATES
 from lightning_dilated.sequence.exchange.wire import Traffic

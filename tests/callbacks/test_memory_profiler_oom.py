@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_dilated.callbacks import memory_snapshot
-from lightning_dilated.callbacks.memory import MemoryProfiler
-from lightning_dilated.callbacks.memory_oom import GENERAL, Shortage, advise, find_shortage, in_words, parse, report
+from lightning_dilated.callbacks.memory import snapshot as memory_snapshot
+from lightning_dilated.callbacks.memory.oom import GENERAL, Shortage, advise, find_shortage, in_words, parse, report
+from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 
 from ..models import loader
 from ..models import trainer as quiet

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated.callbacks import memory_host
-from lightning_dilated.callbacks.memory import MemoryProfiler
-from lightning_dilated.callbacks.memory_host import host_memory
-from lightning_dilated.callbacks.memory_kinds import bytes_of, shares, states, tensors_of
-from lightning_dilated.callbacks.memory_phases import (
+from lightning_dilated.callbacks.memory import host as memory_host
+from lightning_dilated.callbacks.memory.host import host_memory
+from lightning_dilated.callbacks.memory.kinds import bytes_of, shares, states, tensors_of
+from lightning_dilated.callbacks.memory.phases import (
     BACKWARD,
     FORWARD,
     OPTIMIZER,
@@ -21,9 +20,10 @@ from lightning_dilated.callbacks.memory_phases import (
     find_blocks,
     phases,
 )
-from lightning_dilated.callbacks.memory_plots import stages, thinned
-from lightning_dilated.callbacks.memory_probe import Measured, Span
-from lightning_dilated.callbacks.memory_table import metrics, numbers, rows_of, show, top_of, unit_of
+from lightning_dilated.callbacks.memory.plots import stages, thinned
+from lightning_dilated.callbacks.memory.probe import Measured, Span
+from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
+from lightning_dilated.callbacks.memory.table import metrics, numbers, rows_of, show, top_of, unit_of
 from lightning_dilated.planning.meter import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
 
 from ..models import loader, tiny

@@ -4,8 +4,8 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory import MemoryProfiler
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, Phase
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase
+from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS
 
 from ..models import loader

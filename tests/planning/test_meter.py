@@ -258,7 +258,7 @@ def test_attention_saves_what_it_says():
     pattern = DilatedPattern.longnet([8, 32], [1, 2]).code
     with Meter() as m:
         m.track([q, k, v], PARAMETERS)
-        out, *_ = attention(q, k, v, None, None, None, pattern, True, 0.3, 0.0, "auto", "", True)
+        out, *_ = attention(q, k, v, None, None, None, pattern, True, 0.3, 0.0, "auto", "", True, [])
         assert m.mark(ACTIVATIONS) == 2048 + 256 + 8
         assert m.peak > m.live  # what the engine needed for a while
         out.sum().backward()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dilated.callbacks.memory_kinds import (
+from lightning_dilated.callbacks.memory.kinds import (
     bytes_of,
     exchanged,
     gradients,
@@ -19,7 +19,7 @@ from lightning_dilated.callbacks.memory_kinds import (
     tensors_of,
     weights,
 )
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, Phase, Watch
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase, Watch
 from lightning_dilated.planning.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, KINDS, PARAMETERS, Meter, parts
 from lightning_dilated.planning.meter import OPTIMIZER as STATES
 

@@ -15,13 +15,13 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.callbacks import memory_oom as oom
-from lightning_dilated.callbacks.memory_host import host_memory
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, REST, Watch
-from lightning_dilated.callbacks.memory_plots import draw
-from lightning_dilated.callbacks.memory_probe import CpuProbe, CudaProbe, Measured, held_now
-from lightning_dilated.callbacks.memory_snapshot import Snapshots, check_steps
-from lightning_dilated.callbacks.memory_table import Row, Top, metrics, numbers, rows_of, show, top_of
+from lightning_dilated.callbacks.memory import oom
+from lightning_dilated.callbacks.memory.host import host_memory
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Watch
+from lightning_dilated.callbacks.memory.plots import draw
+from lightning_dilated.callbacks.memory.probe import CpuProbe, CudaProbe, Measured, held_now
+from lightning_dilated.callbacks.memory.snapshot import Snapshots, check_steps
+from lightning_dilated.callbacks.memory.table import Row, Top, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.quiet import Asked, Quiet
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_dilated.callbacks.memory_phases import Phase
-from lightning_dilated.callbacks.memory_probe import Measured, Point, Span
-from lightning_dilated.callbacks.memory_table import unit_of
+from lightning_dilated.callbacks.memory.phases import Phase
+from lightning_dilated.callbacks.memory.probe import Measured, Point, Span
+from lightning_dilated.callbacks.memory.table import unit_of
 from lightning_dilated.planning.meter import (
     ACTIVATIONS,
     BATCH,

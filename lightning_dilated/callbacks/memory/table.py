@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lightning_dilated.callbacks.memory_phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, phases
-from lightning_dilated.callbacks.memory_probe import Measured
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, phases
+from lightning_dilated.callbacks.memory.probe import Measured
 from lightning_dilated.planning.meter import KINDS
 
 HOST = ("host", "host_peak", "pinned")
