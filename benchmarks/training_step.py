@@ -25,6 +25,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+from lightning_dilated.models.memory import MemorySettings
 
 #: kinds of kernels, by what their names hold; the first that fits
 KINDS = {
@@ -49,7 +50,15 @@ def options() -> argparse.Namespace:
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
     p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
+    p.add_argument("--kv-heads", type=int)
+    p.add_argument("--ffn-dim", type=int)
+    p.add_argument("--residual-dtype", choices=["float32", "bfloat16"])
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
+    p.add_argument("--every", type=int, default=1)
+    p.add_argument("--offload", type=float, default=0.0, help="a fraction of the kept inputs, or GiB above 1")
+    p.add_argument("--tile", type=int)
+    p.add_argument("--head-chunks", type=int, default=1)
+    p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
     p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
     p.add_argument("--accelerator", default="auto")
     p.add_argument("--no-compile", action="store_true")
@@ -85,16 +94,26 @@ class Clock(pl.Callback):
         self.last = time.perf_counter()
 
 
+def settings_of(args: argparse.Namespace) -> MemorySettings:
+    """What training keeps."""
+    return MemorySettings(args.recompute, args.every, args.offload, args.tile, args.head_chunks)
+
+
 def model_of(args: argparse.Namespace) -> ld.LongNetLM:
     """The model, with the attention asked for in every block."""
     pattern = ld.DilatedPattern.longnet(args.segments, args.dilations)
     fused = torch.cuda.is_available() and args.accelerator != "cpu"
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=fused)
-    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "ffn": args.ffn}
+    if args.eightbit:
+        from torchao.optim import AdamW8bit
+
+        optimizer = partial(AdamW8bit, lr=1e-4, weight_decay=0.1)
+    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
+    options |= {"ffn": args.ffn, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
     model = ld.LongNetLM(pattern, optimizer=optimizer, **options)
     model.configure_model()
+    model.transformer.memory = settings_of(args)
     for block in model.transformer.blocks:
-        block.recompute = args.recompute
         if args.attention == "dense":
             block.attention.attention = Dense()
         elif args.attention == "torchscale":
@@ -142,9 +161,11 @@ def main() -> None:
     optimizer = trainer.optimizers[0]
     states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    middle = statistics.median(clock.seconds)
+    middle, plain = statistics.median(clock.seconds), MemorySettings()
+    told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
+    told = ", ".join([*told, *([f"residual {args.residual_dtype}"] if args.residual_dtype else [])]) or "nothing"
     print(
-        f"| {args.attention} | {args.seq_len:,} | {args.recompute} | {'no' if args.no_compile else 'yes'} "
+        f"| {args.attention} | {args.seq_len:,} | {told} | {'no' if args.no_compile else 'yes'} "
         f"| {args.precision} ({', '.join(weights)}; {', '.join(states)}) | {middle * 1000:.1f} "
         f"| {args.seq_len / middle / 1000:.1f} | {clock.peak:.1f} |"
     )
