@@ -7,9 +7,11 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import pytest
+import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM, RingDilatedStrategy
-from lightning_dilated.data import FarRecallDataModule, GenomeDataModule, TokenDataModule
+from lightning_dilated.data import ByteDataModule, FarRecallDataModule, GenomeDataModule, TokenDataModule
+from lightning_dilated.sequence import SequenceSpec, loss_share
 
 from ..distributed.pool import Pool
 from ..strategy.runs import Record, launched, trainer
@@ -57,3 +59,43 @@ def test_two_ranks_do_as_one(pool: Pool, lambda_virus: str, name: str) -> None:
     for read, tokens in ((whole, N), *((read, N // 2) for _, read in both)):
         # one token more for the last label; line ends of the genome; Lightning may ask for a batch more than it uses
         assert STEPS * tokens * width <= read <= (STEPS + 1) * ((tokens + 1) * width + 2 * (name == "genome"))
+
+
+# -- one sample of millions of tokens ----------------------------------------------------------------------------------
+class Weighed(pl.LightningModule):
+    """A loss that needs every token; remembers how many this rank was given."""
+
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.ones((), dtype=torch.float64)), []
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        self.seen.append((batch["tokens"].shape[1], int(batch["tokens"].sum()), int(batch["labels"][0, -1])))
+        return loss_share((batch["tokens"].double() * self.weight).sum(), batch["tokens"].numel())
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
+    """(what a rank saw of each batch, bytes that its own process read from the file)."""
+    world = launched(rank)
+    data = ByteDataModule(path, seq_len=tokens, val_fraction=0.0, test_fraction=0.0, num_workers=1, seed=3)
+    model, built = Weighed(), trainer(RingDilatedStrategy(), world, max_steps=2, limit_val_batches=0)
+    built.fit(model, data)
+    return model.seen, data.dataset("train").stream.bytes_read
+
+
+@pytest.mark.parametrize("tokens", [2_000_000, pytest.param(24_000_000, marks=pytest.mark.slow)])
+def test_millions_of_tokens(pool: Pool, tmp_path: Path, tokens: int) -> None:
+    """Each of two ranks is given half of a sample, read from a memory map by a process beside the training."""
+    text = np.random.default_rng(0).integers(0, 256, tokens + 1).astype(np.uint8)
+    (tmp_path / "text.bin").write_bytes(text.tobytes())
+    both = pool.run(2, enormous, str(tmp_path / "text.bin"), tokens)
+    half, total = tokens // 2, text.astype(np.int64)
+    for rank, (seen, read) in enumerate(both):
+        mine = slice(rank * half, (rank + 1) * half)
+        assert seen[0] == (half, total[mine].sum(), total[(rank + 1) * half])
+        assert read == 0
