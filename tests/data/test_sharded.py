@@ -88,7 +88,8 @@ def enormous(rank: int, group: Any, path: str, tokens: int) -> tuple[list, int]:
     return model.seen, data.dataset("train").stream.bytes_read
 
 
-@pytest.mark.parametrize("tokens", [2_000_000, pytest.param(24_000_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [2_000_000, 24_000_000])
 def test_millions_of_tokens(pool: Pool, tmp_path: Path, tokens: int) -> None:
     """Each of two ranks is given half of a sample, read from a memory map by a process beside the training."""
     text = np.random.default_rng(0).integers(0, 256, tokens + 1).astype(np.uint8)
