@@ -43,12 +43,13 @@ def _forward(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
         return *local_forward(call, place.spans, (q, k, v), True), kept
     if isinstance(place.route, CompiledSwitch):
         return switched.forward(call, place.spans, place.route, place.wire, (q, k, v))
-    run, some = Run(place.route, place.wire, k, v), place.route.queries
-    out, lse = local_forward(call, place.spans, (q, k, v), some is not None)
-    queries, state = _picked(some, q), (_picked(some, out).to(lse.dtype), _picked_lse(some, lse))
-    for arrival in run.arrivals():
-        for batch in arrival.batches:
-            merge_batch(call, batch, queries, arrival.rows, *state)
+    some = place.route.queries
+    with Run(place.route, place.wire, k, v) as run:
+        out, lse = local_forward(call, place.spans, (q, k, v), some is not None)
+        queries, state = _picked(some, q), (_picked(some, out).to(lse.dtype), _picked_lse(some, lse))
+        for arrival in run.arrivals():
+            for batch in arrival.batches:
+                merge_batch(call, batch, queries, arrival.rows, *state)
     if some is not None:
         some.put(out, state[0][0, :, 0])
         some.put(lse.transpose(1, 2), state[1][0, 0])
@@ -106,15 +107,15 @@ def _backward(place: Place, tensors: tuple[Tensor, ...], lse: Tensor, rows: Tens
         switched.backward(call, place.route, place.wire, tensors, lse, rows, total, local)
         return total
     some = place.route.queries
-    run = BackwardRun(place.route, place.wire, k, v, rows, lse.dtype)
-    picked, their_lse = [_picked(some, x) for x in (grad, q, out)], _picked_lse(some, lse)
-    (dq,) = _zeros(picked[1:2], lse.dtype)
-    for arrival in run.arrivals():
-        for batch in arrival.batches:
-            add_batch(call, batch, picked, arrival.rows, their_lse, dq, arrival.grads)
-    total = local_gradients(call, place.spans, tensors, lse)
-    add_rows(some, total[0], dq[0, :, 0] if some is not None else dq)
-    run.finish(*total[1:])
+    with BackwardRun(place.route, place.wire, k, v, rows, lse.dtype) as run:
+        picked, their_lse = [_picked(some, x) for x in (grad, q, out)], _picked_lse(some, lse)
+        (dq,) = _zeros(picked[1:2], lse.dtype)
+        for arrival in run.arrivals():
+            for batch in arrival.batches:
+                add_batch(call, batch, picked, arrival.rows, their_lse, dq, arrival.grads)
+        total = local_gradients(call, place.spans, tensors, lse)
+        add_rows(some, total[0], dq[0, :, 0] if some is not None else dq)
+        run.finish(*total[1:])
     return total
 
 

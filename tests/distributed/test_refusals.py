@@ -8,11 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import dilated_attention, sharded
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup, active_sequence, sequence_gather, sequence_sum
+from lightning_dilated.sequence.exchange import run
 
-from .calls import sequence
+from .calls import positions, sequence
 from .pool import Pool
 
 NESTED = DilatedPattern.geometric(4, 32)
@@ -204,3 +205,33 @@ def test_without_a_process_group():
         SequenceGroup()
     with pytest.raises(TypeError, match="sequence must be a SequenceGroup"):
         dilated_attention(*torch.ones(3, 1, 4, 1, 2), NESTED, sequence="x")
+
+
+# -- errors while rows fly -----------------------------------------------------------------------------------------------
+def broken_off(rank, group, backward):
+    """How often flying rows were waited for in a call whose own blocks find no memory left."""
+    waited = []
+
+    def no_memory(*args):
+        raise torch.OutOfMemoryError("none left")
+
+    name = "local_gradients" if backward else "local_forward"
+    with sequence(group) as ours:
+        x = torch.randn(1, 8, 1, 2)[:, positions(ours, 8)].requires_grad_()
+        pattern = DilatedPattern.dense()
+        out = dilated_attention(x, x, x, pattern, sequence=ours) if backward else None
+        with mock.patch.object(sharded, name, no_memory), mock.patch.object(run, "abandon", waited.append):
+            try:
+                out.sum().backward() if backward else dilated_attention(x, x, x, pattern, sequence=ours)
+            except torch.OutOfMemoryError:
+                return len(waited)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_land_before_their_memory_is_free(backward):
+    """Else what is caught and tried again with fewer tokens would compute with rows that land later."""
+    own = Pool(2)
+    try:
+        assert own.run(2, broken_off, backward) == [1, 1]
+    finally:
+        own.close()

@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
 from lightning_dilated.sequence.exchange.rows import Rows, add_rows, numbered, pack_rows
-from lightning_dilated.sequence.exchange.wire import Posted, Wire, beside, rejoin
+from lightning_dilated.sequence.exchange.wire import Posted, Wire, abandon, beside, rejoin
 from lightning_dilated.sequence.problem import Problem, Want, wants
 from lightning_dilated.sequence.progressions import intersect
 
@@ -170,6 +171,13 @@ class Run:
         self._ahead = compiled.keep and k.device.type == "cuda"
         if kept is None and compiled.steps:
             self._begin()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
+        if kind is not None:
+            abandon(self.k.device)
 
     def _begin(self) -> None:
         """Post the first round, or all; also the second where the first is a copy of own rows (of a ring), or empty."""

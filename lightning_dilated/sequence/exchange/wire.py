@@ -91,15 +91,26 @@ class Posted:
 def beside(device: torch.device) -> Iterator[None]:
     """On a GPU a stream of the exchange's own, behind what was asked for so far; elsewhere nothing.
 
-    What is made within belongs to that stream, so tensors that outlive it are made before.
+    Memory that is taken within belongs to that stream and is given back to it; what the caller's stream reads is made
+    before, or read after `Posted.wait`, and let go after `rejoin`.
     """
     if device.type != "cuda":
         yield
         return
     stream = _stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    except BaseException:
+        abandon(device)
+        raise
+
+
+def abandon(device: torch.device) -> None:
+    """After an error (no memory left, say): rows that still fly must land before their memory is anything else's."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).wait_stream(_stream(device))
 
 
 def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
