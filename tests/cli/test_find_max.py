@@ -1,11 +1,13 @@
 """The longest sequence: the search against every answer there can be, and true trials on the CPU with little memory."""
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dilated.find_max import Trials, longest
+from lightning_dilated.find_max import Outcome, Trials, longest
+from lightning_dilated.find_max.command import run
 
 
 @given(
@@ -86,3 +88,35 @@ def test_another_error_is_none_of_memory(recipe):
 def test_too_slow(recipe):
     with pytest.raises(TimeoutError, match=r"took more than 0\.1 s"):
         Trials(recipe, ranks=1, timeout=0.1)(512)
+
+
+def test_command(recipe, capsys, monkeypatch):
+    """The whole search, with trials that fit up to a length."""
+    tried = []
+
+    def trial(self, tokens):
+        tried.append((tokens, self.ranks, list(self.arguments)))
+        return Outcome(tokens, tokens <= 300_000, 5 * 2**30, 6 * 2**30, 2.0, "rank 1: out of memory")
+
+    monkeypatch.setattr(Trials, "__call__", trial)
+    run([*recipe, "--gpus", "2", "--limit", "1", "--model.dim", "32"])
+    out = capsys.readouterr().out
+    assert tried[0] == (131072, 2, [*recipe, "--model.dim", "32"])
+    fits = max(n for n, *_ in tried if n <= 300_000)
+    assert f"longest: {fits:,} tokens on 2 rank(s)" in out and f"seq_len: {fits}" in out
+    assert fits % 2048 == 0 and "5.0 GiB allocated, 6.0 reserved" in out and "out of memory (rank 1" in out
+
+
+@pytest.mark.parametrize(
+    "given, words",
+    [
+        ([], "here is none. Leave it out for an estimate"),
+        (["--limit", "-1"], "--limit must be positive"),
+        (["--limit", "1", "--timeout", "0"], "--timeout must be positive"),
+        (["--limit", "1", "--gpus", "0"], "--gpus 0: this machine has 0"),
+    ],
+)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is of machines without a GPU")
+def test_command_refuses(recipe, given, words):
+    with pytest.raises(ValueError, match=words):
+        run([*recipe, *given])
