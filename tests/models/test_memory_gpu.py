@@ -1,0 +1,96 @@
+"""Memory settings on a GPU: gradients as without, and less memory, step after step."""
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.models.memory import MemorySettings
+
+from .test_memory_settings import SETTINGS, gradients
+
+pytestmark = pytest.mark.gpu
+PATTERN = DilatedPattern.longnet([512, 2048, 8192], [1, 2, 4])
+SIZES = {"dim": 256, "depth": 6, "num_heads": 4, "num_kv_heads": 2}
+
+
+def model_of(**options):
+    torch.manual_seed(0)
+    model = LongNetLM(PATTERN, **{**SIZES, **options})
+    model.configure_model()
+    return model.cuda()
+
+
+def tokens_of(length):
+    text = torch.randint(0, 256, (1, length + 1), generator=torch.Generator().manual_seed(1)).cuda()
+    return {"tokens": text[:, :-1], "labels": text[:, 1:]}
+
+
+def distance(found, want):
+    return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("chosen", SETTINGS.values(), ids=SETTINGS)
+def test_float32(chosen, compiled):
+    if compiled and chosen.tile == 1:
+        pytest.skip("16,384 tiles of one token")
+    model, given = model_of(engine="triton"), tokens_of(1000 if chosen.tile == 1 else 16384)
+    want = gradients(model, MemorySettings(), given)
+    if compiled:
+        torch._dynamo.reset()
+        model.transformer.compile_blocks()
+    if chosen.tile and chosen.tile > 1:
+        chosen = MemorySettings(**{**vars(chosen), "tile": 3000})
+    for _ in range(3):  # later steps take memory that earlier ones gave back
+        assert distance(gradients(model, chosen, given), want) < 1e-4
+
+
+@pytest.mark.parametrize("residual", [None, "bfloat16"])
+def test_bfloat16(residual):
+    model, given = model_of(residual_dtype=residual), tokens_of(16384)
+    exact = gradients(model, MemorySettings(), given)
+    with torch.autocast("cuda", torch.bfloat16):
+        plain = distance(gradients(model, MemorySettings(), given), exact)
+        for chosen in SETTINGS.values():
+            if chosen.tile != 1:
+                assert distance(gradients(model, chosen, given), exact) < 1.5 * plain + 1e-3
+
+
+def peak(model, chosen, given):
+    """(bytes at most, and after the forward) above what the model holds, of the second step."""
+    model.transformer.memory = chosen
+    for _ in range(2):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = model.token_losses(given).mean()
+        kept = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(loss, list(model.parameters()))
+        del loss
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before, kept
+
+
+def test_memory():
+    length = 262144
+    model, given = model_of(residual_dtype="bfloat16"), tokens_of(length)
+    model.transformer.compile_blocks()
+    row = length * SIZES["dim"] * 2  # bytes of a block's input
+    found = {
+        name: peak(model, chosen, given)
+        for name, chosen in {
+            "none": MemorySettings(),
+            "block": MemorySettings("block"),
+            "tile": MemorySettings("block", tile=16384),
+            "heads": MemorySettings("block", tile=16384, head_chunks=2),
+            "every": MemorySettings("block", every=3, tile=16384, head_chunks=2),
+            "offload": MemorySettings("block", offload=1, tile=16384, head_chunks=2),
+        }.items()
+    }
+    told = {name: (p / row, k / row) for name, (p, k) in found.items()}
+    print(told)
+    assert told["none"][0] > told["block"][0] > told["tile"][0] > told["heads"][0], told
+    assert told["every"][1] < told["heads"][1] - 3.5, told  # two of six inputs stay
+    assert told["offload"][1] < told["heads"][1] - 3.5, told  # at most two are still on their way
+    assert told["offload"][0] < told["heads"][0] - 2.5, told
