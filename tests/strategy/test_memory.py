@@ -17,7 +17,10 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+SLOW = ("ddp, head 2", "ddp, ring")  # their exchanges in windows of heads are in tests/distributed
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
 def test_every_setting_at_once(pools, way):
     ranks, run = WAYS[way]
     want = pools(1).run(1, fit, RUN)[0]
