@@ -10,11 +10,13 @@ from dataclasses import dataclass
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.plan.options import Asked
 from lightning_dilated.planning.estimate import HOST_LINK, Facts, Time, measured_machine
+from lightning_dilated.planning.exchange_memory import lighter
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
 from lightning_dilated.planning.memory import GIB, Memory, Setup
 from lightning_dilated.planning.memory_plot import Bar
 from lightning_dilated.planning.meter import KINDS
+from lightning_dilated.planning.rounds import EXACT
 from lightning_dilated.planning.subjects import subject_of
 
 
@@ -114,7 +116,10 @@ def in_numbers(n: int) -> str:
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
     """Settings, and how far they go."""
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
-    head = ("", f"{'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}")
+    head = (
+        "",
+        f"{'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}",
+    )
     lines = [f"{'':<2}{'':<46}{'':>15}   {at}", "  " + head[1]]
     for row in rows:
         mark = "* " if row.settings == best else "  "
@@ -154,15 +159,27 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
         return []
     if x.exchange.name is None:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
-    lines = ["", f"  exchange {x.exchange.name}, a rank on the mean, of all {case.facts.depth} layers (from other nodes):"]
+    lines = [
+        "",
+        f"  exchange {x.exchange.name}, a rank on the mean, of all {case.facts.depth} layers (from other nodes):",
+    ]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
         near, far = t.step.bytes(run)
         if near + far:
             seconds = near / case.setup.links.near + far / case.setup.links.far
-            lines.append(f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links")
+            lines.append(
+                f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
+            )
+    if x.exchange.plan is not None and x.exchange.name != x.exchange.plan.exchange:
+        lines.append(
+            f"  (a run takes {x.exchange.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
+        )
     if x.exchange.plan is not None and x.exchange.plan.prices:
-        lines += ["  a layer's, on the priced rank with most:", *(f"    {y}" for y in str(x.exchange.plan).splitlines())]
+        lines += [
+            "  a layer's, on the priced rank with most:",
+            *(f"    {y}" for y in str(x.exchange.plan).splitlines()),
+        ]
     return lines
 
 
@@ -171,7 +188,9 @@ def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
         hint = "" if case.setup.strategy == "ring_dilated_fsdp" else " Take --strategy ring_dilated_fsdp."
-        return f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
+        return (
+            f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
+        )
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
     return (
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
@@ -194,8 +213,12 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
     ]
     if setup.ranks > 1:
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
+    if lighter(case.subject.call, setup.ranks) != case.subject.call:
+        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
     if setup.strategy == "ring_dilated_fsdp":
-        notes.append("sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work.")
+        notes.append(
+            "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+        )
     if asked.host:
         notes.append(
             f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."

@@ -19,6 +19,7 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.planning.exchange_memory import lighter, of_call
 from lightning_dilated.planning.footprint import Subject
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.machine import Line, Machine, Parts
@@ -155,10 +156,12 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     Raises:
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
+    facts = replace(facts, call=lighter(facts.call, setup.ranks))
     machine, own = scaled(facts, gpu), -(-tokens // setup.ranks)
     fsdp = setup.strategy == "ring_dilated_fsdp"
+    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     run = functools.partial(
-        simulate, machine, facts.call.pattern, own, setup.ranks, exchange=setup.exchange,
+        simulate, machine, facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
     )  # fmt: skip
     step = run(recompute=memory.policy)

@@ -129,10 +129,14 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     sizes = sizes or (SIZES if tile is None else (2 * tile, 4 * tile))
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
-    rows = [[list(_named(t.pieces, depth, subject.period)) for t in row] for depth, row in zip(depths, tapes, strict=True)]
+    rows = [
+        [list(_named(t.pieces, depth, subject.period)) for t in row] for depth, row in zip(depths, tapes, strict=True)
+    ]
     shapes = {tuple((key, p.op, p.heads) for key, p in found) for row in rows for found in row}
     if len(shapes) > 1:
-        raise RuntimeError("steps of two lengths or depths took different ways, so that no third can be told from them.")
+        raise RuntimeError(
+            "steps of two lengths or depths took different ways, so that no third can be told from them."
+        )
     moments = []
     for (key, one), (_, two), (_, three), (_, four) in zip(*rows[0], *rows[1], strict=True):
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.planning.estimate import Facts, Time, estimate
+from lightning_dilated.planning.exchange_memory import Exchanged
 from lightning_dilated.planning.footprint import Footprint, Subject, footprint
 from lightning_dilated.planning.gpus import Gpu
 from lightning_dilated.planning.kernels import Graphs
@@ -53,9 +54,9 @@ class Case:
         one = self.counted[bare]
         return replace(one, subject=replace(one.subject, memory=settings))
 
-    def memory(self, settings: MemorySettings, tokens: int) -> Memory:
-        """What a rank holds with N tokens."""
-        return memory(self.found(settings), self.facts.depth, tokens, self.setup)
+    def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
+        """What a rank holds with N tokens; `rows`: what the exchange takes, where it is known."""
+        return memory(self.found(settings), self.facts.depth, tokens, self.setup, rows)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Seconds of a step of N tokens."""
@@ -64,15 +65,23 @@ class Case:
         away = offloaded(found, self.facts.depth, size) * size
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
-    def fits(self, settings: MemorySettings, tokens: int) -> bool:
+    def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
         """Whether N tokens fit into GPU and host."""
-        x = self.memory(settings, tokens)
+        x = self.memory(settings, tokens, rows)
         return x.peak <= self.gpu.usable(self.setup.ranks) and x.host <= self.host * GIB
 
     def longest(self, settings: MemorySettings) -> int:
         """The most tokens N that fit, a multiple of GRAIN R; 0 where none do."""
         unit = GRAIN * self.setup.ranks
-        return unit * last_true(lambda n: self.fits(settings, n * unit), MOST // GRAIN)
+        up_to = lambda rows: last_true(lambda n: self.fits(settings, n * unit, rows), MOST // GRAIN)  # noqa: E731
+        found = up_to(Exchanged())
+        while found and self.setup.ranks > 1:  # an exchange is priced once for each guess
+            rows = self.memory(settings, found * unit).exchange
+            less = min(found, up_to(rows))
+            if less == found or self.fits(settings, less * unit):
+                return less * unit
+            found = less * 99 // 100
+        return found * unit
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:

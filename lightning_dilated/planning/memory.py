@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from lightning_dilated.planning.exchange_memory import Exchanged, exchanged, sharded
+from lightning_dilated.planning.exchange_memory import Exchanged, of_call, sharded
 from lightning_dilated.planning.footprint import Footprint, Moment
 from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from lightning_dilated.planning.workspace import OpCall
@@ -74,22 +74,23 @@ class Memory:
         return sum(self.kinds.values())
 
 
-def memory(found: Footprint, depth: int, tokens: int, setup: Setup | None = None) -> Memory:
+def memory(
+    found: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
+) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
     Args:
         found: of the model and its memory settings.
         depth: its layers.
         tokens: N.
+        rows: what the exchange takes, where it is known.
 
     Raises:
         ValueError: for an exchange that does not serve.
     """
     setup = setup or Setup()
     call = found.subject.call
-    heads = call.heads, call.kv_heads, call.head_dim
-    given = setup.ranks, setup.per_node, call.dtype.itemsize, setup.exchange, setup.links
-    rows = exchanged(call.pattern, tokens, heads, call.causal, *given)
+    rows = rows or of_call(call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     own = -(-tokens // setup.ranks)
     of_rank = sharded(call, tokens, setup.ranks, rows)
     size = found.hidden * own
@@ -111,7 +112,15 @@ def offloaded(found: Footprint, depth: int, size: int) -> int:
 
 
 def _at(
-    found: Footprint, moment: Moment, depth: int, tokens: int, call: OpCall, setup: Setup, rows: Exchanged, host: int, size: int
+    found: Footprint,
+    moment: Moment,
+    depth: int,
+    tokens: int,
+    call: OpCall,
+    setup: Setup,
+    rows: Exchanged,
+    host: int,
+    size: int,
 ) -> tuple[dict[str, int], tuple]:
     """Bytes by kind at a moment."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth

@@ -70,7 +70,9 @@ def _ways(model: DilatedModule, given: dict[str, Any]) -> tuple[Callable[[int], 
         return lambda depth: type(model)(**{**given, "pattern": model.pattern, "depth": depth}), _tokens
     if isinstance(model, (LongNetClassifier, SlideEncoder)):
         if model.task is None:
-            raise ValueError(f"this {type(model).__name__} has no task, so it is not trained: give it a task to plan for.")
+            raise ValueError(
+                f"this {type(model).__name__} has no task, so it is not trained: give it a task to plan for."
+            )
         fixed = {"pattern": model.pattern} if isinstance(model, LongNetClassifier) else {}
         return lambda depth: type(model)(**{**given, **fixed, "depth": depth}), lambda tokens: _rows(model, tokens)
     raise ValueError(

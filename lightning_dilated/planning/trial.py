@@ -77,7 +77,8 @@ def step(
     dtype, products = PRECISIONS[precision]
     tape = Tape()
     with FakeTensorMode(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")  # as a metric is copied
+        for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
+            warnings.filterwarnings("ignore", message=said)
         with _default(dtype):
             model = make()
             model.configure_model()
@@ -95,9 +96,7 @@ def step(
     return tape
 
 
-def _compile(
-    model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs
-) -> None:
+def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
     """Put compiled pieces into the blocks, made for this batch."""
     pieces = [Pieces(block, graphs) for block in model.transformer.blocks]
     patterns = {block.attention.attention.pattern for block in model.transformer.blocks}

@@ -152,7 +152,12 @@ def _serves(x: OpCall) -> bool:
 def _grouped(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int] | None:
     """As `attention.grouped`; None where it does not serve."""
     shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
-    if call.engine.name != "triton" or x.dtype not in fused.DTYPES or x.head_dim > 256 or not grouped.fits(spans, shape):
+    if (
+        call.engine.name != "triton"
+        or x.dtype not in fused.DTYPES
+        or x.head_dim > 256
+        or not grouped.fits(spans, shape)
+    ):
         return None
     rows = lambda span: span.batches * _rows(x, span)  # noqa: E731
     launches = [sum(map(rows, some)) for some in grouped._launches(spans, shape)]
@@ -237,4 +242,6 @@ def _blockwise(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
     back = x.results[1] // x.dtype.itemsize * wide
     rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, beside the sums
     narrow = x.rows * x.row if wide != x.dtype.itemsize else 0
-    return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(rounded, most * (3 * x.row + sums + 2 * LSE))
+    return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
+        rounded, most * (3 * x.row + sums + 2 * LSE)
+    )
