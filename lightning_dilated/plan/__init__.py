@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from lightning_dilated.plan.options import parser, settled
-from lightning_dilated.plan.report import report
-from lightning_dilated.planning.memory_plot import memory_plot
-
 __all__ = ["run"]
 
 
 def run(argv: list[str]) -> None:
     """Parse, reckon, print, and draw if asked to."""
+    from lightning_dilated.plan.options import parser, settled  # what they import takes seconds to load
+    from lightning_dilated.plan.report import report
+    from lightning_dilated.planning.memory_plot import memory_plot
+
     args = parser().parse_args(argv)
     told = report(settled(args))
     print("\n".join(told.lines))

@@ -96,8 +96,8 @@ def _head(asked: Asked, case: Case) -> list[str]:
     many = f"{setup.ranks:,} x {asked.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     return [
-        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of {facts.dim}, "
-        f"{call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
+        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
+        f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}",
         f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}",
         f"machine: {many}{nodes}, {setup.strategy}, {setup.optimizer}; {asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of "
@@ -206,8 +206,8 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
         "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
         "kernels are modelled.",
-        f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; set "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for lengths that nearly fill the GPU.",
+        f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for lengths that nearly fill the GPU.",
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]

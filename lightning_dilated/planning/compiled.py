@@ -23,7 +23,6 @@ from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.kernels import Graphs, Kernels
 
-
 #: how many of a piece's first arguments get a gradient, where it is more than the first
 LEADING = {"project": 3, "join": 2}
 

@@ -28,9 +28,9 @@ def as_on_gpu() -> Iterator[None]:
     def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
         if weight is not None and weight.dtype != x.dtype:
             return plain(x, shape, weight, eps)
-        if _traced():
+        if _traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
             return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-        return _RMSNorm.apply(x, weight)
+        return plain(x, shape, weight, eps) if _traced() else _RMSNorm.apply(x, weight)
 
     def wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
         narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)

@@ -29,6 +29,8 @@ from lightning_dilated.planning.workspace import OpCall
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
+#: fields of a Machine whose seconds follow from heads
+LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
 FILE = Path(__file__).with_name("h200.json")
 
 
@@ -123,7 +125,7 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None) -> Machine:
         facts.edge_parameters, tuple(replace(p, wide_forward=p.wide_forward * heads, wide_backward=p.wide_backward * heads)
                                      for p in parts),
         base.optimizer * facts.parameters / (base.depth * base.block_parameters + base.edge_parameters), base.again,
-        *(line(getattr(base, n)) for n in ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")),
+        *(line(getattr(base, n)) for n in LINES),
     )  # fmt: skip
 
 

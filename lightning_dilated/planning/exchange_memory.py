@@ -1,4 +1,4 @@
-"""What a call that exchanges rows holds beside its own: rows received and kept, sends in flight, gradients on their way home.
+"""What a call that exchanges rows holds beside its own: rows received, sends in flight, gradients on their way home.
 
 Shape letters: N tokens of the sequence, L of a rank, H query heads, K kv heads, D head dim, R ranks.
 """
@@ -15,7 +15,6 @@ from lightning_dilated.planning.simulation import moves_of
 from lightning_dilated.planning.workspace import OpCall
 from lightning_dilated.sequence.exchange.rows import FEW
 from lightning_dilated.sequence.plan import DEFAULTS, Links, Plan, make_problem, plan, price
-
 
 #: heads that are counted one by one on many ranks
 HEADS = 16

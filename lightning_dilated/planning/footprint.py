@@ -1,4 +1,4 @@
-"""Footprint: what a step of a model holds for any depth and length, from steps of two depths and two lengths under fake tensors.
+"""Footprint: what a step holds for any depth and length, from steps of two depths and two lengths under fake tensors.
 
 All blocks hold alike, so what is held at an operation of the first or the last block is linear in depth; sizes are linear in
 tokens. What the op needs beside its results is reckoned for the length itself, see `planning.workspace`.
@@ -50,7 +50,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class Moment:
-    """What a piece of a step holds: `held` and `static` (parameters and gradients) by (depth, tokens) of the steps counted."""
+    """What a piece of a step holds: `held` by (depth, tokens) of the steps counted, `static` (parameters and gradients)."""
 
     part: tuple
     piece: Piece
@@ -116,7 +116,7 @@ def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count four steps; of two and four tiles where the settings have them.
+    """Count four steps; of two and three tiles where the settings have them.
 
     Args:
         sizes: tokens of the steps.
@@ -126,7 +126,7 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
         RuntimeError: where steps of two lengths or depths are not the same work.
     """
     depths, tile = (2 * subject.period, 3 * subject.period), subject.memory.tile
-    sizes = sizes or (SIZES if tile is None else (2 * tile, 4 * tile))
+    sizes = sizes or (SIZES if tile is None else (2 * tile, 3 * tile))
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
     rows = [

@@ -116,12 +116,12 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """The fastest settings with which N tokens fit; without N, those that take the longest sequence; None: none fits."""
+    """The first settings with which N tokens fit, of a list that begins with the fastest, as `candidates` does; without N,
+    those that take the longest sequence; None: none fits."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
-    able = [x for x in settings if case.fits(x, tokens)]
-    return min(able, key=lambda x: case.time(x, tokens).seconds, default=None)
+    return next((x for x in settings if case.fits(x, tokens)), None)
 
 
 def in_words(settings: MemorySettings) -> str:

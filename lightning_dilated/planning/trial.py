@@ -1,4 +1,4 @@
-"""Trial: a training step of a real model under fake tensors, which have sizes and no memory, and what it held piece by piece.
+"""Trial: a training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
 
 Shape letters: B batch, L tokens of a rank, E embedding dim.
 """
