@@ -116,7 +116,7 @@ def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count four steps; of two and three tiles where the settings have them.
+    """Count four steps; of three and four tiles where the settings have them, after which each holds as much.
 
     Args:
         sizes: tokens of the steps.
@@ -126,7 +126,7 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
         RuntimeError: where steps of two lengths or depths are not the same work.
     """
     depths, tile = (2 * subject.period, 3 * subject.period), subject.memory.tile
-    sizes = sizes or (SIZES if tile is None else (2 * tile, 3 * tile))
+    sizes = sizes or (SIZES if tile is None else (3 * tile, 4 * tile))
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
     rows = [
