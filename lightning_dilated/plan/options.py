@@ -158,7 +158,7 @@ def settled(args: argparse.Namespace) -> Asked:
         model, tokens, find_gpu(args.gpu, args.gpu_memory), ranks, per_node, precision,
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
         args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
-        Links.load(args.links) if args.links else Links(), getattr(model.options, "residual_dtype", None),
+        Links.load(args.links) if args.links else Links(), getattr(getattr(model, "options", None), "residual_dtype", None),
     )  # fmt: skip
 
 
