@@ -28,21 +28,19 @@ from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled import PooledModule
+from lightning_dilated.plan import run as run_plan
 from lightning_dilated.verify import run as run_verify
 
 PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
-OTHERS = {
-    "generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify, "bench": run_bench,
-    "consolidate": run_consolidate}  # fmt: skip
+OTHERS = {"generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify,
+          "bench": run_bench, "consolidate": run_consolidate, "plan": run_plan}  # fmt: skip
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
 
-Train transformers with dilated attention on long sequences.
-
-commands:
+Train transformers with dilated attention on long sequences. Commands:
   fit        train; a checkpoint, config.yaml and plots go to the run folder
   validate   validation loss of a checkpoint
   test       test loss of a checkpoint
@@ -53,6 +51,7 @@ commands:
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
+  plan       memory, time, longest sequence: plan --config X.yaml --gpus 4
 
 start here:
   {PROG} fit --config recipes/quickstart.yaml

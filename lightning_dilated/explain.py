@@ -65,12 +65,12 @@ def of_recipe(path: Path) -> Sizes:
         raise ValueError(
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
         )
-    model = _made(path, config["model"])
+    model = made_model(path, config["model"])
     if not isinstance(getattr(model, "pattern", None), DilatedPattern):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
     return Sizes(
-        model.pattern, _seq_len(path, config.get("data")), heads, getattr(model, "num_kv_heads", None),
+        model.pattern, seq_len_of(path, config.get("data")), heads, getattr(model, "num_kv_heads", None),
         getattr(model, "depth", None), dim // heads if dim and heads else 64, getattr(model, "causal", False),
         getattr(model, "odd_pattern", None),
     )  # fmt: skip
@@ -85,13 +85,14 @@ def _class(path: Path, class_path: Any, package: str) -> Any:
         raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
 
 
-def _made(path: Path, model: dict[str, Any]) -> DilatedModule:
+def made_model(path: Path, model: dict[str, Any]) -> DilatedModule:
+    """The model of a recipe, not built, without its optimizer."""
     cls = _class(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
     return cls(**given)
 
 
-def _seq_len(path: Path, data: Any) -> int | None:
+def seq_len_of(path: Path, data: Any) -> int | None:
     """N of the recipe's data: its setting, else its class's default."""
     data = data if isinstance(data, dict) else {}
     cls = _class(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")

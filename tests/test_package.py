@@ -41,10 +41,11 @@ MAY = {
     "bench": {"pattern", "sequence", "attention", "planning", "generate", "verify"},
     "explain": {"pattern", "models"},
     "find_max": {"pattern", "models", "callbacks", "cli"},
+    "plan": {"pattern", "sequence", "models", "planning", "explain", "find_max"},
     "verify": {"pattern", "sequence", "attention", "models"},
     "cli": {
         *("pattern", "data", "models", "strategy", "planning", "callbacks"),
-        *("checkpoint", "consolidate", "generate", "encode", "explain", "verify", "bench", ""),
+        *("checkpoint", "consolidate", "generate", "encode", "explain", "verify", "bench", "plan", ""),
     },
     "__main__": {"cli"},
     "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},

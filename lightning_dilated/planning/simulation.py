@@ -221,7 +221,7 @@ def _op(
     name = plan(problem, exchange, ranks_per_node=per_node, links=links, **sizes).exchange
     parts = machine.at(tokens)
     local = pairs(narrow, tokens, *heads, machine.causal) if narrow else 0
-    measured = pairs(_measured(machine, tokens), tokens, *heads, machine.causal)
+    measured = pairs(measured_pattern(machine, tokens), tokens, *heads, machine.causal)
     part = tokens * (ranks // 2), tokens * (ranks // 2 + 1)
     wide = [
         sum(x.pairs(machine.causal) for x in blocks(replace(pattern, branches=(b,)), tokens * ranks, *heads, part))
@@ -231,16 +231,17 @@ def _op(
     seconds = lambda all_, more: all_ * local / measured + sum(max(more, all_ * x / measured) for x in wide)  # noqa: E731
     forward = seconds(parts.attention_forward, parts.wide_forward)
     backward = seconds(parts.attention_backward, parts.wide_backward)
-    return name, Op(machine, _moves(problem, name, per_node) if name else None, forward, backward)
+    return name, Op(machine, moves_of(problem, name, per_node) if name else None, forward, backward)
 
 
-def _measured(machine: Machine, tokens: int) -> DilatedPattern:
+def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
     """The pattern whose time was measured at so many tokens: geometric(first, tokens)."""
     doublings = max(tokens // machine.first, 1).bit_length() - 1
     return DilatedPattern.geometric(machine.first, machine.first << doublings)
 
 
 @functools.lru_cache(maxsize=64)
-def _moves(problem: Problem, exchange: str, per_node: int) -> Moves:
+def moves_of(problem: Problem, exchange: str, per_node: int) -> Moves:
+    """What the exchange moves on every rank, counted or, for many ranks, reckoned."""
     bounds(problem)  # its errors first
     return (exact if problem.shard.ranks <= EXACT else many)(problem, exchange, per_node)

@@ -1,0 +1,235 @@
+"""The report of `plan`: tables, the lines of a recipe, and what all of it rests on.
+
+Shape letters: N tokens of the sequence, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.plan.options import Asked
+from lightning_dilated.planning.estimate import HOST_LINK, Facts, Time, measured_machine
+from lightning_dilated.planning.exchange_memory import lighter
+from lightning_dilated.planning.gpus import CONTEXT, MARGIN
+from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
+from lightning_dilated.planning.memory import GIB, Memory, Setup
+from lightning_dilated.planning.memory_plot import Bar
+from lightning_dilated.planning.meter import KINDS
+from lightning_dilated.planning.rounds import EXACT
+from lightning_dilated.planning.subjects import subject_of
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is printed, and what is drawn."""
+
+    lines: list[str]
+    bars: list[Bar]
+    limit: int
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: the longest sequence, and memory and time at the length asked for (or at the longest)."""
+
+    settings: MemorySettings
+    longest: int
+    tokens: int
+    memory: Memory | None
+    time: Time | None
+    fits: bool
+
+
+def report(asked: Asked) -> Told:
+    """Plan all of it.
+
+    Raises:
+        ValueError: for a model that cannot be counted, or an exchange that does not serve.
+    """
+    subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
+    facts = Facts.of(asked.model, subject)
+    case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
+    wanted = [asked.settings] if asked.settings else _candidates(asked, facts)
+    rows = [row_of(case, x, asked.tokens) for x in wanted]
+    best = recommended(case, wanted, asked.tokens)
+    chosen = next((row for row in rows if row.settings == best), None)
+    lines = [*_head(asked, case), "", *_table(rows, best, asked.tokens)]
+    if chosen is not None and chosen.memory is not None:
+        lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
+        lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
+    else:
+        lines += ["", _nothing(case, rows, asked.tokens)]
+    notes = assumptions(asked, case)
+    lines += ["", *(f"  - {note}" for note in notes)]
+    title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
+    bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
+    return Told(lines, bars, asked.gpu.usable(asked.ranks), f"memory of a rank, {title}", _caption(asked, case))
+
+
+def strategy_of(asked: Asked, facts: Facts) -> str:
+    """The strategy asked for, else DDP unless parameters, gradients and states would take half a GPU."""
+    if asked.strategy is not None:
+        return asked.strategy
+    each = 20 if asked.precision.endswith("mixed") or asked.precision == "32-true" else 10
+    return "ring_dilated_fsdp" if facts.parameters * each > asked.gpu.memory / 2 else "ring_dilated"
+
+
+def _candidates(asked: Asked, facts: Facts) -> list[MemorySettings]:
+    return candidates(facts.call.kv_heads, asked.host, facts.depth)
+
+
+def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
+    """A row of the table."""
+    longest = case.longest(settings)
+    at = tokens or longest
+    if not at:
+        return Row(settings, 0, 0, None, None, False)
+    return Row(settings, longest, at, case.memory(settings, at), case.time(settings, at), case.fits(settings, at))
+
+
+def _head(asked: Asked, case: Case) -> list[str]:
+    facts, setup, call = case.facts, case.setup, case.subject.call
+    kv = "" if call.kv_heads == call.heads else f" ({call.kv_heads} kv)"
+    many = f"{setup.ranks:,} x {asked.gpu.name}"
+    nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
+    return [
+        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
+        f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}",
+        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}",
+        f"machine: {many}{nodes}, {setup.strategy}, {setup.optimizer}; {asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of "
+        f"{asked.gpu.memory / GIB:.1f} are planned with",
+    ]
+
+
+def in_numbers(n: int) -> str:
+    """85M, 7.9B, 1.0T."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)
+
+
+def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
+    """Settings, and how far they go."""
+    at = f"at {tokens:,} tokens" if tokens else "at the longest"
+    head = (
+        "",
+        f"{'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}",
+    )
+    lines = [f"{'':<2}{'':<46}{'':>15}   {at}", "  " + head[1]]
+    for row in rows:
+        mark = "* " if row.settings == best else "  "
+        name = f"{mark}{in_words(row.settings):<46}{row.longest:>15,}"
+        if row.memory is None or row.time is None:
+            lines.append(f"{name}   nothing fits")
+            continue
+        x, t = row.memory, row.time
+        over = "" if row.fits else " !"
+        lines.append(
+            f"{name}{x.peak / GIB:>9.1f}{x.host / GIB:>7.1f}{t.seconds:>9.3g}{row.tokens / t.seconds:>12,.0f}"
+            f"{t.exposed / t.seconds:>7.1%}{t.mfu:>6.0%}{over}"
+        )
+    if any(row.memory and not row.fits for row in rows):
+        lines.append("  !: does not fit")
+    return [*lines, "  *: recommended" if best is not None else "  no setting fits"]
+
+
+def _details(case: Case, row: Row) -> list[str]:
+    """Memory by kind and the exchange, of the recommended setting."""
+    x, t = row.memory, row.time
+    parts = " ".join(map(str, x.moment))
+    lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
+    lines += [f"  {kind:<22}{x.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in x.kinds]
+    lines += [f"  {'peak':<22}{x.peak / GIB:>9.2f} GiB, in: {parts}"]
+    if x.host:
+        lines += [f"  {'pinned host memory':<22}{x.host / GIB:>9.2f} GiB a rank"]
+    for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
+        if t.step.compute.get(kind):
+            lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
+    lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
+    return [*lines, *_exchange(case, x, t)]
+
+
+def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
+    if case.setup.ranks == 1:
+        return []
+    if x.exchange.name is None:
+        return ["", "  no segment crosses a shard: nothing is exchanged"]
+    lines = [
+        "",
+        f"  exchange {x.exchange.name}, a rank on the mean, of all {case.facts.depth} layers (from other nodes):",
+    ]
+    for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
+                      ("gradients", "parameter gradients")):  # fmt: skip
+        near, far = t.step.bytes(run)
+        if near + far:
+            seconds = near / case.setup.links.near + far / case.setup.links.far
+            lines.append(
+                f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
+            )
+    if x.exchange.plan is not None and x.exchange.name != x.exchange.plan.exchange:
+        lines.append(
+            f"  (a run takes {x.exchange.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
+        )
+    if x.exchange.plan is not None and x.exchange.plan.prices:
+        lines += [
+            "  a layer's, on the priced rank with most:",
+            *(f"    {y}" for y in str(x.exchange.plan).splitlines()),
+        ]
+    return lines
+
+
+def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
+    """What to change where nothing fits."""
+    best = max(rows, key=lambda row: row.longest)
+    if not best.longest:
+        hint = "" if case.setup.strategy == "ring_dilated_fsdp" else " Take --strategy ring_dilated_fsdp."
+        return (
+            f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
+        )
+    need = -(-(tokens or 0) * case.setup.ranks // best.longest)
+    return (
+        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
+        "GPUs, --residual_dtype bfloat16, or --host_memory to offload to."
+    )
+
+
+def assumptions(asked: Asked, case: Case) -> list[str]:
+    """What the numbers rest on."""
+    base, setup = measured_machine(), case.setup
+    own = asked.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    notes = [
+        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
+        "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
+        "kernels are modelled.",
+        f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for lengths that nearly fill the GPU.",
+        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
+        "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
+    ]
+    if setup.ranks > 1:
+        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
+    if lighter(case.subject.call, setup.ranks) != case.subject.call:
+        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
+    if setup.strategy == "ring_dilated_fsdp":
+        notes.append(
+            "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+        )
+    if asked.host:
+        notes.append(
+            f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."
+        )
+    if not case.subject.compile_blocks:
+        notes.append("time is that of compiled blocks; uncompiled ones take longer.")
+    return notes
+
+
+def _caption(asked: Asked, case: Case) -> str:
+    return " ".join([*_head(asked, case)[::2], "Counted under fake tensors; red: what may be planned with."])
+
+
+__all__ = ["Row", "Setup", "Told", "report", "row_of", "strategy_of"]

@@ -1,0 +1,76 @@
+"""Fake tensors of the CPU that take the ways of a GPU's: fake ones of a GPU have no backward where there is none."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dilated.attention import turn
+from lightning_dilated.attention.rotary import RotaryTable
+
+
+@contextlib.contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Within, rotary positions are turned by their kernel, norms are one kernel each way, in the dtype that autocast has on
+    a GPU, and a number that is read off a tensor is 1, so that checks of values pass."""
+
+    def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+        return turn.turn(joint, table.cos, table.sin, table.scale, heads)
+
+    plain, layer_norm = torch.rms_norm, torch.layer_norm
+
+    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+        if weight is not None and weight.dtype != x.dtype:
+            return plain(x, shape, weight, eps)
+        if _traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
+            return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+        return plain(x, shape, weight, eps) if _traced() else _RMSNorm.apply(x, weight)
+
+    def wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
+        narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
+        return layer_norm(x.float() if narrow else x, *rest)
+
+    with (
+        mock.patch.object(RotaryTable, "split", split),
+        mock.patch.object(torch, "rms_norm", rms_norm),
+        mock.patch.object(torch, "layer_norm", wide_layer_norm),
+        _Ones(),
+    ):
+        yield
+
+
+def _traced() -> bool:
+    """Whether a graph is being made of what runs."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+class _Ones(TorchDispatchMode):
+    """Within, a number that is read off a fake tensor is 1."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        if args[0].dtype == torch.bool:
+            return True
+        return 1.0 if args[0].is_floating_point() else 1
+
+
+class _RMSNorm(torch.autograd.Function):
+    """The sizes of RMSNorm; no values."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        x, _, weight = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight)

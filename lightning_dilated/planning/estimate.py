@@ -1,0 +1,208 @@
+"""Estimate: seconds of a step of any model on any number of GPUs, from the one machine that was measured.
+
+What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
+and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width, and products of a wider
+output projection at the speed of the linear layers; the optimizer by parameters. Another GPU is taken to be as much slower
+as its products in bf16 are. Communication is simulated, see `planning.simulation`. Compiled blocks were measured.
+Shape letters: L tokens of a rank, R ranks, E embedding dim, V vocabulary, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longnet_lm import TokenModel
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.planning.exchange_memory import lighter, of_call
+from lightning_dilated.planning.footprint import Subject
+from lightning_dilated.planning.gpus import GPUS, Gpu
+from lightning_dilated.planning.machine import Line, Machine, Parts
+from lightning_dilated.planning.memory import Setup
+from lightning_dilated.planning.simulation import Step, measured_pattern, simulate
+from lightning_dilated.planning.workspace import OpCall
+
+#: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
+HOST_LINK = 50e9
+#: fields of a Machine whose seconds follow from heads
+LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
+FILE = Path(__file__).with_name("h200.json")
+
+
+@functools.cache
+def measured_machine() -> Machine:
+    """One H200 and a model of 12 blocks of 768."""
+    return Machine.load(FILE)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a model's time follows from.
+
+    Attributes:
+        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, V (outputs of the head).
+        block_parameters, edge_parameters: numbers of a block, and outside of all blocks.
+        projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
+        call: the op's.
+        precision: the Trainer's.
+    """
+
+    dim: int
+    depth: int
+    hidden: int
+    vocab: int
+    block_parameters: int
+    edge_parameters: int
+    projection: int
+    feed_forward: int
+    call: OpCall
+    precision: str
+
+    @property
+    def parameters(self) -> int:
+        """Numbers of all parameters."""
+        return self.depth * self.block_parameters + self.edge_parameters
+
+    @classmethod
+    def of(cls, model: DilatedModule, subject: Subject) -> Facts:
+        """Of a model; its layers are made without memory, one of them."""
+        with torch.device("meta"):
+            block = model._transformer(depth=1).blocks[0]
+        count = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
+        vocab = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None) or 1
+        tied = getattr(model, "tie_embeddings", False)
+        edge = getattr(model, "vocab_size", None) or getattr(model, "feature_dim", None) or model.dim
+        edge = edge * model.dim * (1 if tied or not isinstance(model, TokenModel) else 2) + model.dim
+        return cls(
+            model.dim, model.depth, block.ffn.fc1.out_features, vocab, count(block), edge,
+            block.attention.in_proj_weight.numel(), count(block.ffn), subject.call, subject.precision,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of a step.
+
+    Attributes:
+        step: what was simulated.
+        seconds: with what the memory settings compute again or wait for, and what sharded parameters add.
+        hidden: seconds of copies to the host and back that go beside the computation.
+        exposed: seconds that computation waits: for other ranks, for parameters, for the host.
+        flops: of the model, forward and backward, on a rank; what is computed again does not count.
+        peak: FLOP/s of the GPU.
+    """
+
+    step: Step
+    seconds: float
+    hidden: float
+    exposed: float
+    flops: float
+    peak: float
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOP/s over those of the GPU."""
+        return self.flops / self.seconds / self.peak
+
+
+def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None) -> Machine:
+    """The measured machine, as if it had run another model."""
+    base, call = base or measured_machine(), facts.call
+    slower = GPUS["H200"].flops / gpu.flops
+    linear = facts.block_parameters / base.block_parameters * slower
+    wide = call.head_dim / base.head_dim * slower
+    heads = call.heads / base.heads * wide
+    parts = tuple(_parts(facts, base, p, linear, wide, slower) for p in base.parts)
+    line = lambda x: Line(x.fixed, x.each * wide)  # noqa: E731
+    return Machine(
+        f"{gpu.name}, scaled from {base.name}", facts.dim, facts.depth, call.heads, call.head_dim, call.kv_heads,
+        facts.hidden, facts.vocab, facts.precision, call.causal, base.first, facts.block_parameters,
+        facts.edge_parameters, tuple(replace(p, wide_forward=p.wide_forward * heads, wide_backward=p.wide_backward * heads)
+                                     for p in parts),
+        base.optimizer * facts.parameters / (base.depth * base.block_parameters + base.edge_parameters), base.again,
+        *(line(getattr(base, n)) for n in LINES),
+    )  # fmt: skip
+
+
+def _parts(facts: Facts, base: Machine, parts: Parts, linear: float, wide: float, slower: float) -> Parts:
+    """Seconds of the parts of L tokens."""
+    call, tokens = facts.call, parts.tokens
+    of = lambda h, k, causal: pairs(measured_pattern(base, tokens), tokens, h, k, causal)  # noqa: E731
+    attention = of(call.heads, call.kv_heads, call.causal) / of(base.heads, base.kv_heads, base.causal) * wide
+    width = facts.dim / base.dim * slower
+    more = max(0, facts.vocab - base.vocab) * facts.dim / base.block_parameters * slower  # of the output projection
+    return replace(
+        parts,
+        attention_forward=parts.attention_forward * attention,
+        attention_backward=parts.attention_backward * attention,
+        rest_forward=parts.rest_forward * linear,
+        rest_backward=parts.rest_backward * linear,
+        edge_forward=parts.edge_forward * width + parts.rest_forward * more,
+        edge_backward=parts.edge_backward * width + parts.rest_backward * more,
+    )
+
+
+def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:
+    """Seconds of a step over N tokens.
+
+    Args:
+        memory: settings.
+        tokens: N, on all ranks together; a rank has N / R, rounded up.
+        away: bytes of block inputs that a rank copies to its host.
+
+    Raises:
+        ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
+    """
+    facts = replace(facts, call=lighter(facts.call, setup.ranks))
+    machine, own = scaled(facts, gpu), -(-tokens // setup.ranks)
+    fsdp = setup.strategy == "ring_dilated_fsdp"
+    rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    run = functools.partial(
+        simulate, machine, facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
+        ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
+    )  # fmt: skip
+    step = run(recompute=memory.policy)
+    plain = step if memory.policy == "none" else run(recompute="none")
+    again = _again(facts, machine, memory, own, step, plain)
+    busy = step.seconds - step.exposed + again
+    waits = _parameters_late(facts, machine, setup, busy) if fsdp else 0.0
+    copies = 2 * away / HOST_LINK
+    late = max(0.0, copies - busy)
+    flops = _flops(facts, tokens) / setup.ranks
+    return Time(step, step.seconds + again + waits + late, copies - late, step.exposed + waits + late, flops, gpu.flops)
+
+
+def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int, step: Step, plain: Step) -> float:
+    """Seconds of what groups, tiles and head chunks compute once more."""
+    rest = facts.depth * machine.at(own).rest_forward * machine.again
+    share = lambda part: part / facts.block_parameters * rest  # noqa: E731
+    found = 0.0
+    if memory.every > 1:  # all but the last block of a group, before they are recomputed one by one
+        found += (step.seconds - plain.seconds) * (1 - -(-facts.depth // memory.every) / facts.depth)
+    if memory.tile is not None and memory.policy == "none":
+        found += share(facts.feed_forward)
+    if memory.head_chunks > 1:
+        found += share(facts.projection)
+    return found
+
+
+def _parameters_late(facts: Facts, machine: Machine, setup: Setup, busy: float) -> float:
+    """Seconds that sharded parameters and gradients are on their way and nothing is left to compute: of each block they are
+    gathered twice, and its gradients are dealt out once, beside another block's computation."""
+    ranks, links = setup.ranks, setup.links
+    speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
+    size = facts.block_parameters * machine.parameter_size * (ranks - 1) / max(1, ranks)
+    each = size / speed + links.round
+    return max(0.0, 3 * facts.depth * each - busy) + each
+
+
+def _flops(facts: Facts, tokens: int) -> float:
+    call = facts.call
+    attended = pairs(call.pattern, tokens, call.heads, call.kv_heads, call.causal)
+    linear = facts.depth * facts.block_parameters + facts.vocab * facts.dim
+    return 6.0 * linear * tokens + 14.0 * call.head_dim * attended * facts.depth

@@ -1,0 +1,169 @@
+"""Memory: what each rank of a run holds at the highest moment of a step, by kind.
+
+Shape letters: N tokens of the sequence, L of a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from lightning_dilated.planning.exchange_memory import Exchanged, of_call, sharded
+from lightning_dilated.planning.footprint import Footprint, Moment
+from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
+from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.sequence.plan import DEFAULTS, Links
+
+GIB = 2**30
+#: bytes of optimizer states for each byte of parameters: AdamW has two of the parameters' dtype
+ADAMW = 2.0
+#: bytes of states of a parameter with 8-bit AdamW: two numbers, and fp32 maxima of blocks of 256
+ADAMW_8BIT = 2 + 2 * 4 / 256
+OPTIMIZERS = ("adamw", "adamw8bit")
+#: what cuBLAS takes for good on a GPU of capability 9.0, and on others
+CUBLAS = {(9, 0): 32 << 20}
+CUBLAS_ELSEWHERE = 8 << 20
+STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is run.
+
+    Attributes:
+        strategy: "single" (one GPU, nothing wrapped around the module), "ring_dilated" (DDP) or "ring_dilated_fsdp".
+        ranks, per_node: R GPUs, which all share each sequence; of a node.
+        optimizer: one of OPTIMIZERS.
+        exchange: as the strategy takes it.
+        links: what "auto" reckons with.
+    """
+
+    strategy: str = "single"
+    ranks: int = 1
+    per_node: int = 8
+    optimizer: str = "adamw"
+    exchange: str = "auto"
+    links: Links = DEFAULTS
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+        if self.strategy == "single" and self.ranks > 1:
+            raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank, of the rank with most, at the highest moment of a step.
+
+    Attributes:
+        kinds: by kind of memory; they add up to `peak`.
+        host: pinned host memory of the rank.
+        moment: the part of the step in which that is, such as ("backward", "last", 0): the last block's backward.
+        exchange: what rows of other ranks take.
+    """
+
+    kinds: dict[str, int]
+    host: int
+    moment: tuple
+    exchange: Exchanged = field(default_factory=Exchanged)
+
+    @property
+    def peak(self) -> int:
+        """Bytes of torch's allocator."""
+        return sum(self.kinds.values())
+
+
+def memory(
+    found: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
+) -> Memory:
+    """What a rank holds with N tokens on all ranks together.
+
+    Args:
+        found: of the model and its memory settings.
+        depth: its layers.
+        tokens: N.
+        rows: what the exchange takes, where it is known.
+
+    Raises:
+        ValueError: for an exchange that does not serve.
+    """
+    setup = setup or Setup()
+    call = found.subject.call
+    rows = rows or of_call(call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    own = -(-tokens // setup.ranks)
+    of_rank = sharded(call, tokens, setup.ranks, rows)
+    size = found.hidden * own
+    away = offloaded(found, depth, size)
+    best = max(
+        (_at(found, moment, depth, own, of_rank, setup, rows, away * size, size) for moment in found.moments),
+        key=lambda x: sum(x[0].values()),
+    )
+    return Memory(best[0], away * size, best[1], rows)
+
+
+def offloaded(found: Footprint, depth: int, size: int) -> int:
+    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them."""
+    settings = found.subject.memory
+    groups = -(-depth // settings.every)
+    if settings.offload <= 1:
+        return round(settings.offload * groups)
+    return min(groups, int(settings.offload * GIB) // max(1, size))
+
+
+def _at(
+    found: Footprint,
+    moment: Moment,
+    depth: int,
+    tokens: int,
+    call: OpCall,
+    setup: Setup,
+    rows: Exchanged,
+    host: int,
+    size: int,
+) -> tuple[dict[str, int], tuple]:
+    """Bytes by kind at a moment."""
+    held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
+    if found.kept(moment, tokens) > 0 and host:
+        flying = 2 if host >= -(-depth // found.subject.period) * size else 1
+        less = max(0, host - flying * size)
+        held, kept = held - less, kept - less
+    parameters = found.parameters(depth)
+    gradients = found.static(moment, depth) - parameters
+    kinds = _static(found, depth, parameters, gradients, moment, setup)
+    kinds[ACTIVATIONS] = kept
+    kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
+    room = found.room(moment, call)
+    kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
+    return {kind: n for kind, n in kinds.items() if n}, moment.part
+
+
+def _static(
+    found: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
+) -> dict[str, int]:
+    """Parameters, gradients and states on a rank."""
+    states = round(parameters * ADAMW)
+    if setup.optimizer == "adamw8bit":
+        states = round(parameters / found.parameter_size * ADAMW_8BIT)
+    if setup.strategy != "ring_dilated_fsdp":
+        buckets = parameters if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
+        return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
+    block = found.parameters(depth) - found.parameters(depth - 1)
+    edge = parameters - depth * block
+    share = lambda n: -(-n // setup.ranks)  # noqa: E731
+    # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
+    whole = 2 * block + edge
+    leaving = 2 * block if moment.part[0] in ("backward", "first", "after") else 0
+    return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
+
+
+def _exchange(found: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
+    """Rows of other ranks: those that layers keep, and those of a call under way."""
+    if rows.name is None:
+        return 0
+    keeps = found.subject.memory.policy != "block"
+    layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
+    if moment.part in (("between",), ("head",)):
+        layers = depth
+    kept = rows.kept * (layers if keeps else min(layers, 1))
+    return kept + {"forward": rows.forward, "backward": rows.backward}.get(moment.piece.op, 0)

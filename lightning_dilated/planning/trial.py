@@ -1,0 +1,152 @@
+"""Trial: a training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
+
+Shape letters: B batch, L tokens of a rank, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_dilated.attention import chunks, tiles
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.planning.compiled import Pieces
+from lightning_dilated.planning.disguise import as_on_gpu
+from lightning_dilated.planning.kernels import Graphs
+from lightning_dilated.planning.meter import GRADIENTS, PARAMETERS
+from lightning_dilated.planning.tape import Tape
+
+#: dtype of parameters by the Trainer's precision, and that of products
+PRECISIONS = {
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "32-true": (torch.float32, None),
+}
+
+
+class _Marked(nn.Module):
+    """A block that tells the tape when its forward and its backward begin."""
+
+    def __init__(self, block: TransformerBlock, number: int, tape: Tape) -> None:
+        super().__init__()
+        self.block, self.number, self.tape = block, number, tape
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """The block's."""
+        if self.tape.returning:  # computed again
+            return self.block(x, **options)
+        if self.number == 0:
+            self.tape.hidden = x.nbytes
+            if x.requires_grad:
+                x.register_hook(lambda grad: self.tape.enter("first"))
+        self.tape.enter("forward", self.number)
+        y = self.block(x, **options)
+        self.tape.enter("behind", self.number)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.tape.enter("backward", self.number))
+        return y
+
+
+def step(
+    make: Callable[[], DilatedModule],
+    batch: Callable[[], Any],
+    precision: str,
+    memory: MemorySettings,
+    graphs: Graphs | None = None,
+) -> Tape:
+    """What a step held, with the gradients of the step before, without the optimizer's states.
+
+    Args:
+        make: the model, not yet built and not compiled; of any depth.
+        batch: its batch, made under fake tensors.
+        precision: the Trainer's.
+        memory: settings; `offload` is not looked at.
+        graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+    """
+    dtype, products = PRECISIONS[precision]
+    tape = Tape()
+    with FakeTensorMode(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
+            warnings.filterwarnings("ignore", message=said)
+        with _default(dtype):
+            model = make()
+            model.configure_model()
+        model.train()
+        model.transformer.memory = memory
+        data, blocks = batch(), model.transformer.blocks
+        context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
+        if graphs is not None:
+            graphs.tape = tape
+            _compile(model, data, context, graphs)
+        model.transformer.blocks = nn.ModuleList(_Marked(b, i, tape) for i, b in enumerate(blocks))
+        with _tiles_apart(tape):
+            _run(model, data, context, tape)
+    del tape.pieces[0]
+    return tape
+
+
+def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
+    """Put compiled pieces into the blocks, made for this batch."""
+    pieces = [Pieces(block, graphs) for block in model.transformer.blocks]
+    patterns = {block.attention.attention.pattern for block in model.transformer.blocks}
+    key = model.transformer.memory, frozenset(patterns), tuple((k, x.shape) for k, x in data.items())
+    if key not in graphs.ready:
+        with context, torch.no_grad():
+            model.token_mean(data)
+    with context:
+        for piece in pieces:
+            piece.trace()
+    graphs.ready.add(key)
+
+
+def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, tape: Tape) -> None:
+    """Forward and backward, as Lightning has them."""
+    tape.parameters = list(model.parameters())
+    for p in tape.parameters:
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    with tape:
+        tape.track(tape.parameters, PARAMETERS)
+        tape.track((p.grad for p in tape.parameters), GRADIENTS)
+        tape.enter("embedding")
+        with context:
+            loss, _ = model.token_mean(data)
+        tape.enter("between")
+        model.zero_grad(set_to_none=True)
+        tape.returning = True
+        tape.enter("head")
+        loss.backward()
+        del loss
+        tape.enter("after")
+    tape.close()
+
+
+@contextlib.contextmanager
+def _tiles_apart(tape: Tape) -> Iterator[None]:
+    """Within, each loop over tiles is a piece."""
+    with contextlib.ExitStack() as stack:
+        for module in (tiles, chunks):
+            for name in ("forward_tiles", "backward_tiles"):
+                stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+        yield
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Within, parameters are made in a dtype, as Lightning's precision plugins have it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

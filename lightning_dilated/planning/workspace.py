@@ -1,0 +1,247 @@
+"""What the op holds on a GPU beside its inputs and results: parts of stretches and the engine's own room; integers only.
+
+Counted along the way that `attention.local` takes, with its own stretches, launches and limits.
+Shape letters: B batch, L tokens of a rank, H query heads, K kv heads, D head dim, n rows of a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention import fused, grouped
+from lightning_dilated.attention.blockwise import Call
+from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, measured
+from lightning_dilated.attention.stretches import Stretch
+from lightning_dilated.attention.views import Span
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import Block, blocks
+
+#: bytes of a log-sum-exp
+LSE = 4
+#: numbers of fp32 a row that an engine's backward keeps beside its results: delta, the log-sum-exp in its order, and for
+#: these engines the sum of dq's D columns (measured on an H200: 8.10 GiB of the op at 1,048,576 tokens are 8.08 so)
+SUMS_DQ = ("cudnn", "flash")
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """One call of the op on a GPU.
+
+    Attributes:
+        pattern, heads, kv_heads, head_dim, causal: H, K, D.
+        dtype: of q, k and v.
+        tokens, batch: L and B of this rank.
+        whole, offset: tokens of the whole sequence (None: L), and where this rank's begin in it.
+        window: (first, stop) of the H query heads that the call has; None: all.
+        final: whether nothing is merged into out afterwards, as rows of other ranks are where they reach many queries.
+        dropout: whether attention weights are dropped.
+        engine: as the models take it.
+        capability: of the GPU.
+    """
+
+    pattern: DilatedPattern
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+    tokens: int
+    dtype: torch.dtype = torch.bfloat16
+    batch: int = 1
+    whole: int | None = None
+    offset: int = 0
+    window: tuple[int, int] | None = None
+    final: bool = True
+    dropout: bool = False
+    engine: str = "auto"
+    capability: tuple[int, int] = (9, 0)
+
+    @property
+    def spans(self) -> list[Span]:
+        """The rank's part of the sequence."""
+        if not self.tokens:
+            return []
+        return [Span(0, self.batch, 0, self.tokens, self.whole, self.offset, self.offset)]
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """(query heads, kv heads) of the tensors."""
+        first, stop = self.window or (0, self.heads)
+        group = self.heads // self.kv_heads
+        return stop - first, -(-stop // group) - first // group
+
+    @property
+    def rows(self) -> int:
+        """Rows of q over heads."""
+        return self.batch * self.tokens * self.own_heads[0]
+
+    @property
+    def row(self) -> int:
+        """Bytes of a row of q."""
+        return self.head_dim * self.dtype.itemsize
+
+    @property
+    def results(self) -> tuple[int, int]:
+        """Bytes of (out and lse, dq and dk and dv)."""
+        keys = self.batch * self.tokens * self.own_heads[1]
+        return self.rows * (self.row + LSE), (self.rows + 2 * keys) * self.row
+
+    @property
+    def call(self) -> Call:
+        """What `attention.place` makes of it."""
+        window = self.window or (0, self.heads)
+        scale = self.head_dim**-0.5
+        return Call(engine_of(self), self.pattern, self.heads, self.kv_heads, window, self.causal, scale)
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v without memory."""
+        heads, kv = self.own_heads
+        make = lambda h: torch.empty(self.batch, self.tokens, h, self.head_dim, dtype=self.dtype, device="meta")  # noqa: E731
+        return make(heads), make(kv), make(kv)
+
+    @property
+    def of(self) -> tuple:
+        """What `grouped.block_flops` takes."""
+        return self.pattern, self.heads, self.kv_heads, self.window or (0, self.heads), False
+
+
+@functools.lru_cache(maxsize=4096)
+def engine_of(x: OpCall) -> Engine:
+    """The engine that a GPU of this capability takes, whatever this machine has.
+
+    Raises:
+        ValueError: where none serves.
+    """
+    shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
+    flops = grouped.block_flops(x.of, x.causal, x.spans, shape) if x.engine == "auto" else float("inf")
+    request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, x.head_dim**-0.5, flops)
+    able = lambda name: replace(ENGINES[name], available=_anywhere).why_not(request)  # noqa: E731
+    if flops < measured.GROUPED_BELOW.get(x.capability, measured.DEFAULT) and able("triton") is None:
+        return ENGINES["triton"]
+    for name in FAMILIES.get(x.engine, (x.engine,)):
+        if able(name) is None:
+            return ENGINES[name]
+    raise ValueError(f"engine={x.engine!r} cannot serve head dim {x.head_dim} in {x.dtype} on a GPU: {able(x.engine)}.")
+
+
+def _anywhere(device: torch.device) -> None:
+    """An `Engine.available` of a machine that has everything."""
+
+
+@functools.lru_cache(maxsize=4096)
+def workspace(x: OpCall) -> tuple[int, int]:
+    """Bytes that the op holds at most beside its inputs and results, in the forward and in the backward."""
+    if not x.rows:
+        return 0, 0
+    call, spans = x.call, x.spans
+    found = _grouped(x, call, spans) or (_fused(x, call, spans) if _serves(x) else _blockwise(x, call, spans))
+    return max(0, found[0] - x.results[0]), max(0, found[1] - x.results[1])
+
+
+def _serves(x: OpCall) -> bool:
+    """`fused.serves` of a GPU."""
+    overlap = sum(len(b.heads or range(x.heads)) / x.heads / b.dilation_rate for b in x.pattern.branches)
+    return overlap <= fused.OVERLAP and x.dtype in fused.DTYPES
+
+
+# -- a few launches for all blocks -------------------------------------------------------------------------------------
+def _grouped(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int] | None:
+    """As `attention.grouped`; None where it does not serve."""
+    shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
+    if (
+        call.engine.name != "triton"
+        or x.dtype not in fused.DTYPES
+        or x.head_dim > 256
+        or not grouped.fits(spans, shape)
+    ):
+        return None
+    rows = lambda span: span.batches * _rows(x, span)  # noqa: E731
+    launches = [sum(map(rows, some)) for some in grouped._launches(spans, shape)]
+    if sum(launches) > fused.OVERLAP * x.rows:
+        return None
+    most, places = max(launches), 8 if x.dropout else 0
+    out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
+    # log-sum-exp and delta of each row, then dk and dv, which go before dq comes
+    return out + most * (x.row + LSE + places), x.results[1] + most * (2 * LSE + 2 * x.row + places)
+
+
+def _rows(x: OpCall, span: Span) -> int:
+    found = blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, x.window or (0, x.heads), False)
+    return sum(b.segments * b.heads * b.rows for b in found)
+
+
+# -- stretch by stretch ------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Pass:
+    """Bytes of a row of a block's part, those that the engine frees when it is done, and those of the results."""
+
+    part: int
+    engine: int
+    results: int
+
+
+def _fused(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
+    """As `attention.fused`."""
+    q, k, v = x.tensors()
+    made, own = fused._pieces(call, spans, [q, k, v], (fused.FORWARD, fused.FORWARD), x.final)
+    wide = 0 if x.final else x.rows * x.head_dim * 4
+    forward = _Pass(x.row + LSE, 0, x.results[0])
+    first = wide + _held(x, call, made, own, forward)
+    whole = q.numel() <= fused.WHOLE
+    limits = (fused.WHOLE, fused.WHOLE) if whole else (fused.DENSE, fused.THIN)
+    made, own = fused._pieces(call, spans, [q, q, k, v, q], limits, whole)
+    sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
+    return first, _held(x, call, made, own, _Pass(3 * x.row, sums + 2 * LSE, x.results[1]))
+
+
+def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Stretch]], own: int | None, one: _Pass) -> int:
+    """The most that is held at once: the results, once the first parts are made, and the parts of a stretch and of those
+    that it lies in."""
+    peak, results = 0, 0
+    for span, made in pieces:
+        live = results
+        for block in made.blocks:
+            peak = max(peak, live + _bytes(span, block, one.part + one.engine))
+            live += _bytes(span, block, one.part)
+        if not results:
+            results = one.results - sum(_bytes(span, b, one.part) for b in made.blocks if b.branch == own)
+            live += results
+        peak = max(peak, _inner(span, made, live, one))
+    return peak
+
+
+def _inner(span: Span, made: Stretch, live: int, one: _Pass) -> int:
+    peak = live
+    for inner in made.inner:
+        here = live
+        for block in inner.blocks:
+            peak = max(peak, here + _bytes(span, block, one.part + one.engine))
+            here += _bytes(span, block, one.part)
+        peak = max(peak, _inner(span, inner, here, one))
+    return peak
+
+
+def _bytes(span: Span, block: Block, row: int) -> int:
+    return span.batches * block.segments * block.heads * block.rows * row
+
+
+# -- block by block ----------------------------------------------------------------------------------------------------
+def _blockwise(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
+    """As `attention.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
+    wide = max(4, x.dtype.itemsize)
+    most = 0
+    for span in spans:
+        for b in blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, call.heads, False):
+            most = max(most, _bytes(span, b, 1))
+    sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
+    out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
+    back = x.results[1] // x.dtype.itemsize * wide
+    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, beside the sums
+    narrow = x.rows * x.row if wide != x.dtype.itemsize else 0
+    return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
+        rounded, most * (3 * x.row + sums + 2 * LSE)
+    )

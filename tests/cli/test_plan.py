@@ -1,0 +1,174 @@
+"""`plan`: of sizes and of recipes, its numbers those of `planning`, lines that a recipe takes, and what it refuses."""
+
+import argparse
+
+import pytest
+import yaml
+
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.plan.options import number, parser, settled
+from lightning_dilated.planning.footprint import footprint
+from lightning_dilated.planning.longest import yaml_lines
+from lightning_dilated.planning.memory import Setup, memory
+from lightning_dilated.planning.subjects import subject_of
+
+GIB = 2**30
+SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]
+BLOCK = ["--policy", "block"]
+
+
+def row(result, setting):
+    """The cells of a setting's row in the table, as numbers."""
+    (line,) = (x[2:] for x in result.out.splitlines() if x[2:].startswith(setting + "  "))
+    return [float(x.rstrip("%!").replace(",", "")) for x in line[len(setting) :].split() if x not in ("!",)]
+
+
+def kind(result, name):
+    """GiB of a kind in the recommended setting."""
+    (line,) = (x for x in result.out.splitlines() if x.strip().startswith(name) and x.split()[-1] == "GiB")
+    return float(line.split()[-2])
+
+
+def asked(*argv):
+    return settled(parser().parse_args(list(map(str, argv))))
+
+
+def test_numbers_are_those_of_planning(cli):
+    result = cli("plan", *SIZES, "--tokens", "1M", *BLOCK)
+    assert result.code == 0, result.err
+    model = asked(*SIZES).model
+    found = footprint(subject_of(model, memory=MemorySettings("block")))
+    x = memory(found, 2, 1 << 20)
+    longest, gib, host, *_ = row(result, "block")
+    assert gib == pytest.approx(x.peak / GIB, abs=0.05) and host == 0
+    assert memory(found, 2, int(longest)).peak <= 0.97 * 139.8 * GIB
+    for name, size in x.kinds.items():
+        assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
+    assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
+
+
+def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):
+    few = ["--depth", 1, "--heads", 1]  # nothing to group, and one window of heads
+    result = cli("plan", *SIZES, *few, "--tokens", "1M", "--gpu", "A10", "--gpu-memory", 4, "--plot", "plots/plan.png")
+    assert result.code == 0, result.err
+    all_kept, block = row(result, "all kept"), row(result, "block")
+    assert all_kept[1] > block[1] and all_kept[0] < block[0]
+    (best,) = (line for line in result.out.splitlines() if line.startswith("* "))
+    assert " !" not in best
+    png = (tmp_path / "plots" / "plan.png").read_bytes()
+    assert png.startswith(b"\x89PNG") and len(png) > 20000
+
+
+def test_several_gpus(cli):
+    wide = ["--dim", 64, "--depth", 2, "--heads", 4, "--geometric", 64, "--no-compile", *BLOCK]
+    result = cli("plan", *wide, "--tokens", "64K", "--gpus", 4, "--strategy", "ring_dilated_fsdp", "--host_memory", 64)
+    assert result.code == 0, result.err
+    assert "4 x H200, ring_dilated_fsdp" in result.out and "16,384 a rank" in result.out
+    assert "strategy: ring_dilated_fsdp" in result.out and "devices: 4" in result.out
+    assert "exchange " in result.out and "backward" in result.out and "not taken, takes" in result.out
+
+
+def test_many_gpus(cli):
+    """512 GPUs of 64 nodes."""
+    result = cli("plan", *SIZES[:6], "--geometric", "2K", "--no-compile", *BLOCK, "--tokens", "32M", "--gpus", 512)
+    assert result.code == 0, result.err
+    assert "512 x H200, 64 nodes, ring_dilated" in result.out and "num_nodes: 64" in result.out
+
+
+def test_of_a_recipe(cli):
+    result = cli("plan", "--config", "ring_4gpu.yaml", *BLOCK, "--no-compile")
+    assert result.code == 0, result.err
+    assert "4 x H200, ring_dilated" in result.out and "1,048,576 tokens, 262,144 a rank" in result.out
+    assert "85.2M parameters, 12 blocks of 768, 12 heads of 64, bf16-mixed, blocks not compiled" in result.out
+
+
+def test_the_command_line_wins():
+    x = asked("--config", "recipes/ring_4gpu.yaml", "--gpus", 16, "--tokens", "2M", "--dim", 384, "--exchange", "ring",
+              "--precision", "bf16-true")  # fmt: skip
+    assert (x.ranks, x.per_node, x.tokens, x.model.dim, x.model.depth) == (16, 8, 1 << 21, 384, 12)
+    assert (x.exchange, x.precision, x.strategy, x.compile_blocks) == ("ring", "bf16-true", "ring_dilated", False)
+    assert x.settings is None and x.model.causal
+
+
+def test_a_recipes_settings_give_way(tmp_path):
+    callback = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"every": 2, "tile": 512}}
+    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}}
+    trainer = {"strategy": {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"exchange": "gather"}},
+               "devices": 2, "num_nodes": 3, "callbacks": [callback]}  # fmt: skip
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+    x = asked("--config", tmp_path / "x.yaml", "--tile", 1024, "--nodes", 3)
+    assert x.settings == MemorySettings("block", 2, tile=1024)
+    assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
+
+
+@pytest.mark.parametrize("settings", [
+    MemorySettings("attention-kept"),
+    MemorySettings("block"),
+    MemorySettings("block", 2, 0.5, 4096, 2),
+    MemorySettings(tile=4096),
+])  # fmt: skip
+def test_lines_of_a_recipe_have_the_settings(settings):
+    config = yaml.safe_load("\n".join(yaml_lines(settings, Setup("ring_dilated", 16, 8), "bfloat16")))
+    (callback,) = config["trainer"]["callbacks"]
+    assert callback["class_path"].endswith("ActivationRecompute")
+    assert ActivationRecompute(**callback.get("init_args") or {}).settings == settings
+    assert config["trainer"]["devices"] == 8 and config["trainer"]["num_nodes"] == 2
+    assert config["model"]["init_args"]["residual_dtype"] == "bfloat16"
+
+
+def test_numbers():
+    assert [number(x) for x in ("8", "64K", "8m", "1G", "1.5K", "1,024")] == [8, 1 << 16, 1 << 23, 1 << 30, 1536, 1024]
+    for wrong in ("", "K", "-1", "0", "1.3", "1T", "8MB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="no whole number"):
+            number(wrong)
+
+
+def test_help_names_it(cli):
+    assert "plan " in cli("--help").out
+    shown = cli("plan", "--help")
+    assert shown.code == 0 and "--gpu_memory" in shown.out and "powers of 1024" in " ".join(shown.out.split())
+
+
+REFUSED = {
+    "nothing": ([], "plan needs --dim, --depth, --heads, or a recipe"),
+    "half": ([*SIZES[:9], "--tokens", "1K"], "--segments and --dilations belong together"),
+    "two patterns": ([*SIZES, "--geometric", 64, "--tokens", "1K"], "give --geometric or --segments"),
+    "no end": (
+        [*SIZES[:6], "--geometric", 64],
+        "--geometric ends with a segment over the whole sequence: give --tokens",
+    ),
+    "gpu": ([*SIZES, "--gpu", "V100"], "--gpu must be one of H200"),
+    "memory": ([*SIZES, "--gpu-memory", 0], "--gpu-memory must be GiB"),
+    "nodes": ([*SIZES, "--gpus", 6, "--nodes", 4], "--nodes 4 must divide --gpus 6"),
+    "single": ([*SIZES, "--gpus", 2, "--strategy", "single"], "--strategy single is for one GPU, not for 2"),
+    "tokens": ([*SIZES, "--tokens", "many"], "'many' is no whole number"),
+    "every": ([*SIZES, "--policy", "none", "--every", 2], 'it needs policy="block"'),
+    "heads": (
+        [*SIZES, "--head-chunks", 8, "--policy", "block", "--tokens", "1K"],
+        "head_chunks=8 must be at most the 4",
+    ),
+    "host": ([*SIZES, "--host-memory", -1], "--host_memory must be GiB of a node"),
+    "sizes": ([*SIZES[:5], 3], "num_heads=3 must divide dim=64"),
+    "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
+    "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
+    "no counting": (["--config", "other.yaml"], "memory is counted for LongNetLM"),
+    "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(cli, tmp_path, name):
+    argv, says = REFUSED[name]
+    (tmp_path / "empty.yaml").write_text("trainer: {}\n")
+    (tmp_path / "other.yaml").write_text("model: {class_path: lightning_dilated.DilatedModule}\n")
+    result = cli("plan", *argv)
+    assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
+
+
+def test_says_what_to_do_where_nothing_fits(cli):
+    result = cli("plan", *SIZES, "--tokens", "1G", *BLOCK)
+    assert result.code == 0 and "1,073,741,824 tokens do not fit: the longest is" in result.out
+    assert "in the recipe" not in result.out and "no setting fits" in result.out
+    small = cli("plan", *SIZES, "--tokens", "1K", "--dim", "4K", "--heads", 32, "--gpu-memory", 2, *BLOCK)
+    assert "Parameters, gradients and states alone do not fit. Take --strategy ring_dilated_fsdp" in small.out

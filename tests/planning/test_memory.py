@@ -1,0 +1,265 @@
+"""Memory of a step: beside peaks that were measured, exact against full steps of other sizes, and by kind."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning import trial
+from lightning_dilated.planning.estimate import Facts
+from lightning_dilated.planning.exchange_memory import exchanged
+from lightning_dilated.planning.footprint import _named, footprint
+from lightning_dilated.planning.gpus import GPUS, find_gpu
+from lightning_dilated.planning.kernels import Graphs
+from lightning_dilated.planning.longest import Case, candidates, last_true, recommended
+from lightning_dilated.planning.memory import Setup, memory
+from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_dilated.planning.subjects import subject_of
+from lightning_dilated.planning.tape import Tape
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.plan import make_problem
+
+GIB = 2**30
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+SMALL = DilatedPattern.longnet([64, 128], [1, 2])
+
+
+def lm(pattern=SMALL, **sizes):
+    return ld.LongNetLM(pattern, **{"dim": 64, "depth": 3, "num_heads": 4, **sizes})
+
+
+# -- measured ----------------------------------------------------------------------------------------------------------
+BYTES = {"pattern": FIVE, "dim": 768, "depth": 12, "num_heads": 12}
+SLIDES = {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path": 0.0}
+#: (model, compiled, strategy, policy): (tokens, GPUs, GiB); benchmarks/results/2026-11-22_h200_speed.md, ..._slides.md, and
+#: for "attention-kept" 2026-11-21_h200_speed.md
+MEASURED = {
+    ("bytes", True, "single", "none"): [(131072, 1, 40.9), (262144, 1, 80.2)],
+    ("bytes", True, "single", "block"): [
+        (262144, 1, 19.9),
+        (1 << 20, 1, 76.3),
+        (1572864, 1, 114.0),
+        (1835008, 1, 132.8),
+    ],
+    ("bytes", True, "single", "attention-kept"): [(1 << 20, 1, 87.4)],
+    ("slides", False, "ring_dilated", "none"): [(70001, 1, 39.0), (70002, 2, 21.0)],
+    ("slides", False, "ring_dilated", "block"): [(70001, 1, 8.9)],
+}
+
+
+@pytest.mark.parametrize("case", MEASURED, ids=lambda case: f"{case[0]}-{case[3]}")
+def test_measured(case):
+    """Wanted: within 10 %, and 5 % aimed at; seen: at most 1.7 %, of numbers with three digits."""
+    kind, compiled, strategy, policy = case
+    model = ld.LongNetLM(**BYTES) if kind == "bytes" else ld.SlideEncoder(**SLIDES)
+    found = footprint(subject_of(model, memory=MemorySettings(policy), compile_blocks=compiled))
+    for tokens, ranks, gib in MEASURED[case]:
+        peak = memory(found, 12, tokens, Setup(strategy, ranks)).peak / GIB
+        assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
+
+
+# -- exact -------------------------------------------------------------------------------------------------------------
+SETTINGS = {
+    "none": MemorySettings(),
+    "attention-kept": MemorySettings("attention-kept"),
+    "block": MemorySettings("block"),
+    "groups": MemorySettings("block", 2),
+    "tiles": MemorySettings("block", tile=1024),
+    "groups, tiles, heads": MemorySettings("block", 2, tile=1024, head_chunks=2),
+    "tiles, all kept": MemorySettings(tile=1024),
+}
+
+
+def check(subject, depth, tokens):
+    """The footprint's integers beside a full step's of another depth and length."""
+    found = footprint(subject, (3072, 4096))
+    graphs = Graphs(Tape()) if subject.compile_blocks else None
+    tape = trial.step(
+        lambda: subject.make(depth), lambda: subject.batch(tokens), subject.precision, subject.memory, graphs
+    )
+    full = list(_named(tape.pieces, depth, subject.period))
+    assert len(full) == len(found.moments) > 10
+    for moment, (key, piece) in zip(found.moments, full, strict=True):
+        assert (moment.part, moment.piece.op, moment.piece.heads) == (key, piece.op, piece.heads)
+        assert found.static(moment, depth) == piece.static
+        assert found.held(moment, depth, tokens) == piece.peak - piece.static, (key, piece)
+    # what was left out, blocks in the middle, never holds more than the first or the last
+    middle = max(p.peak - p.static for p in tape.pieces)
+    assert middle == max(found.held(m, depth, tokens) for m in found.moments)
+
+
+@pytest.mark.parametrize("name, depth", [
+    ("none", 5),
+    ("attention-kept", 5),
+    ("block", 5),
+    ("tiles", 4),
+    pytest.param("groups", 8, marks=pytest.mark.slow),
+    pytest.param("groups, tiles, heads", 8, marks=pytest.mark.slow),
+    pytest.param("tiles, all kept", 5, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_depth_and_length_are_exact(name, depth):
+    check(subject_of(lm(num_kv_heads=2), "bf16-mixed", SETTINGS[name]), depth, 5120)
+
+
+def test_groups_and_heads_are_exact_in_length():
+    subject = subject_of(lm(num_kv_heads=2), "32-true", MemorySettings("block", 2, head_chunks=2))
+    check(subject, 4, 5120)
+
+
+@pytest.mark.parametrize("name", ["none", "tiles"])
+def test_exact_for_compiled_blocks(name):
+    check(subject_of(lm(), "bf16-mixed", SETTINGS[name], compile_blocks=True), 4, 5120)
+
+
+def test_parameters_and_gradients_are_the_models():
+    model = lm()
+    found = footprint(subject_of(model, "32-true"), (1024, 2048))
+    real = sum(p.nbytes for p in lm(depth=5).parameters())
+    assert found.parameters(5) == real
+    assert {found.static(m, 5) for m in found.moments if m.part[0] == "forward"} == {2 * real}
+    assert found.hidden == 64 * 4
+
+
+@pytest.mark.parametrize("precision, size", [("bf16-mixed", 4), ("bf16-true", 2), ("32-true", 4)])
+def test_states_by_precision(precision, size):
+    found = footprint(subject_of(lm(), precision, MemorySettings("block")), (1024, 2048))
+    kinds = memory(found, 3, 4096).kinds
+    assert kinds[OPTIMIZER] == 2 * kinds[PARAMETERS] == 2 * size * sum(p.numel() for p in lm().parameters())
+
+
+def test_settings_save_what_they_should():
+    """Each holds less than the one before, at a length where activations are most of it."""
+    order = ["attention-kept", "block", "groups"]
+    peaks = []
+    for name in order:
+        found = footprint(subject_of(lm(depth=12), "bf16-mixed", SETTINGS[name]), (2048, 4096))
+        peaks.append(memory(found, 12, 1 << 20).peak)
+    assert peaks == sorted(peaks, reverse=True) and len(set(peaks)) == 3
+
+
+# -- what ranks hold ---------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def counted():
+    return footprint(
+        subject_of(lm(DilatedPattern.geometric(64, 1 << 14), depth=8), "bf16-mixed", MemorySettings("block")),
+        (1024, 2048),
+    )
+
+
+def test_ddp_has_buckets(counted):
+    one, two = (memory(counted, 8, 1 << 14, Setup(s, 1)) for s in ("single", "ring_dilated"))
+    assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
+    assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
+        k: v for k, v in two.kinds.items() if k != GRADIENTS
+    }
+
+
+def test_fsdp_deals_parameters(counted):
+    whole = counted.parameters(8)
+    block = counted.parameters(8) - counted.parameters(7)
+    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    assert x.kinds[PARAMETERS] == -(-whole // 4) + 2 * block + (whole - 8 * block)
+    assert x.kinds[OPTIMIZER] == -(-2 * whole // 4)
+
+
+def test_eight_bit_states(counted):
+    numbers = counted.parameters(8) // 4
+    assert memory(counted, 8, 4096, Setup(optimizer="adamw8bit")).kinds[OPTIMIZER] == round(numbers * (2 + 8 / 256))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "butterfly"])
+def test_kept_rows_are_the_plans(exchange):
+    pattern, n = DilatedPattern.geometric(64, 1 << 12), 1 << 12
+    found = exchanged(pattern, n, (4, 4, 16), True, 4, 4, 2, exchange)
+    problem = make_problem(pattern, n, 4, ranks=4, causal=True)
+    assert found.name == exchange
+    assert found.kept == max(EXCHANGES[exchange].count(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
+
+
+def test_kept_rows_by_policy():
+    pattern = DilatedPattern.geometric(64, 1 << 14)
+    under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
+    for name, layers in (("attention-kept", 8), ("block", 1)):
+        found = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", SETTINGS[name]), (1024, 2048))
+        x = memory(found, 8, 1 << 14, Setup("ring_dilated", 4, 4))
+        assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
+
+
+@pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.0, 1)])
+def test_host_memory_is_what_training_takes(offload, every):
+    """Beside the buffers that a real step has taken."""
+    settings = MemorySettings("block", every, offload)
+    model = lm(depth=4)
+    model.configure_model()
+    model.transformer.memory = settings
+    tokens = torch.zeros(1, 256, dtype=torch.int64)
+    model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
+    found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
+    assert memory(found, 4, 256).host == model.transformer._host.bytes
+
+
+def test_offloading_frees_the_gpu(counted):
+    here = memory(counted, 8, 1 << 18)
+    subject = replace(counted.subject, memory=MemorySettings("block", offload=0.5))
+    away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    one = counted.hidden << 18
+    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one is still on its way
+    assert here.kinds[ACTIVATIONS] - away.kinds[ACTIVATIONS] == 3 * one
+
+
+# -- the longest -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("limit, most", [*itertools.product([0, 1, 2, 3, 7, 8, 1000], [1, 8, 100])])
+def test_last_true(limit, most):
+    assert last_true(lambda n: n <= limit, most) == min(limit, most)
+
+
+def test_longest_fits_and_no_more():
+    model = lm(FIVE, depth=4)
+    subject = subject_of(model, "bf16-mixed")
+    case = Case(subject, Facts.of(model, subject), Setup("ring_dilated", 2, 2), find_gpu("rtx 4090"))
+    settings = MemorySettings("block")
+    longest = case.longest(settings)
+    assert longest % 2048 == 0 and case.fits(settings, longest) and not case.fits(settings, longest + 2048)
+    assert recommended(case, [MemorySettings(), settings], longest) == settings
+    assert recommended(case, [settings], 2 * longest) is None
+    assert recommended(case, [MemorySettings(), settings], None) == settings
+
+
+def test_candidates():
+    found = candidates(kv_heads=2, host=64.0, depth=12)
+    assert found[0] == MemorySettings() and len(found) == len(set(found))
+    assert {x.head_chunks for x in found} == {1, 2} and {x.offload for x in found} == {0, 64.0}
+    assert all(x.head_chunks == 1 and x.every == 1 and not x.offload for x in candidates(1, 0.0, 1))
+
+
+def test_gpus():
+    assert find_gpu("h200") is GPUS["H200"] and find_gpu("A100").name == "A100-80GB"
+    assert find_gpu("L40S", 40).memory == 40 * GIB
+    assert find_gpu("H200").usable(2) < find_gpu("H200").usable(1) < 0.97 * 139.8 * GIB
+    with pytest.raises(ValueError, match="--gpu must be one of H200, H100"):
+        find_gpu("V100")
+    with pytest.raises(ValueError, match="--gpu-memory must be GiB"):
+        find_gpu("H200", 0)
+
+
+@pytest.mark.parametrize("options, says", [
+    ({"strategy": "ddp"}, "strategy must be one of single, ring_dilated"),
+    ({"ranks": 2}, "2 GPUs need strategy ring_dilated"),
+    ({"optimizer": "sgd"}, "optimizer must be one of adamw"),
+])  # fmt: skip
+def test_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        Setup(**options)
+
+
+@pytest.mark.parametrize("model, says", [
+    (lambda: ld.SlideEncoder(), "has no task"),
+    (lambda: ld.DilatedModule(), "memory is counted for LongNetLM"),
+])  # fmt: skip
+def test_models_that_cannot_be_counted(model, says):
+    with pytest.raises(ValueError, match=says):
+        subject_of(model())

@@ -1,0 +1,99 @@
+"""What the op holds beside its inputs: beside peaks that were measured on an H200, and counted by hand."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from lightning_dilated.attention import fused
+from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.planning.workspace import OpCall, engine_of, workspace
+
+GIB = 2**30
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+GIGAPATH = DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets="blocked")
+
+#: benchmarks/results/2026-11-21_h200_speed.md and 2026-11-22_h200_speed.md: GiB beyond q, k, v and dO
+MEASURED = {
+    "32,768": (OpCall(FIVE, 12, 12, 64, False, 32768, engine="cudnn"), 0.33),
+    "131,072": (OpCall(FIVE, 12, 12, 64, True, 131072), 1.31),
+    "1,048,576": (OpCall(FIVE, 12, 12, 64, True, 1 << 20), 8.10),
+    "ten branches": (OpCall(DilatedPattern.geometric(2048, 1 << 20), 12, 12, 64, True, 1 << 20), 8.19),
+    "GigaPath's": (OpCall(GIGAPATH, 16, 16, 48, False, 1 << 20), 9.45),
+    "grouped launch": (OpCall(FIVE, 12, 12, 64, True, 131072, engine="triton"), 1.51),
+}
+
+
+def peak(call):
+    """Bytes beyond q, k, v and dO: the backward holds the forward's results, too."""
+    forward, backward = workspace(call)
+    return sum(call.results) + max(backward, forward - call.results[1])
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_measured(name):
+    call, gib = MEASURED[name]
+    assert peak(call) / GIB == pytest.approx(gib, rel=0.01, abs=0.005)
+
+
+def test_by_hand():
+    """One stretch: the first branch's part is the result, the second's is held beside it; then stretches one by one."""
+    pattern, n = DilatedPattern.longnet([64, 128], [1, 2]), 1024
+    call = OpCall(pattern, 2, 2, 64, False, n, engine="cudnn")
+    rows, row = 2 * n, 64 * 2
+    # the second branch has half of the rows; its room is an fp32 dq, delta and the log-sum-exp
+    own = rows * (row + 4)
+    # forward: out is the first branch's part, whose log-sum-exp is held beside the one of all
+    assert workspace(call)[0] == rows // 2 * (row + 4) + 0 * own
+    assert workspace(call)[1] == rows // 2 * (3 * row + 4 * 64 + 8)
+    assert call.results == (rows * (row + 4), 3 * rows * row)
+
+
+def test_stretches_bound_it(monkeypatch):
+    """Beyond the limits the room of the dense branch no longer grows."""
+    monkeypatch.setattr(fused, "HELD", 1)  # only the named limits below are read
+    for name, times in (("FORWARD", 4), ("DENSE", 1), ("THIN", 2), ("WHOLE", 2)):
+        monkeypatch.setattr(fused, name, times * 4096 * 2 * 64)
+    workspace.cache_clear()
+    try:
+        pattern = DilatedPattern.longnet([64, 128], [1, 2])
+        call = OpCall(pattern, 2, 2, 64, False, 65536, engine="cudnn")
+        assert workspace(call)[1] == workspace(replace(call, tokens=2 * 65536))[1] > 0
+        row = 2 * 64 * 2
+        dense, thin = 4096 * 3 * row, 8192 // 2 * 3 * row
+        assert workspace(call)[1] == dense + thin + 4096 * 2 * (4 * 64 + 8)
+    finally:
+        workspace.cache_clear()
+
+
+@pytest.mark.parametrize("change, engine", [
+    ({}, "cudnn"),
+    ({"tokens": 4096}, "triton"),  # small blocks are launched at once on this chip
+    ({"tokens": 4096, "capability": (8, 0)}, "cudnn"),
+    ({"dtype": torch.float32}, "triton"),
+    ({"head_dim": 256}, "flash"),
+    ({"dropout": True}, "triton"),
+    ({"engine": "math"}, "math"),
+])  # fmt: skip
+def test_engine_of_a_gpu(change, engine):
+    """Whatever this machine has."""
+    assert engine_of(replace(OpCall(FIVE, 12, 12, 64, True, 1 << 20), **change)).name == engine
+
+
+def test_overlapping_branches_go_one_by_one():
+    """Three dense branches: parts are merged one after another, into fp32 sums."""
+    three = OpCall(DilatedPattern([Branch(w, 1) for w in (64, 128, 256)]), 2, 2, 64, False, 4096, engine="cudnn")
+    more = replace(three, pattern=DilatedPattern([Branch(64 + i, 1) for i in range(9)]))
+    rows = 2 * 4096
+    assert workspace(three)[1] >= 3 * rows * 64 * 4 - three.results[1]
+    assert workspace(more)[1] <= workspace(three)[1]
+
+
+def test_nothing_of_nothing():
+    assert workspace(OpCall(FIVE, 12, 12, 64, True, 0)) == (0, 0)
+
+
+def test_a_window_of_heads_needs_its_share():
+    call = OpCall(FIVE, 12, 12, 64, True, 1 << 17, engine="cudnn")
+    some = replace(call, window=(0, 3))
+    assert 0 < workspace(some)[1] <= workspace(call)[1] // 3
