@@ -81,16 +81,14 @@ class _Tiled(torch.autograd.Function):
 
 
 def _cuts(length: int, step: int) -> list[slice]:
-    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
+    """One of no tokens where there are none (an empty shard): the results still need their shapes."""
+    return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
 
 
 def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
     """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
     made: list[Tensor] = []
-    single, rows = (
-        False,
-        [x.detach() for x in rows],
-    )  # hooks of modules look for a graph behind what requires a gradient
+    rows = [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
     for cut in _cuts(rows[0].shape[1], step):
         parts = run(*(x[:, cut] for x in rows))
         single = isinstance(parts, Tensor)
