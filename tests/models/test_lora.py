@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from lightning_dilated import SlideEncoder
-
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.flops import step_flops
 from lightning_dilated.models.memory import MemorySettings
