@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.attention.replay import Replay
+from lightning_dilated.attention.replay import Replay, forget_casts
 
 
 def tiled(
@@ -98,6 +98,7 @@ def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) ->
         for whole, part in zip(made, parts, strict=True):
             whole[:, cut] = part
         del parts, part
+    forget_casts()
     return made[0] if single else tuple(made)
 
 

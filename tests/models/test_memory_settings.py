@@ -136,6 +136,24 @@ def test_mixed_precision(dtype):
     assert errors[1] < 1.3 * errors[0] < 0.2
 
 
+@pytest.mark.parametrize("tile, chunks", [(5, 1), (None, 2), (5, 2)])
+def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
+    """A long and a short sequence, and the backward, all within one autocast."""
+    found = []
+    for chosen in (MemorySettings(), MemorySettings(tile=tile, head_chunks=chunks)):
+        torch.manual_seed(0)
+        model = tiny(PATTERN, torch.float32, num_kv_heads=2)
+        model.transformer.memory = chosen
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [model.token_losses(batch(1, n)).sum() for n in (23, 4)]
+            model.transformer.memory = MemorySettings()
+            losses.append(model.token_losses(batch(1, 9)).sum())
+            sum(losses).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
+
+
 class Largest(TorchDispatchMode):
     """The most elements of any result, and the shapes that have so many."""
 
