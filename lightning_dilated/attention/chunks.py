@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated.attention.replay import Replay
-from lightning_dilated.attention.tiles import backward_tiles, forward_tiles, step_of, trained
+from lightning_dilated.attention.tiles import backward_tiles, check_whole, forward_tiles, read_again, step_of, trained
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.heads import windows
 
@@ -82,6 +82,7 @@ def attend_in_chunks(
     chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
     """The heads' output (B, N, H, D) of an input x (B, N, E) whose q, k and v are `project`'s of rows of weight and bias."""
+    check_whole(pieces.modules)
     return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
 
 
@@ -112,7 +113,8 @@ class _Chunked(torch.autograd.Function):
         x, weight, bias, out, *kept = ctx.saved_tensors
         chunks, pieces = ctx.chunks, ctx.pieces
         count = 3 * len(chunks.windows)
-        tables, parameters = kept[count : count + ctx.count], trained(pieces.modules)
+        tables = kept[count : count + ctx.count]
+        parameters = read_again(pieces.modules, len(kept) - count - ctx.count)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
         wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
         dx, sums = torch.empty_like(x), [torch.zeros_like(p, dtype=w) for p, w in zip(parameters, wide, strict=True)]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_dilated.attention.rotary import RotaryTable
 
 
-@dataclass(frozen=True)
+@dataclass  # not frozen: torch.compile of 2.10 cannot trace how such a one is made
 class Projection:
     """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D) of heads of `head_dim`; q and k are turned by `table`."""
 

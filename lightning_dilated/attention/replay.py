@@ -10,6 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 
+def forget_casts() -> None:
+    """Before torch 2.11 autocast hands a cast of a weight that was made without gradients out where these are needed."""
+    torch.clear_autocast_cache()
+
+
 class Replay:
     """What a forward ran under, taken when this is made.
 
@@ -34,6 +39,7 @@ class Replay:
             if self._autocast is not None:
                 enabled, dtype = self._autocast
                 stack.enter_context(torch.autocast(self._device, dtype=dtype, enabled=enabled))
+                forget_casts()
             if self._states is not None:
                 cpu, devices, states = self._states
                 kind = self._device if devices else "cuda"

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.distributed.fsdp import FSDPModule
 
-from lightning_dilated.attention.replay import Replay
+from lightning_dilated.attention.replay import Replay, forget_casts
 
 
 def tiled(
@@ -34,7 +35,9 @@ def tiled(
         rows: (B, N, ...), such as hidden states and labels; those that require a gradient get one.
         unused: nothing will read the values of the result, which has the shape of the first of `rows`: they are left out.
 
-    Double backward: RuntimeError.
+    Raises:
+        ValueError: where a module within has parameters that FSDP shards apart from the rest of the layer.
+        RuntimeError: for a double backward.
     """
     step = step_of(tile, rows[0])
     if step >= rows[0].shape[1]:
@@ -49,13 +52,34 @@ def step_of(tile: int | None, x: Tensor) -> int:
 
 @torch.compiler.disable
 def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool, *rows: Tensor) -> Tensor:
+    check_whole(modules)
     random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for of in modules for m in of.modules())
     return _Tiled.apply(run, modules, step, random, unused, len(rows), *rows, *trained(modules))
+
+
+def check_whole(modules: Sequence[nn.Module]) -> None:
+    """Raise where FSDP would gather weights within: they would be others than those that gradients are asked for."""
+    for name in (type(m).__name__ for of in modules for m in of.modules() if isinstance(m, FSDPModule)):
+        raise ValueError(
+            f"{name} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). Call fully_shard "
+            "for the TransformerBlock and for the whole model only, not for layers within them."
+        )
 
 
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Their parameters that get gradients, each once."""
     return [p for p in dict.fromkeys(p for m in modules for p in m.parameters()) if p.requires_grad]
+
+
+def read_again(modules: Sequence[nn.Module], count: int) -> list[nn.Parameter]:
+    """`trained` in the backward: those that are read now, as many as in the forward."""
+    found = trained(modules)
+    if len(found) != count:
+        raise RuntimeError(
+            f"{count} parameters were trained in the forward and {len(found)} are in its backward. Freeze or thaw none in "
+            "between; with tile or head_chunks shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+        )
+    return found
 
 
 class _Tiled(torch.autograd.Function):
@@ -71,9 +95,10 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        rows = ctx.saved_tensors[: ctx.count]  # raises if one was changed in place
+        saved = ctx.saved_tensors  # raises if one was changed in place
+        rows = saved[: ctx.count]
         wanted = ctx.needs_input_grad[6 : 6 + ctx.count]
-        parameters = trained(ctx.modules)  # those that `run` reads now
+        parameters = read_again(ctx.modules, len(saved) - ctx.count)
         made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
         with ctx.replay.again():
             sums = backward_tiles(ctx.run, ctx.step, rows, parameters, (grad,), made)
@@ -81,16 +106,14 @@ class _Tiled(torch.autograd.Function):
 
 
 def _cuts(length: int, step: int) -> list[slice]:
-    return [slice(at, min(at + step, length)) for at in range(0, length, step)]
+    """One of no tokens where there are none (an empty shard): the results still need their shapes."""
+    return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
 
 
 def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
     """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
     made: list[Tensor] = []
-    single, rows = (
-        False,
-        [x.detach() for x in rows],
-    )  # hooks of modules look for a graph behind what requires a gradient
+    rows = [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
     for cut in _cuts(rows[0].shape[1], step):
         parts = run(*(x[:, cut] for x in rows))
         single = isinstance(parts, Tensor)
@@ -100,6 +123,7 @@ def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) ->
         for whole, part in zip(made, parts, strict=True):
             whole[:, cut] = part
         del parts, part
+    forget_casts()
     return made[0] if single else tuple(made)
 
 

@@ -130,10 +130,27 @@ class TransformerBlock(nn.Module):
     @memory.setter
     def memory(self, settings: MemorySettings) -> None:
         """Checked against the sizes, and compiled for."""
-        a = self.attention
-        self._chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
-        self._memory = settings
+        a = self.attention_layer
+        chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
+        if settings.head_chunks > 1:
+            self._check_bare(settings)
+        self._chunks, self._memory = chunks, settings
         self._arrange()
+
+    @property
+    def attention_layer(self) -> MultiheadDilatedAttention:
+        """The attention itself, also where something (LoRA by peft, say) is wrapped around it."""
+        if isinstance(self.attention, MultiheadDilatedAttention):
+            return self.attention
+        return next(m for m in self.attention.modules() if isinstance(m, MultiheadDilatedAttention))
+
+    def _check_bare(self, settings: MemorySettings) -> None:
+        """Windows of heads read the weights themselves, and would pass by what is wrapped around the layer."""
+        if self.attention is not self.attention_layer:
+            raise ValueError(
+                f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
+                "attention changes its weights. Set head_chunks=1; policy, every, offload and tile work with it."
+            )
 
     @property
     def recompute(self) -> str:
@@ -204,7 +221,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x + attention(norm(x))."""
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
-        normed = self.attention_norm(working(x, self.attention.in_proj_weight))
+        normed = self.attention_norm(working(x, self.attention_layer.in_proj_weight))
         return self._added(x, self.attention(normed, positions=positions, cache=cache, **documents)[0], drop)
 
     def _attend_kept(self, x: Tensor, *given: Any) -> Tensor:
@@ -222,6 +239,7 @@ class TransformerBlock(nn.Module):
         drop: Tensor | None,
     ) -> Tensor:
         """x + attention(norm(x)), a window of heads after another."""
+        self._check_bare(self._memory)
         a, tile = self.attention, self._memory.tile
         arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
         pieces = Pieces(self._pieces.get("project", self._project), (self.attention_norm,), arguments, tile)

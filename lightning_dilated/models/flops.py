@@ -37,7 +37,7 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
         weights += module.head.weight.shape[1] * module.vocab_size
     features = 0  # D times pairs
     for block in found:
-        a = block.attention
+        a = block.attention_layer
         for length, times in Counter(documents).items():
             of = a.attention.pattern, length, a.num_heads, a.num_kv_heads, a.attention.causal
             features += times * a.head_dim * pairs(*of)

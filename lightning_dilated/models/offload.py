@@ -54,7 +54,8 @@ class Host:
         if number == 0:
             self._order.clear()
         budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
-        return self._hooks(x) if budgeted and x.requires_grad and torch.is_grad_enabled() else contextlib.nullcontext()
+        saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
+        return self._hooks(x) if budgeted and saved else contextlib.nullcontext()
 
     def _fits(self, x: Tensor) -> bool:
         if self._fitting(x.nbytes) is None and self._held + x.nbytes > self.budget * GIB:
@@ -157,8 +158,13 @@ class _Away:
 
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
-        if buffer is not None:
-            self._host.put(buffer)
+        if buffer is None:
+            return
+        if (
+            getattr(self, "tensor", None) is not None
+        ):  # on its way back, and nobody asked: memory is reused after the copy
+            self._wait()
+        self._host.put(buffer)
 
     def _flat(self) -> Tensor:
         dtype, shape, _ = self._like

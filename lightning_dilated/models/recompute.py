@@ -5,8 +5,8 @@ Shape letters: B batch, N tokens, E embedding dim.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -20,7 +20,7 @@ from lightning_dilated.attention import op as _op  # noqa: F401 - registers the 
 #: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
 POLICIES = ("none", "attention-kept", "block")
 
-_unused = False
+_running = threading.local()  # a backward on a GPU runs in a thread of its own
 
 
 def check_policy(name: str) -> str:
@@ -32,17 +32,21 @@ def check_policy(name: str) -> str:
 
 def result_is_unused() -> bool:
     """Whether a checkpointed piece now runs again for what it saves on its way: nothing reads what it returns."""
-    return _unused
+    return getattr(_running, "unused", False)
 
 
-@contextlib.contextmanager
-def _result_unused(unused: bool) -> Iterator[None]:
-    global _unused
-    before, _unused = _unused, unused
-    try:
-        yield
-    finally:
-        _unused = before
+class _ResultUnused(AbstractContextManager):
+    """Tells `result_is_unused`; may be entered again, as torch does in each backward of a graph that is retained."""
+
+    def __init__(self, unused: bool) -> None:
+        self._unused, self._before = unused, []
+
+    def __enter__(self) -> None:
+        self._before.append(result_is_unused())
+        _running.unused = self._unused
+
+    def __exit__(self, *about: object) -> None:
+        _running.unused = self._before.pop()
 
 
 def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -62,7 +66,7 @@ def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around a piece's first run, and around the one in the backward."""
-    return _result_unused(False), _result_unused(True)
+    return _ResultUnused(False), _ResultUnused(True)
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:

@@ -66,3 +66,20 @@ def test_equal_to_one_rank_at_once(pool, way):
             torch.testing.assert_close(got, x, rtol=0, atol=1e-10)
     assert sent[0].sum(0).min() > 0
     assert torch.equal(sent[0].sum(0), sent[1].sum(0)) or "head" in way  # uneven windows of head groups move other rows
+
+
+def on_empty_shards(rank, group, settings):
+    """(parameters' gradients, tokens) of a rank, of 2 tokens."""
+    block, x = block_of(PATTERN, 2)
+    with sequence(group, **settings) as ours, ours.active():
+        return results(block, x[:, positions(ours, 2)])[2:], len(positions(ours, 2))
+
+
+@pytest.mark.parametrize("settings", [{"exchange": "gather"}, {"exchange": "switch"}, {"head_size": 2}], ids=str)
+def test_empty_shards(pool, settings):
+    block, x = block_of(PATTERN, 1)
+    want = results(block, x[:, :2])[2:]
+    found = pool.run(4, on_empty_shards, settings)
+    assert sorted(f[1] for f in found)[0] == 0
+    for i, grad in enumerate(want):
+        torch.testing.assert_close(sum(f[0][i] for f in found), grad, rtol=0, atol=1e-10)

@@ -2,8 +2,14 @@
 
 import pytest
 import torch
+from torch import nn
 
 from lightning_dilated import SlideEncoder
+from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.flops import step_flops
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern import DilatedPattern
 
 from . import loader, trainer
 from .slides import SIZES, batch, encoder
@@ -64,3 +70,55 @@ def test_trains_updates_only(start, tmp_path, recompute):
     again = SlideEncoder(**SIZES, pretrained=str(tmp_path / "merged.pth")).eval()
     again.configure_model()
     assert torch.equal(again.embed(data), twin.embed(data))
+
+
+class _Around(nn.Module):
+    """What peft puts around a layer: only its call changes the weight, and other attributes are not passed on."""
+
+    def __init__(self, base_layer: nn.Module, name: str) -> None:
+        super().__init__()
+        self.base_layer, self.name = base_layer.requires_grad_(False), name
+        self.lora = nn.Parameter(torch.randn_like(getattr(base_layer, name)) / 4)
+
+    def forward(self, *args, **kwargs):
+        more = {self.name: getattr(self.base_layer, self.name) + self.lora}
+        return torch.func.functional_call(self.base_layer, more, args, kwargs)
+
+
+def wrapped() -> DilatedTransformer:
+    torch.manual_seed(0)
+    options = BlockOptions(ffn="gelu", bias=True)
+    stack = DilatedTransformer(16, 2, 4, DilatedPattern.longnet([5, 12], [1, 3]), causal=True, options=options).double()
+    for block in stack.blocks:
+        block.attention.out_proj = _Around(block.attention.out_proj, "weight")
+        block.attention, block.ffn.fc2 = _Around(block.attention, "in_proj_weight"), _Around(block.ffn.fc2, "weight")
+    return stack
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [MemorySettings("block"), MemorySettings("attention-kept", tile=5), MemorySettings("block", 2, 1, 5)],
+    ids=str,
+)
+def test_memory_settings(chosen):
+    stack, x, found = wrapped(), torch.randn(2, 23, 16, dtype=torch.float64), []
+    trained = [p for p in stack.parameters() if p.requires_grad]
+    for settings in (None, chosen):
+        if settings is not None:
+            stack.memory = settings
+        out = stack(x)
+        found.append([out.detach(), *torch.autograd.grad(out.square().sum(), trained)])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+    assert step_flops(stack, 46, [23, 23]) > 0
+
+
+def test_windows_of_heads_would_pass_the_updates_by():
+    stack = wrapped()
+    with pytest.raises(ValueError, match="head_chunks=2 is not offered with LoRA: _Around around the attention"):
+        stack.memory = MemorySettings(head_chunks=2)
+    stack = DilatedTransformer(16, 1, 4, DilatedPattern.longnet([5], [1]), causal=True)
+    stack.memory = MemorySettings(head_chunks=2)
+    stack.blocks[0].attention = _Around(stack.blocks[0].attention, "in_proj_weight")  # afterwards
+    with pytest.raises(ValueError, match="head_chunks=2 is not offered with LoRA"):
+        stack(torch.randn(1, 9, 16))

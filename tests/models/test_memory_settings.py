@@ -64,6 +64,16 @@ def test_gradients_are_the_plain_ones(chosen, options):
     same(gradients(model, chosen, given), gradients(model, MemorySettings(), given))
 
 
+@pytest.mark.parametrize("name", [n for n, s in SETTINGS.items() if s.policy != "attention-kept"])
+def test_a_graph_that_is_retained(name):
+    """Torch itself refuses it for what it recomputes selectively."""
+    model = tiny(PATTERN, num_kv_heads=2, depth=3)
+    model.transformer.memory = SETTINGS[name]
+    loss, parameters = model.token_losses(batch(2, 23)).sum(), list(model.parameters())
+    want = torch.autograd.grad(loss, parameters, retain_graph=True)
+    same(list(torch.autograd.grad(loss, parameters)), list(want))
+
+
 @given(
     policy=st.sampled_from(["none", "attention-kept", "block"]),
     every=st.integers(1, 4),
@@ -124,6 +134,24 @@ def test_mixed_precision(dtype):
         distance = sum((a.double() - b).square().sum() for a, b in zip(found, exact, strict=True))
         errors.append((distance / sum(b.square().sum() for b in exact)).sqrt())
     assert errors[1] < 1.3 * errors[0] < 0.2
+
+
+@pytest.mark.parametrize("tile, chunks", [(5, 1), (None, 2), (5, 2)])
+def test_casts_of_autocast_are_not_taken_without_gradients(tile, chunks):
+    """A long and a short sequence, and the backward, all within one autocast."""
+    found = []
+    for chosen in (MemorySettings(), MemorySettings(tile=tile, head_chunks=chunks)):
+        torch.manual_seed(0)
+        model = tiny(PATTERN, torch.float32, num_kv_heads=2)
+        model.transformer.memory = chosen
+        with torch.autocast("cpu", torch.bfloat16):
+            losses = [model.token_losses(batch(1, n)).sum() for n in (23, 4)]
+            model.transformer.memory = MemorySettings()
+            losses.append(model.token_losses(batch(1, 9)).sum())
+            sum(losses).backward()
+        found.append([p.grad for p in model.parameters()])
+    for a, b in zip(*found, strict=True):
+        assert (a - b).norm() < 0.05 * b.norm()
 
 
 class Largest(TorchDispatchMode):

@@ -7,6 +7,7 @@ import torch
 
 from lightning_dilated.models import offload
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, gradients, same
@@ -61,3 +62,23 @@ def test_two_forwards_before_the_backward():
         loss = model.token_losses(first).sum() + 2 * model.token_losses(second).sum()
         found.append(torch.autograd.grad(loss, list(model.parameters())))
     same(list(found[1]), list(found[0]))
+
+
+def test_an_empty_shard_sends_nothing():
+    """No bytes can be registered with CUDA."""
+    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack.memory = MemorySettings("block", offload=1)
+    stack(torch.randn(1, 0, 16, requires_grad=True)).sum().backward()
+    assert not stack._host._order and not stack._host._free
+
+
+def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
+    """Its memory must not be another's while the copy still writes it."""
+    waits = []
+    monkeypatch.setattr(offload._Away, "_wait", lambda self: waits.append(self.number))
+    host = offload.Host(1)
+    first, second = (host._send(torch.ones(5) * i) for i in range(2))
+    second.back()
+    assert first.tensor is not None and waits == [0, 1]
+    del first
+    assert waits == [0, 1, 0] and len(host._free) == 1

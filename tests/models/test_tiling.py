@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import TransformerBlock
@@ -62,3 +64,30 @@ def test_evaluation_in_tiles():
     with torch.no_grad(), Largest() as seen:
         torch.testing.assert_close(model.token_losses(given), want)
     assert seen.most < 64 * 96
+
+
+@pytest.mark.parametrize("part", ["ffn", "ffn.fc1", "attention_norm"])
+def test_layers_that_are_sharded_by_themselves(part, tmp_path):
+    """Their gradients would be lost without a word."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+        block.memory = MemorySettings(tile=5, head_chunks=2)
+        fully_shard(block.get_submodule(part), mesh=mesh)
+        fully_shard(block, mesh=mesh)
+        with pytest.raises(ValueError, match="is sharded by itself, so its gradients would be lost"):
+            block(torch.randn(1, 21, 16))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
+def test_parameters_frozen_between_forward_and_backward(chosen):
+    block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+    block.memory = chosen
+    out = block(torch.randn(1, 21, 16))
+    block.attention_norm.requires_grad_(False)
+    block.ffn_norm.requires_grad_(False)
+    with pytest.raises(RuntimeError, match="Freeze or thaw none in between"):
+        out.sum().backward()
