@@ -4,9 +4,17 @@ from __future__ import annotations
 
 __all__ = ["run"]
 
+#: the option that has true steps run
+FIND_MAX = {"--find-max", "--find_max"}
+
 
 def run(argv: list[str]) -> None:
-    """Parse, reckon, print, and draw if asked to."""
+    """Parse, reckon, print, and draw if asked to; with --find-max train on the devices that are here instead."""
+    if FIND_MAX & set(argv):
+        from lightning_dilated.find_max.command import run as find_max
+
+        find_max([word for word in argv if word not in FIND_MAX])
+        return
     from lightning_dilated.plan.options import parser, settled  # what they import takes seconds to load
     from lightning_dilated.plan.report import report
     from lightning_dilated.planning.memory_plot import memory_plot

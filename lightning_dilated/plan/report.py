@@ -229,7 +229,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
 
 
 def _caption(asked: Asked, case: Case) -> str:
-    return " ".join([*_head(asked, case)[::2], "Counted under fake tensors; red: what may be planned with."])
+    return "; ".join([*_head(asked, case)[::2], "counted under fake tensors; red: what may be planned with."])
 
 
 __all__ = ["Row", "Setup", "Told", "report", "row_of", "strategy_of"]

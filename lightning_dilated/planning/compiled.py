@@ -85,7 +85,9 @@ class Pieces:
 
     def _graph(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
-        key = name, self.policies[name], self.block.attention.attention.pattern, shapes, torch.is_grad_enabled()
+        attends = name in ("whole", "attend", "attend_kept")
+        pattern = self.block.attention.attention.pattern if attends else None
+        key = name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
         if key not in self.graphs.made:
             self.graphs.made[key] = self._compiled(name, flat, spec)
         return self.graphs.made[key]

@@ -55,13 +55,15 @@ class Kernels:
     def _is_written(self, node: fx.Node) -> bool:
         if _extern(node):
             return True
+        if not isinstance(node.meta.get("val"), Tensor):
+            return False  # of several results each is written by itself
         users = list(_readers(node))
         if any(user.op == "output" or _extern(user) for user in users) or _numbers(node) < _width(node):
             return True
         return len(users) > 1 and len(_inputs(node)) > READS
 
     def _is_root(self, node: fx.Node) -> bool:
-        return node.op != "call_function" or node in self.written or node.target is operator.getitem
+        return node.op != "call_function" or node in self.written or _of_operator(node)
 
     def _roots(self, node: fx.Node) -> set[fx.Node]:
         """The values in memory that a value is made of."""
@@ -186,15 +188,18 @@ def _empty(node: fx.Node) -> Tensor:
 
 
 def _maker(node: fx.Node) -> fx.Node:
-    return node.args[0] if node.target is operator.getitem else node
+    return node.args[0] if _of_operator(node) else node
+
+
+def _of_operator(node: fx.Node) -> bool:
+    """Whether it is one of several results of an operator that is no kernel of Inductor's."""
+    return node.target is operator.getitem and _extern(node.args[0])
 
 
 def _viewed(node: fx.Node) -> bool:
     """Whether the result is memory of an input."""
-    if node.target is operator.getitem:
-        return True
     if not isinstance(node.target, torch._ops.OpOverload):
-        return False
+        return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
     return any(r.alias_info is not None for r in node.target._schema.returns)
@@ -215,7 +220,8 @@ def _numbers(node: fx.Node) -> int:
 
 def _width(node: fx.Node) -> int:
     """Numbers that a kernel goes over."""
-    return max([_numbers(node), *map(_numbers, node.all_input_nodes)])
+    made = node.args[0] if node.target is operator.getitem else node
+    return max([_numbers(node), *map(_numbers, made.all_input_nodes)])
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:

@@ -19,6 +19,8 @@ from lightning_dilated.planning.tape import Tape
 
 #: tokens of a tile that plans reckon with
 TILE = 16384
+#: windows of heads that plans reckon with, at most
+WINDOWS = 6
 #: lengths are told in multiples of this many tokens a rank
 GRAIN = 1024
 #: no length beyond this is looked for, a rank
@@ -98,14 +100,13 @@ def last_true(holds: Callable[[int], bool], most: int) -> int:
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TILE) -> list[MemorySettings]:
     """Settings from the fastest to the most frugal; those with host memory only where there is some."""
-    chunks = max((c for c in range(1, min(kv_heads, 4) + 1)), default=1)
+    chunks = max(c for c in range(1, WINDOWS + 1) if kv_heads % c == 0)
     found = [
         MemorySettings(),
         MemorySettings("attention-kept"),
         MemorySettings("block"),
         MemorySettings("block", tile=tile),
         MemorySettings("block", tile=tile, head_chunks=chunks),
-        MemorySettings("block", 2, tile=tile),
         MemorySettings("block", 2, tile=tile, head_chunks=chunks),
     ]
     if host > 0:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +61,26 @@ def memory_plot(bars: Sequence[Bar], limit: int, path: str | Path, title: str, c
     right.set_xlim(0, 1.3 * top)
     right.set_xlabel("tokens")
     right.set_title("longest sequence", fontsize=10)
-    right.ticklabel_format(axis="x", style="plain")
-    right.xaxis.set_major_formatter(lambda x, _: f"{x / 2**20:g}M" if top >= 2**21 else f"{x / 2**10:g}K")
+    step = 2 ** max(0, math.ceil(math.log2(1.3 * top / 6)))
+    right.set_xticks(range(0, int(1.3 * top) + 1, step))
+    right.xaxis.set_major_formatter(lambda x, _: short(x))
     left.set_yticks(range(len(bars)), [bar.name for bar in bars], fontsize=8)
     left.invert_yaxis()
     handles, names = left.get_legend_handles_labels()
     figure.legend(handles, names, loc="upper center", ncols=max(1, len(names)), fontsize=8, frameon=False)
     figure.text(0.01, 0.1 / inches, text, fontsize=7.5, va="bottom")
     below = (0.75 + 0.16 * (text.count("\n") + 1)) / inches
-    figure.subplots_adjust(left=0.24, right=0.98, top=1 - 0.72 / inches, bottom=below, wspace=0.05)
+    names_wide = 0.35 + 0.068 * max((len(bar.name) for bar in bars), default=0)
+    figure.subplots_adjust(left=names_wide / 13, right=0.98, top=1 - 0.72 / inches, bottom=below, wspace=0.05)
     figure.savefig(path, dpi=150)
+
+
+def short(tokens: float) -> str:
+    """4M for 4 * 2**20, and so on."""
+    for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
+        if tokens >= unit:
+            return f"{tokens / unit:g}{name}"
+    return f"{tokens:g}"
 
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:

@@ -127,7 +127,7 @@ def test_numbers():
 def test_help_names_it(cli):
     assert "plan " in cli("--help").out
     shown = cli("plan", "--help")
-    assert shown.code == 0 and "--gpu_memory" in shown.out and "powers of 1024" in " ".join(shown.out.split())
+    assert shown.code == 0 and "--gpu_memory" in shown.out and "--find_max" in shown.out and "powers of 1024" in " ".join(shown.out.split())
 
 
 REFUSED = {
@@ -138,7 +138,7 @@ REFUSED = {
         [*SIZES[:6], "--geometric", 64],
         "--geometric ends with a segment over the whole sequence: give --tokens",
     ),
-    "gpu": ([*SIZES, "--gpu", "V100"], "--gpu must be one of H200"),
+    "another kind": ([*SIZES, "--gpu", "V100"], "--gpu must be one of H200"),
     "memory": ([*SIZES, "--gpu-memory", 0], "--gpu-memory must be GiB"),
     "nodes": ([*SIZES, "--gpus", 6, "--nodes", 4], "--nodes 4 must divide --gpus 6"),
     "single": ([*SIZES, "--gpus", 2, "--strategy", "single"], "--strategy single is for one GPU, not for 2"),

@@ -208,7 +208,11 @@ def test_offloading_frees_the_gpu(counted):
     away = memory(replace(counted, subject=subject), 8, 1 << 18)
     one = counted.hidden << 18
     assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one is still on its way
-    assert here.kinds[ACTIVATIONS] - away.kinds[ACTIVATIONS] == 3 * one
+    assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
+    subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
+    all_away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    assert all_away.host == 8 * one and here.peak - all_away.peak == 6 * one  # one is used, the next on its way back
+    assert all_away.kinds[ACTIVATIONS] == 2 * one
 
 
 # -- the longest -------------------------------------------------------------------------------------------------------

@@ -1,0 +1,104 @@
+"""Memory of compiled graphs, counted by hand; and that what is kept is what torch's partitioner keeps of real tensors."""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import lightning_dilated as ld
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.footprint import footprint
+from lightning_dilated.planning.kernels import Graphs, Kernels
+from lightning_dilated.planning.subjects import subject_of
+from lightning_dilated.planning.tape import Tape
+
+#: bytes of h and of a result
+H, OUT = 64 * 128 * 4, 64 * 32 * 4
+
+
+def one(x, w, u, v):
+    """An elementwise step between two products: it takes the memory of its input."""
+    return ((x @ w) * 2) @ u
+
+
+def kept(x, w, u, v):
+    """As before, but the input is asked for, too."""
+    h = x @ w
+    return (h * 2) @ u, h
+
+
+def chain(x, w, u, v):
+    """Three steps are one kernel: nothing in between is written."""
+    return ((x @ w).sin().exp() * 2) @ u
+
+
+def fork(x, w, u, v):
+    """Two steps over one tensor are one kernel, which cannot write over what both read."""
+    h = x @ w
+    return h.sin() @ u + h.cos() @ v
+
+
+def wait(x, w, u, v):
+    """The second reads what is made of the first by a product: two kernels, the second over its input."""
+    h = x @ w
+    a = h.sin()
+    return a @ u, (h * (a @ u).sum()) @ v
+
+
+def far(x, w, u, v):
+    """Views and a transposed product read the same memory."""
+    h = (x @ w).view(8, 8, 128).flatten(0, 1)
+    return (h.t().contiguous() * 2).t() @ u
+
+
+PEAKS = {
+    one: H + OUT,
+    kept: 2 * H + OUT,
+    chain: H + OUT,
+    fork: 3 * H,
+    wait: 2 * H + 2 * OUT,
+    far: H + OUT,
+}
+
+
+@pytest.mark.parametrize("run", PEAKS, ids=lambda run: run.__name__)
+def test_by_hand(run):
+    with FakeTensorMode():
+        given = [torch.zeros(*size) for size in ((64, 32), (32, 128), (128, 32), (128, 32))]
+        graph = make_fx(run)(*given)
+        tape = Tape()
+        made = Kernels(graph, Graphs(tape))
+        with tape:
+            results = made(given)
+        assert not given  # the list is emptied, as compiled code does
+        assert tape.peak == pytest.approx(PEAKS[run], abs=64)  # sums are a few bytes
+        want = sum(x.untyped_storage().nbytes() for x in (results if isinstance(results, tuple) else [results]))
+        assert tape.live == want
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ffn, norm", [("swiglu", "rmsnorm"), ("gelu", "layernorm")])
+def test_kept_is_what_the_partitioner_keeps(ffn, norm):
+    """Beside torch.compile's own cut of a block, run on real tensors."""
+    pattern, tokens = DilatedPattern.longnet([64], [1]), 2048
+    sizes = {"dim": 64, "num_heads": 4, "position_encoding": "none", "ffn": ffn, "norm": norm}
+    subject = subject_of(ld.LongNetLM(pattern, depth=2, **sizes), "32-true", compile_blocks=True)
+    found = footprint(subject, (tokens, 2 * tokens))
+    moment = next(m for m in found.moments if m.part == ("forward", "last", 0) and not m.piece.op)
+
+    model = ld.LongNetLM(pattern, depth=1, **sizes)
+    model.configure_model()
+    block = model.transformer.blocks[0]
+    block.compile(backend="aot_eager_decomp_partition", fullgraph=True)
+    x = torch.randn(1, tokens, 64, requires_grad=True)
+    saved = {}
+    own = {p.untyped_storage()._cdata for p in block.parameters()}
+
+    def pack(t):
+        if t.untyped_storage()._cdata not in own:
+            saved[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        block(x)
+    assert found.kept(moment, tokens) == pytest.approx(sum(saved.values()), rel=0.02)
