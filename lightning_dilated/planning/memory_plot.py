@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
 import math
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -127,7 +127,12 @@ def test_numbers():
 def test_help_names_it(cli):
     assert "plan " in cli("--help").out
     shown = cli("plan", "--help")
-    assert shown.code == 0 and "--gpu_memory" in shown.out and "--find_max" in shown.out and "powers of 1024" in " ".join(shown.out.split())
+    assert (
+        shown.code == 0
+        and "--gpu_memory" in shown.out
+        and "--find_max" in shown.out
+        and "powers of 1024" in " ".join(shown.out.split())
+    )
 
 
 REFUSED = {
