@@ -19,8 +19,14 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.models import TokenModel
 
-#: how torch says that the host's memory is at its end
-HOST = ("can't allocate memory", "Cannot allocate memory", "cudaErrorMemoryAllocation")
+#: how torch, CUDA, NCCL and cuBLAS say, besides by torch.OutOfMemoryError, that a GPU's or the host's memory is at its end
+WORDS = (
+    "can't allocate memory",
+    "cannot allocate memory",
+    "cudaerrormemoryallocation",
+    "out of memory",
+    "alloc_failed",
+)
 
 
 class _Random(Dataset):
@@ -99,7 +105,7 @@ def main(told: dict[str, Any], arguments: list[str]) -> None:
     except (torch.OutOfMemoryError, MemoryError) as error:
         said = {"missing": str(error).splitlines()[0] if str(error) else type(error).__name__}
     except RuntimeError as error:
-        if not any(words in str(error) for words in HOST):
+        if not any(words in str(error).lower() for words in WORDS):
             raise
         said = {"missing": str(error).splitlines()[0]}
     place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"

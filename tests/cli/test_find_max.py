@@ -1,12 +1,14 @@
 """The longest sequence: the search against every answer there can be, and true trials on the CPU with little memory."""
 
+import json
+
 import pytest
 import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dilated.find_max import Outcome, Trials, longest
+from lightning_dilated.find_max import Outcome, Trials, longest, worker
 from lightning_dilated.find_max.command import run
 
 
@@ -82,6 +84,32 @@ def test_two_ranks_share_a_sequence(recipe):
 def test_another_error_is_none_of_memory(recipe):
     with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
+
+
+@pytest.mark.parametrize(
+    "words, missing",
+    [
+        ("offload could not get 2.00 GiB more of (pinned) host memory: out of memory (2). Lower", True),
+        ("NCCL error: unhandled cuda error. Last error:\nCuda failure 2 'out of memory'", True),
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate(handle)", True),
+        ("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes.", True),
+        ("mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+)
+def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
+    def fail(told, arguments):
+        raise RuntimeError(words)
+
+    monkeypatch.setattr(worker, "train", fail)
+    monkeypatch.setattr(worker.os, "_exit", lambda code: None)
+    monkeypatch.delenv("RANK", raising=False)
+    told = {"folder": str(tmp_path), "limit": None}
+    if missing:
+        worker.main(told, [])
+        assert json.loads((tmp_path / "0.json").read_text())["missing"] == words.splitlines()[0]
+    else:
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):
+            worker.main(told, [])
 
 
 @pytest.mark.slow

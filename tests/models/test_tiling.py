@@ -8,6 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, Largest, same
@@ -91,3 +92,31 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
     block.ffn_norm.requires_grad_(False)
     with pytest.raises(RuntimeError, match="Freeze or thaw none in between"):
         out.sum().backward()
+
+
+@pytest.mark.parametrize("chosen", [MemorySettings(tile=2), MemorySettings(head_chunks=2, tile=2)], ids=str)
+def test_many_tiles_are_summed_in_float32(chosen):
+    """1,024 parts of one sign: a sum in bfloat16 would stand still long before the last."""
+    block = TransformerBlock(16, 4, 24, DilatedPattern.longnet([8], [1]), causal=True).bfloat16()
+    x, found = torch.randn(1, 16, 16).repeat(1, 128, 1).bfloat16(), []
+    for settings in (MemorySettings(), chosen):
+        block.memory = settings
+        found.append(torch.autograd.grad(block(x.requires_grad_()).float().sum(), list(block.parameters())))
+    for a, b in zip(*found, strict=True):
+        assert (a.float() - b.float()).norm() < 0.03 * b.float().norm()
+
+
+@pytest.mark.parametrize("chosen", [MemorySettings("block", tile=8), MemorySettings(head_chunks=2, tile=8)], ids=str)
+def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
+    """It comes after the context has ended, as in a Trainer."""
+    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block.memory = chosen
+    for layer in (block.ffn.fc1, block.attention.out_proj):
+        layer.register_forward_hook(lambda layer, given, out: seen.append(out.dtype))
+    project = block._project
+    block._project = lambda *given: [seen.append(y.dtype) or y for y in project(*given)]
+    with torch.autocast("cpu", torch.bfloat16):
+        out = block(torch.randn(1, 21, 16, requires_grad=True))
+    before = len(seen)
+    out.sum().backward()
+    assert len(seen) >= before + 3 and set(seen) == {torch.bfloat16}
