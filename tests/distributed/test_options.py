@@ -20,6 +20,11 @@ WAYS += [(r, layout, x, 2, None) for r in (2, 4) for x in ANY for layout in LAYO
 WAYS += [(4, layout, "hierarchical_gather", 1, 2) for layout in LAYOUTS]
 WAYS += [(2, "contiguous", "butterfly", 1, None), (4, "contiguous", "butterfly", 1, None)]
 WAYS += [(4, "contiguous", "butterfly", 2, None), (4, "contiguous", "hierarchical_butterfly", 1, 2)]
+#: what CI leaves to those who run slow tests: two and four ranks have these layouts, too
+LATER = {w for w in WAYS if (w[0] == 3 and w[1] != "zigzag") or (w[0] == 4 and w[3] == 2 and w[1] == "strided")}
+every_way = pytest.mark.parametrize(
+    "way", [pytest.param(w, id="-".join(map(str, w)), marks=[pytest.mark.slow] * (w in LATER)) for w in WAYS]
+)
 name_of = lambda way: "-".join(map(str, way))  # noqa: E731
 
 NESTED = Case(DilatedPattern.geometric(4, 32), 3, 32, 6, 3, 4)
@@ -39,7 +44,7 @@ def calls_for(way: tuple) -> list[Sharded]:
     return [Sharded(call, *way) for call in served.values()]
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@every_way
 def test_dropout(pool, way):
     """The mask is rank 0's, keyed by global samples, heads and positions; `attend` seeds the other ranks differently."""
     for case in calls_for(way):
@@ -68,7 +73,7 @@ def test_dropout_follows_rank_0(pool):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@every_way
 def test_low_precision(pool, way, dtype):
     """Many ranks round no more than one: partial results and gradients travel in fp32."""
     for case in calls_for(way)[::2]:
@@ -86,7 +91,7 @@ def test_low_precision(pool, way, dtype):
             assert found <= allowed, f"{name} of {case}: error {found:.2e}, allowed {allowed:.2e}"
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@every_way
 def test_strides(pool, way):
     for strides in STRIDES[1:]:
         case = Sharded(calls_for(way)[0].call.but(layout=strides), *way)
@@ -122,7 +127,7 @@ def test_fused_projection(pool, exchange):
     torch.testing.assert_close(sum(p[2] for p in parts), want[2], rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("way", WAYS, ids=name_of)
+@every_way
 def test_no_samples(pool, way):
     """B = 0: nothing to compute or to move, and nobody waits."""
     case = Sharded(NESTED.but(batch=0), *way)

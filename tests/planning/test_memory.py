@@ -105,12 +105,13 @@ def test_depth_and_length_are_exact(name, depth):
     check(subject_of(lm(num_kv_heads=2), "bf16-mixed", SETTINGS[name]), depth, 5120)
 
 
+@pytest.mark.slow
 def test_groups_and_heads_are_exact_in_length():
     subject = subject_of(lm(num_kv_heads=2), "32-true", MemorySettings("block", 2, head_chunks=2))
     check(subject, 4, 5120)
 
 
-@pytest.mark.parametrize("name", ["none", "tiles"])
+@pytest.mark.parametrize("name", [pytest.param("none", marks=pytest.mark.slow), "tiles"])
 def test_exact_for_compiled_blocks(name):
     check(subject_of(lm(), "bf16-mixed", SETTINGS[name], compile_blocks=True), 4, 5120)
 

@@ -52,7 +52,9 @@ def test_notebook(tmp_path, alone):
     assert status == 0 and losses(text)[0] == pytest.approx(alone, rel=1e-5), text[-3000:]
 
 
-@pytest.mark.parametrize("strategy", [pytest.param("ring_dilated", marks=pytest.mark.slow), "ring_dilated_fsdp"])
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(x, marks=pytest.mark.slow) for x in ("ring_dilated", "ring_dilated_fsdp")]
+)
 def test_notebook_by_another_name(tmp_path, strategy):
     status, text = start(tmp_path, "notebook", 0, 2, strategy=strategy)
     assert status != 0 and "ring_dilated_notebook" in text and "ddp_notebook" not in text, text[-3000:]
