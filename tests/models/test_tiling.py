@@ -120,3 +120,13 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
     before = len(seen)
     out.sum().backward()
     assert len(seen) >= before + 3 and set(seen) == {torch.bfloat16}
+
+
+def test_windows_of_heads_are_projected_in_tiles():
+    """Two windows of three tiles: forward, and in the backward without and with gradients."""
+    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block.memory = MemorySettings(tile=8, head_chunks=2)
+    project = block._project
+    block._project = lambda x, *given: seen.append(x.shape[1]) or project(x, *given)
+    block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
+    assert seen == [8, 8, 5] * 6
