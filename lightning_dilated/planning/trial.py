@@ -74,7 +74,15 @@ def step(
         precision: the Trainer's.
         memory: settings; `offload` is not looked at.
         graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+
+    Raises:
+        RuntimeError: within `torch.device(...)`.
     """
+    if torch._C._len_torch_function_stack():
+        # seen with torch 2.13: the process then ends in a later garbage collection
+        raise RuntimeError(
+            "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
+        )
     dtype, products = PRECISIONS[precision]
     tape = Tape()
     with FakeTensorMode(), _alone(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
