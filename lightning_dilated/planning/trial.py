@@ -24,6 +24,7 @@ from lightning_dilated.planning.disguise import as_on_gpu
 from lightning_dilated.planning.kernels import Graphs
 from lightning_dilated.planning.meter import GRADIENTS, PARAMETERS
 from lightning_dilated.planning.tape import Tape
+from lightning_dilated.sequence import group
 
 #: dtype of parameters by the Trainer's precision, and that of products
 PRECISIONS = {
@@ -73,10 +74,18 @@ def step(
         precision: the Trainer's.
         memory: settings; `offload` is not looked at.
         graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+
+    Raises:
+        RuntimeError: within `torch.device(...)`.
     """
+    if torch._C._len_torch_function_stack():
+        # seen with torch 2.13: the process then ends in a later garbage collection
+        raise RuntimeError(
+            "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
+        )
     dtype, products = PRECISIONS[precision]
     tape = Tape()
-    with FakeTensorMode(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with FakeTensorMode(), _alone(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=said)
         with _default(dtype):
@@ -138,6 +147,18 @@ def _tiles_apart(tape: Tape) -> Iterator[None]:
         for module in (tiles, chunks):
             for name in ("forward_tiles", "backward_tiles"):
                 stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+        yield
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Within, nothing of a run that goes on meanwhile is noticed: its sequence, its gradients' mode."""
+    with (
+        mock.patch.object(group, "_active", []),
+        mock.patch.object(group, "_groups", {}),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
         yield
 
 

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
 import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
@@ -16,6 +17,7 @@ from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.subjects import subject_of
 from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.sequence import group
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 H200, ONE = GPUS["H200"], Setup()
@@ -138,6 +140,15 @@ def test_advice_takes_the_datas_length_and_the_strategy():
     run._data_connector._datahook_selector = None
     run.datamodule = SimpleNamespace(seq_len=1 << 20)
     assert "1,048,576 tokens" in advise(run, model)
+
+
+def test_advice_amid_a_step(monkeypatch):
+    """As the profiler asks for it: while ranks share a sequence, without gradients."""
+    model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
+    wanted = advise(trainer(precision="bf16-mixed"), model, 1 << 24)
+    monkeypatch.setattr(group, "_active", [SimpleNamespace(ranks=2, name="other")])
+    with torch.no_grad():
+        assert advise(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
 
 
 def test_no_advice():

@@ -261,6 +261,11 @@ def test_refused(options, says):
         Setup(**options)
 
 
+def test_not_within_a_device():
+    with torch.device("cpu"), pytest.raises(RuntimeError, match="cannot be counted within"):
+        footprint(subject_of(lm()))
+
+
 @pytest.mark.parametrize("model, says", [
     (lambda: ld.SlideEncoder(), "has no task"),
     (lambda: ld.DilatedModule(), "memory is counted for LongNetLM"),
