@@ -23,7 +23,7 @@ class ActivationRecompute(pl.Callback):
             gradients, so that nothing of tokens x hidden features or tokens x vocabulary exists. The feed-forward is then
             computed twice with every policy.
         head_chunks: windows of heads that attend one after another, so that q, k and v (and gradients) of all never exist
-            together. They are projected three times.
+            together. They are projected three times, four with a policy. Not with LoRA.
 
     Raises:
         ValueError: for other values; and when a fit starts with a LightningModule that has no TransformerBlock, or for

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -101,6 +102,8 @@ class Trials:
                 most = {name: max(said[name] for said in found) for name in ("allocated", "reserved", "seconds")}
                 return Outcome(tokens, True, **most)
             for rank, process in enumerate(ranks):
+                if process.poll() == -signal.SIGKILL and not _read(folder / f"{rank}.json"):
+                    return Outcome(tokens, False, message=f"rank {rank}: killed, as by a host without memory left")
                 if process.poll() is not None and not found[rank] and not _read(folder / f"{rank}.json"):
                     lines = (folder / f"{rank}.txt").read_text().splitlines()[-SHOWN:]
                     raise RuntimeError(
