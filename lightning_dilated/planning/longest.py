@@ -168,4 +168,4 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
         yield f"    residual_dtype: {residual}"
     if setup.optimizer == "adamw8bit":
         yield "    optimizer:"
-        yield "      class_path: bitsandbytes.optim.AdamW8bit"
+        yield "      class_path: torchao.optim.AdamW8bit"

@@ -42,7 +42,7 @@ def told(path):
 def test_of_every_recipe(cli, recipe):
     """Whatever its class; and no recipe of this package has walls."""
     result = cli("explain", "--config", recipe)
-    assert result.code == 0 and value(result, "walls") == "none", result.out + result.err
+    assert result.code == 0 and value(result, "walls").startswith("none"), result.out + result.err
 
 
 def test_the_quickstart_is_not_warned_of():
