@@ -13,7 +13,19 @@ from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
-COMMANDS = ("fit", "validate", "test", "predict", "generate", "tokenize", "explain", "verify", "consolidate", "bench")
+COMMANDS = (
+    "fit",
+    "validate",
+    "test",
+    "predict",
+    "generate",
+    "tokenize",
+    "explain",
+    "verify",
+    "consolidate",
+    "plan",
+    "bench",
+)
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
