@@ -57,6 +57,7 @@ def test_help_of_a_command(cli, command):
         "tokenize": "--out",
         "verify": "--devices",
         "consolidate": "--out",
+        "plan": "--host_memory",
     }
     assert own.get(command, "--ckpt_path") in result.out
 
