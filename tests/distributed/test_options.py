@@ -25,7 +25,6 @@ LATER = {w for w in WAYS if (w[0] == 3 and w[1] != "zigzag") or (w[0] == 4 and w
 every_way = pytest.mark.parametrize(
     "way", [pytest.param(w, id="-".join(map(str, w)), marks=[pytest.mark.slow] * (w in LATER)) for w in WAYS]
 )
-name_of = lambda way: "-".join(map(str, way))  # noqa: E731
 
 NESTED = Case(DilatedPattern.geometric(4, 32), 3, 32, 6, 3, 4)
 MIXED = DilatedPattern([Branch(6, 1, heads=[0, 1, 4]), Branch(12, 3, shift=5), (None, 2), Branch(20, 4, offset=1)])

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dilated import Branch, DilatedPattern
 from lightning_dilated.models.flops import step_flops
 from lightning_dilated.models.memory import MemorySettings
 
@@ -24,7 +25,8 @@ def test_counted(options, training):
 
 
 def test_documents_and_windows_of_heads():
-    model, given = tiny(dtype=torch.float32), batch(1, 23)
+    pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unlike numbers of pairs
+    model, given = tiny(pattern, dtype=torch.float32), batch(1, 23)
     given["cu_seqlens"] = torch.tensor([0, 5, 5, 23], dtype=torch.int32)
     want = step_flops(model, 23, [5, 0, 18])
     assert want < step_flops(model, 23, [23])

@@ -177,7 +177,10 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
         if kind is not None:
-            abandon(self.k.device)
+            abandon(self.k.device, self._flying())
+
+    def _flying(self) -> list[Posted]:
+        return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
         """Post the first round, or all; also the second where the first is a copy of own rows (of a ring), or empty."""
@@ -245,6 +248,9 @@ class BackwardRun(Run):
             arrival.grads = self._zeros(arrival.rows)
             yield arrival
             self._return(number, arrival.grads, self._room(number))
+
+    def _flying(self) -> list[Posted]:
+        return [*super()._flying(), *(posted for _, posted in self._coming)]
 
     def _zeros(self, rows: Tensor) -> Tensor:
         return torch.zeros(rows.shape, dtype=self._wide, device=rows.device)

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -107,10 +107,14 @@ def beside(device: torch.device) -> Iterator[None]:
         raise
 
 
-def abandon(device: torch.device) -> None:
+def abandon(device: torch.device, flying: Iterable[Posted] = ()) -> None:
     """After an error (no memory left, say): rows that still fly must land before their memory is anything else's."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
+        for posted in flying:  # collectives run on streams of the communicator's own
+            if posted.work is not None:
+                with contextlib.suppress(RuntimeError):  # the error that is under way says more
+                    posted.work.wait()
 
 
 def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
