@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
+import pytest
 import torch
 
 from lightning_dilated import LongNetLM
@@ -77,3 +78,19 @@ def on_rank(rank: int, group: Any, text: str, steps: int, saved: dict[str, Any] 
 def with_options(rank: int, group: Any, text: str, steps: int, saved: Any, more: dict[str, Any]) -> dict[str, Any]:
     """`on_rank` for a pool, which passes no keywords."""
     return on_rank(rank, group, text, steps, saved, **more)
+
+
+#: optimizer steps of the run on one device that others are held against
+STEPS = 6
+
+
+def names(folder):
+    """What a folder holds."""
+    return sorted(p.name for p in folder.iterdir())
+
+
+def check_equal(whole, *parts):
+    """The parts of a run one after another are the whole run, to the bit."""
+    assert [x for part in parts for x in part["losses"]] == pytest.approx(whole["losses"], rel=1e-12)
+    torch.testing.assert_close(parts[-1]["parameters"], whole["parameters"], rtol=0, atol=0)
+    assert (parts[-1]["step"], parts[-1]["rate"]) == (whole["step"], whole["rate"])

@@ -1,10 +1,14 @@
-"""Two gloo ranks for the callbacks that need them."""
+"""Two gloo ranks for the callbacks that need them, and a run with its checkpoints."""
 
+import shutil
 from collections.abc import Iterator
 
 import pytest
 
+from lightning_dilated.callbacks import ShardedCheckpoint
+
 from ..distributed.pool import Pool
+from .checkpoint_runs import STEPS, run, write_text
 
 
 @pytest.fixture(scope="package")
@@ -13,3 +17,29 @@ def pool() -> Iterator[Pool]:
     made = Pool(2)
     yield made
     made.close()
+
+
+@pytest.fixture(scope="package")
+def text(tmp_path_factory):
+    """A file of letters to train on."""
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="package")
+def whole(text):
+    """The run that is never stopped."""
+    return run(text, STEPS)
+
+
+@pytest.fixture(scope="package")
+def saved(text, tmp_path_factory):
+    """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
+    folder = tmp_path_factory.mktemp("saved")
+    run(text, 4, ShardedCheckpoint(str(folder), every_n_train_steps=1, keep=3))
+    return folder
+
+
+@pytest.fixture
+def copied(saved, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(saved, tmp_path / "c")

@@ -1,11 +1,7 @@
 """ShardedCheckpoint on one device: what is resumed equals a run that was never stopped, beside which files are written."""
 
 import json
-import os
 import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,54 +12,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-import lightning_dilated
 from lightning_dilated import RingDilatedFSDPStrategy
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_files import Saved
 
 from ..models import text as text_of_letters
 from ..models import tiny, trainer
-from .checkpoint_runs import run, write_text
-
-STEPS = 6
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
-
-
-@pytest.fixture(scope="module")
-def whole(text):
-    """The run that is never stopped."""
-    return run(text, STEPS)
-
-
-@pytest.fixture(scope="module")
-def saved(text, tmp_path_factory):
-    """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
-    folder = tmp_path_factory.mktemp("saved")
-    run(text, 4, ShardedCheckpoint(str(folder), every_n_train_steps=1, keep=3))
-    return folder
-
-
-@pytest.fixture
-def copied(saved, tmp_path):
-    """A copy that a test may damage."""
-    os.system(f"cp -a {saved} {tmp_path}/c")
-    return tmp_path / "c"
-
-
-def names(folder):
-    return sorted(p.name for p in folder.iterdir())
-
-
-def check_equal(whole, *parts):
-    assert [x for part in parts for x in part["losses"]] == pytest.approx(whole["losses"], rel=1e-12)
-    torch.testing.assert_close(parts[-1]["parameters"], whole["parameters"], rtol=0, atol=0)
-    assert (parts[-1]["step"], parts[-1]["rate"]) == (whole["step"], whole["rate"])
+from .checkpoint_runs import STEPS, check_equal, names, run
 
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
@@ -260,141 +215,6 @@ def test_on_a_gpu(text, tmp_path):
     rest = run(text, STEPS, other, ckpt_path=tmp_path / "c" / "step-00000002", begun=2, accelerator="gpu")
     assert rest["losses"] == pytest.approx(whole["losses"][2:], rel=1e-9)
     torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
-
-
-# -- damage ------------------------------------------------------------------------------------------------------------
-def shard(path):
-    return path / "__0_0.distcp"
-
-
-def truncate(path):
-    shard(path).write_bytes(shard(path).read_bytes()[:-100])
-
-
-def flip(path):
-    data = bytearray(shard(path).read_bytes())
-    data[len(data) // 2] ^= 1
-    shard(path).write_bytes(data)
-
-
-def edit_manifest(path):
-    told = (path / "manifest.json").read_text()
-    (path / "manifest.json").write_text(told.replace('"step": 4', '"step": 5'))
-
-
-DAMAGE = {
-    "truncated": (truncate, r"__0_0.distcp has [\d,]+ bytes in place of"),
-    "a flipped bit": (flip, r"__0_0.distcp has other bytes than were written"),
-    "no shard": (lambda path: shard(path).unlink(), r"__0_0.distcp is missing"),
-    "no meta.pt": (lambda path: (path / "meta.pt").unlink(), r"meta.pt is missing"),
-    "no .metadata": (lambda path: (path / ".metadata").unlink(), r"\.metadata is missing"),
-    "no manifest": (lambda path: (path / "manifest.json").unlink(), r"manifest.json is missing"),
-    "another manifest": (edit_manifest, r"manifest.json cannot be read .*its own checksum differs"),
-    "a list": (lambda path: (path / "manifest.json").write_text("[]"), r"manifest.json cannot be read"),
-    "half a manifest": (lambda path: os.truncate(path / "manifest.json", 40), r"manifest.json cannot be read"),
-    "nothing in it": (lambda path: [p.unlink() for p in path.iterdir()], r"manifest.json is missing"),
-}
-
-
-@pytest.mark.parametrize("how", DAMAGE)
-def test_a_damaged_one_is_passed_over(text, whole, copied, how):
-    hurt, says = DAMAGE[how]
-    hurt(copied / "step-00000004")
-    rest = run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto"), begun=2)
-    (words,) = [w for w in rest["said"] if "damaged checkpoints" in w]
-    assert f"{copied}/step-00000003 is loaded: {copied}/step-00000004/" in words
-    with pytest.raises(AssertionError, match=says):
-        raise AssertionError(words)
-    assert rest["losses"] == whole["losses"][3:] and torch.equal(rest["parameters"], whole["parameters"])
-
-
-def test_a_damaged_one_that_was_named(text, copied):
-    flip(copied / "step-00000004")
-    words = f"step-00000004 is damaged: .*__0_0.distcp has other bytes.*newest whole one beside it is {copied}/step-00000003"
-    with pytest.raises(ValueError, match=words):
-        run(text, STEPS, ShardedCheckpoint(str(copied)), ckpt_path=copied / "step-00000004")
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
-def test_every_byte_is_looked_at_by_one_rank(copied, ranks):
-    path = copied / "step-00000004"
-    for name in (".metadata", "__0_0.distcp", "meta.pt"):
-        whole = (path / name).read_bytes()
-        for place in (0, len(whole) // 3, len(whole) - 1):
-            (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            found = [words for rank in range(ranks) if (words := Saved.read(path)._damage(Peers(rank, ranks)))]
-            assert found == [f"{path / name} has other bytes than were written (its checksum differs)"]
-        (path / name).write_bytes(whole)
-    assert Saved.read(path).damage(Peers()) is None
-
-
-@pytest.mark.parametrize("resume", ["auto", "must"])
-def test_nothing_good_is_left(text, copied, resume):
-    flip(copied / "step-00000002")
-    truncate(copied / "step-00000003")
-    shard(copied / "step-00000004").unlink()
-    words = (
-        f"none of the 3 checkpoints in {copied} is whole: .*4/__0_0.distcp is missing; .*3/__0_.* in place of .*; .*2/"
-    )
-    with pytest.raises(ValueError, match=words):
-        run(text, STEPS, ShardedCheckpoint(str(copied), resume=resume))
-
-
-def test_no_checkpoint_at_all(text, tmp_path):
-    with pytest.raises(FileNotFoundError, match="is no checkpoint, and holds none"):
-        run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path)
-
-
-KILLED = """
-import os, signal, sys
-import torch.distributed.checkpoint as dcp
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.strategy import saved_files, saved_folder
-from tests.callbacks.checkpoint_runs import run
-text, folder, where = sys.argv[1:]
-spot = {"bytes": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
-        "manifest": (saved_folder, "finish"), "rename": (saved_files, "_sync"), "old": (saved_folder, "prune")}[where]
-real, calls = getattr(*spot), []
-def dies(*args, **kwargs):
-    calls.append(1)
-    if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
-        if where in ("bytes", "metadata"):  # half of it
-            real(*args, **kwargs)
-            os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(*spot, dies)
-run(text, 6, ShardedCheckpoint(folder, every_n_train_steps=1, keep=2))
-"""
-
-
-slow = {"marks": pytest.mark.slow}
-
-
-@pytest.mark.parametrize("where, last", [
-    ("bytes", 2), ("rename", 3), pytest.param("metadata", 2, **slow), pytest.param("manifest", 2, **slow),
-    pytest.param("old", 3, **slow),
-])  # fmt: skip
-def test_killed_while_saving(text, whole, tmp_path, where, last):
-    """Whatever the moment, whole checkpoints are left, and what is not whole is put away when the next run begins."""
-    root = Path(lightning_dilated.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, text, str(tmp_path), where]
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
-    assert (".step-00000003.partial" in names(tmp_path)) == (last == 2)
-    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
-    assert rest["losses"] == whole["losses"][last:] and not [w for w in rest["said"] if "damaged" in w]
-    assert names(tmp_path) == [f"step-0000000{n}" for n in (last - 1, last, 6)]
-
-
-def test_killed_while_replacing(copied):
-    """A checkpoint that was moved away for a new one of its step comes back, if the new one did not."""
-    (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
-    (copied / ".step-00000003.replaced").mkdir()
-    (copied / ".step-00000002.removed").mkdir()
-    module.clean(copied)
-    assert names(copied) == ["step-00000002", "step-00000003", "step-00000004"]
 
 
 # -- before training ---------------------------------------------------------------------------------------------------

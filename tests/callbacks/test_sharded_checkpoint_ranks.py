@@ -18,14 +18,9 @@ from lightning_dilated.strategy.saved_state import shares
 
 from ..distributed.pool import Pool
 from ..strategy.runs import launched
-from .checkpoint_runs import on_rank, run, with_options, write_text
+from .checkpoint_runs import on_rank, run, with_options
 
 STEPS = 4
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    return write_text(tmp_path_factory.mktemp("text"))
 
 
 @pytest.fixture(scope="module")
