@@ -2,7 +2,7 @@
 
     python benchmarks/memory_points.py --output points.md
     python benchmarks/memory_points.py --only 125M --gpus 4
-    python benchmarks/memory_points.py --longest            # and the longest sequence of each row, by true steps
+    python benchmarks/memory_points.py --search             # and the longest sequence of each row, by true steps
 
 Each point is two steps of random bytes in processes of their own (`find_max`), with AdamW and compiled blocks; the peak is
 the allocator's. Planned numbers come from `planning`, before.
@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass, field
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.planning.estimate import Facts
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.longest import Case, in_words
-from lightning_dilated.planning.memory import Setup
+from lightning_dilated.planning.memory import GIB, Setup
 from lightning_dilated.planning.subjects import language_model, subject_of
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
@@ -45,25 +47,42 @@ class Point:
     sizes: dict[str, Any]
     settings: MemorySettings
     tokens: int
-    fsdp: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
+    strategy: str | None = None
+    precision: str = "bf16-mixed"
+    optimizer: str = "adamw"
+
+
+def block(tile: int | None = 16 * K, **settings: Any) -> MemorySettings:
+    """Recomputed blocks."""
+    return MemorySettings("block", tile=tile, **settings)
 
 
 POINTS = [
     Point("125M", SMALL, MemorySettings(), 128 * K),
     Point("125M", SMALL, MemorySettings(), 256 * K),
     Point("125M", SMALL, MemorySettings("attention-kept"), M),
-    Point("125M", SMALL, BLOCK, M),
-    Point("125M", SMALL | HALF, BLOCK, M),
-    Point("125M", SMALL | HALF, TILED, M),
-    Point("125M", SMALL | HALF, MemorySettings("block", tile=16 * K, head_chunks=4), M),
-    Point("125M", SMALL | HALF, MemorySettings("block", offload=1, tile=16 * K), M),
-    Point("125M", SMALL | HALF, MemorySettings("block", tile=16 * K, head_chunks=6), 3 * M),
-    Point("125M", SMALL | HALF, MemorySettings("block", every=2, offload=1, tile=16 * K, head_chunks=6), 6 * M),
-    Point("350M", MIDDLE | HALF, MemorySettings("block", tile=16 * K, head_chunks=4), 2 * M),
-    Point("1.3B", LARGE | HALF, MemorySettings("block", tile=16 * K, head_chunks=4), 768 * K),
-    Point("1.3B", LARGE | HALF, MemorySettings("block", offload=1, tile=16 * K, head_chunks=8), M),
-    Point("1.3B", LARGE | HALF, MemorySettings("block", tile=16 * K, head_chunks=4), M, fsdp=True),
+    Point("125M", SMALL, block(None), M),
+    Point("125M", SMALL | HALF, block(None), M),
+    Point("125M", SMALL | HALF, block(), M),
+    Point("125M", SMALL | HALF, block(head_chunks=4), M),
+    Point("125M", SMALL | HALF, block(offload=1), M),
+    Point("125M", SMALL | HALF, block(head_chunks=6), 3 * M),
+    Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=6), 6 * M),
+    Point("350M", MIDDLE | HALF, block(head_chunks=4), 2 * M),
+    Point("1.3B", LARGE | HALF, block(head_chunks=4), 800 * K),
+    Point("1.3B", LARGE | HALF, block(offload=1, head_chunks=8), M),
+    # the longest
+    Point("125M", SMALL | HALF, block(head_chunks=4), 4864 * K),
+    Point("125M", SMALL | HALF, block(every=2, head_chunks=12), 7424 * K),
+    Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 11 * M),
+    Point("350M", MIDDLE | HALF, block(every=2, head_chunks=8), 3584 * K),
+    Point("350M", MIDDLE | HALF, block(every=2, offload=1, head_chunks=8), 4352 * K),
+    Point("1.3B", LARGE | HALF, block(every=2, head_chunks=8), 1664 * K),
+    Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 400 * K, None, "bf16-true", "adamw8bit"),
+    Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true", "adamw8bit"),
+    # several GPUs: --gpus
+    Point("1.3B", LARGE | HALF, block(head_chunks=4), M, "ring_dilated_fsdp"),
+    Point("1.3B", LARGE | HALF, block(every=2, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
 ]
 
 
@@ -72,11 +91,12 @@ def options() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--only", help="points with this in their name")
     p.add_argument("--numbers", type=int, nargs="+", help="points by number")
+    p.add_argument("--tokens", type=int, help="of each GPU, in place of the points' own")
     p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--gpu", default="H200")
-    p.add_argument("--longest", action="store_true")
-    p.add_argument("--timeout", type=float, default=300.0)
-    p.add_argument("--precision", default="bf16-mixed")
+    p.add_argument("--host", type=float, default=128.0, help="GiB of the machine")
+    p.add_argument("--search", action="store_true", help="and the longest sequence of each point, by true steps")
+    p.add_argument("--timeout", type=float, default=400.0)
     p.add_argument("--dry", action="store_true", help="planned numbers only")
     p.add_argument("--output", type=Path)
     return p.parse_args()
@@ -84,24 +104,50 @@ def options() -> argparse.Namespace:
 
 def strategy_of(point: Point, args: argparse.Namespace) -> str:
     """Of a point on so many GPUs."""
-    return "ring_dilated_fsdp" if point.fsdp else "ring_dilated" if args.gpus > 1 else "single"
+    return point.strategy or ("ring_dilated" if args.gpus > 1 else "single")
 
 
 def case_of(point: Point, args: argparse.Namespace) -> Case:
     """The point's model, planned."""
     gpu = find_gpu(args.gpu)
     model = language_model(DilatedPattern.from_dict(FIVE), **point.sizes)
-    subject = subject_of(model, args.precision, None, True, gpu.capability)
-    setup = Setup(strategy_of(point, args), args.gpus)
-    return Case(subject, Facts.of(model, subject), setup, gpu, host=128 / args.gpus)
+    subject = subject_of(model, point.precision, None, True, gpu.capability)
+    setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
+    return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)
+
+
+@dataclass(frozen=True)
+class Planned:
+    """Of a point: bytes of the peak and on the host, seconds of a step, and the most tokens that would fit."""
+
+    peak: int
+    host: int
+    seconds: float
+    longest: int
+
+
+def planned_of(point: Point, args: argparse.Namespace) -> Planned:
+    """What `lightning-dilated plan` reckons with."""
+    torch.set_num_threads(1)
+    case, tokens = case_of(point, args), tokens_of(point, args)
+    memory, longest = case.memory(point.settings, tokens), case.longest(point.settings)
+    return Planned(memory.peak, memory.host, case.time(point.settings, tokens).seconds, longest)
+
+
+def tokens_of(point: Point, args: argparse.Namespace) -> int:
+    """Of all GPUs together."""
+    return (args.tokens or point.tokens) * args.gpus
 
 
 def trials_of(point: Point, args: argparse.Namespace) -> Trials:
     """The point's model, to be run."""
     told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
     words = ["--config", str(Path(__file__).parent.parent / "recipes" / "longest.yaml")]
-    words += ["--trainer.precision", args.precision, "--trainer.callbacks", json.dumps([told])]
+    words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([told])]
     words += ["--model.pattern", json.dumps(FIVE), "--model.shift_layers", "none"]
+    if point.optimizer == "adamw8bit":
+        eight = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4, "weight_decay": 0.1}}
+        words += ["--model.optimizer", json.dumps(eight)]
     sizes = {"residual_dtype": None, **point.sizes}
     words += [f"--model.{name}={'null' if value is None else value}" for name, value in sizes.items()]
     strategy = strategy_of(point, args)
@@ -109,46 +155,53 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
     return Trials(words, args.gpus, args.timeout)
 
 
-def row(number: int, point: Point, args: argparse.Namespace) -> str:
+def row(number: int, point: Point, planned: Planned, args: argparse.Namespace) -> str:
     """One line of the table."""
-    case, tokens = case_of(point, args), point.tokens * args.gpus
-    planned, time = case.memory(point.settings, tokens), case.time(point.settings, tokens)
+    tokens, peak = tokens_of(point, args), planned.peak / GIB
     words = in_words(point.settings) + (", bf16 residual" if "residual_dtype" in point.sizes else "")
+    words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
     head = f"| {number} | {point.name} | {strategy_of(point, args)} x {args.gpus} | {tokens:,} | {words} "
-    head += f"| {planned.peak / 2**30:.1f} | "
+    last = f"{planned.host / GIB:.1f} | {planned.longest:,} |"
     if args.dry:
-        return f"{head}| | {time.seconds:.2f} | | | {case.longest(point.settings):,} | |"
+        return f"{head}| {peak:.1f} | | | {planned.seconds:.2f} | | | | {last} |"
     trials = trials_of(point, args)
     found = trials(tokens)
     if not found.fits:
-        return f"{head} out of memory: {found.message[:80]} |"
-    peak, step = found.allocated / 2**30, found.seconds
-    head += f"{peak:.1f} | {100 * (planned.peak / found.allocated - 1):+.1f} % | {time.seconds:.2f} | {step:.2f} "
-    head += f"| {100 * (time.seconds / step - 1):+.1f} % | {case.longest(point.settings):,} | "
-    if not args.longest:
-        return head + "|"
-    most = longest(lambda n: trials(n).fits, case.longest(point.settings), M * args.gpus // 8)
-    return head + f"{most.fits:,} |"
+        return f"{head}| {peak:.1f} | {found.message[:150]} | | {planned.seconds:.2f} | | | | {last} |"
+    head += f"| {peak:.1f} | {found.allocated / GIB:.1f} | {_off(planned.peak, found.allocated)} "
+    head += f"| {planned.seconds:.2f} | {found.seconds:.2f} | {_off(planned.seconds, found.seconds)} "
+    head += f"| {tokens / found.seconds / 1000:.1f}K | {last} "
+    if args.search:
+        most = longest(lambda n: trials(n).fits, planned.longest, M * args.gpus // 8)
+        head += f"{most.fits:,} "
+    return head + "|"
+
+
+def _off(planned: float, measured: float) -> str:
+    return f"{100 * (planned / measured - 1):+.1f} %"
 
 
 def main() -> None:
     """Print the table."""
     args = options()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    lines = [f"{name}, torch {torch.__version__}, {args.precision}, compiled blocks, AdamW", ""]
+    lines = [f"{name}, torch {torch.__version__}, bf16-mixed where not said, compiled blocks, AdamW", ""]
     lines += ["| # | model | GPUs | tokens | settings | planned GiB | measured | off | planned s | measured | off "
-              "| longest, planned | longest, measured |", "| --- " * 13 + "|"]  # fmt: skip
+              "| tokens/s | planned host GiB | longest, planned | longest, measured |", "| --- " * 15 + "|"]  # fmt: skip
     print("\n".join(lines), flush=True)
-    for number, point in enumerate(POINTS):
-        if (args.only and args.only not in point.name) or (args.numbers and number not in args.numbers):
-            continue
-        if point.fsdp and args.gpus == 1:
-            continue
-        try:
-            lines.append(row(number, point, args))
-        except (RuntimeError, TimeoutError) as error:
-            lines.append(f"| {number} | {point.name} | failed: {str(error)[-300:]!r} |")
-        print(lines[-1], flush=True)
+    chosen = [
+        (number, point) for number, point in enumerate(POINTS)
+        if (not args.only or args.only in point.name) and (not args.numbers or number in args.numbers)
+        and (args.gpus > 1 or point.strategy is None)
+    ]  # fmt: skip
+    with ProcessPoolExecutor(4, get_context("spawn")) as pool:  # while the GPUs run what comes before
+        planned = [pool.submit(planned_of, point, args) for _, point in chosen]
+        for (number, point), plan in zip(chosen, planned, strict=True):
+            try:
+                lines.append(row(number, point, plan.result(), args))
+            except (RuntimeError, TimeoutError) as error:
+                lines.append(f"| {number} | {point.name} | failed: {str(error)[-1500:]!r} |")
+            print(lines[-1], flush=True)
     if args.output is not None:
         args.output.write_text("\n".join(lines) + "\n")
 

@@ -138,9 +138,13 @@ class DilatedCLI(LightningCLI):
         """Build model, data and trainer; a wrong value is one line, before any work."""
         with one_line_errors():
             super().instantiate_classes()
-            check = getattr(self.datamodule, "check", None)
-            if callable(check):
-                check()
+            self.check_data()
+
+    def check_data(self) -> None:
+        """Let the data say what is wrong with them."""
+        check = getattr(self.datamodule, "check", None)
+        if callable(check):
+            check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
         """Lightning's, with a writer for what our models predict unless the recipe has one."""

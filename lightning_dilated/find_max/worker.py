@@ -83,6 +83,9 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, float]:
             kept = [c for c in callbacks if isinstance(c, ActivationRecompute)]
             return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [*kept, steps]})
 
+        def check_data(self) -> None:
+            """The recipe's own are not read, and may be too short for its sequences."""
+
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
     if not isinstance(cli.model, TokenModel):
         raise ValueError(f"--find-max makes random tokens, which a {type(cli.model).__name__} does not take.")
@@ -116,4 +119,5 @@ def main(told: dict[str, Any], arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]), sys.argv[2:])
+    given, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI is told its arguments, and warns of any others
+    main(json.loads(given[1]), given[2:])

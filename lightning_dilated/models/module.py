@@ -16,6 +16,8 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 
 from lightning_dilated.models.advice import advice, longest
@@ -217,6 +219,21 @@ class DilatedModule(Pretrained, pl.LightningModule):
         if isinstance(scheduler, WarmupCosine) and scheduler.total_steps is None:
             scheduler.end_at(self.trainer.max_steps)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: torch.optim.Optimizer,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Lightning's, which refuses fused optimizers under mixed precision, since they undo a scaler's factor by themselves
+        and later; bf16 has no scaler, so they are clipped like any other."""
+        plugin = self.trainer.precision_plugin
+        if not isinstance(plugin, MixedPrecision) or plugin.scaler is not None:
+            super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        way = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+        Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, way)
 
 
 def was_given(module: DilatedModule, name: str) -> bool:

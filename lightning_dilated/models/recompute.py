@@ -100,8 +100,33 @@ def in_groups(
     for number, first in enumerate(starts):
         group = layers[first : first + every]
         with keeping(x, number, len(starts)):
-            x = checkpoint(partial(_run, group), x, use_reentrant=False) if every > 1 else group[0](x)
+            x = _group(group, x) if every > 1 else group[0](x)
     return x
+
+
+def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+    # torch before 2.13 gives each layer's own checkpoint a tensor of the default dtype, which Trainer(precision="bf16-true")
+    # changes for the forward only, and then finds another dtype in the second run
+    contexts = partial(_contexts_of_dtype, torch.get_default_dtype())
+    return checkpoint(partial(_run, layers), x, use_reentrant=False, context_fn=contexts)
+
+
+def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _DefaultDtype(dtype), _DefaultDtype(dtype)
+
+
+class _DefaultDtype(AbstractContextManager):
+    """torch's default dtype; may be entered again, as in each backward of a graph that is retained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._before = dtype, []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *about: object) -> None:
+        torch.set_default_dtype(self._before.pop())
 
 
 def _run(layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:

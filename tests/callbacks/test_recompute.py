@@ -26,6 +26,24 @@ def test_the_same_weights_come_out(policy, monkeypatch):
     torch.testing.assert_close(*weights)
 
 
+@pytest.mark.parametrize("options", [{}, {"tile": 9, "head_chunks": 2, "offload": 1}])
+def test_groups_run_again_under_the_dtype_of_the_forward(options, monkeypatch):
+    """bf16-true changes torch's default dtype, and only around the training step."""
+    seen, real, weights = [], TransformerBlock.forward, []
+    monkeypatch.setattr(
+        TransformerBlock, "forward", lambda self, *a, **k: seen.append(torch.get_default_dtype()) or real(self, *a, **k)
+    )
+    for callbacks in ([], [ActivationRecompute("block", every=2, **options)]):
+        pl.seed_everything(3)
+        model, batches = tiny(dtype=torch.bfloat16).train(), [batch(2, 24) for _ in range(3)]
+        trainer(max_epochs=1, callbacks=callbacks, precision="bf16-true").fit(model, loader(*batches))
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    # the two blocks: forward; and with the callback again as a group, where torch stops when it has the second's input
+    assert len(seen) >= 3 * (2 + 3) and set(seen) == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
+    assert (weights[0] - weights[1]).float().norm() < 1e-2 * weights[0].float().norm()
+
+
 def test_a_module_without_blocks():
     class Other(pl.LightningModule):
         def __init__(self):

@@ -27,9 +27,16 @@ def batch(*shape: int, vocab_size: int = 11) -> dict[str, torch.Tensor]:
 
 
 def trainer(**options: Any) -> pl.Trainer:
-    """A quiet Trainer on the CPU."""
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "num_sanity_val_steps": 0}
-    return pl.Trainer(accelerator="cpu", enable_model_summary=False, **{**quiet, **options})
+    """A quiet Trainer, on the CPU unless told otherwise."""
+    quiet = {
+        "accelerator": "cpu",
+        "enable_model_summary": False,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "num_sanity_val_steps": 0,
+    }
+    return pl.Trainer(**{**quiet, **options})
 
 
 def loader(*batches: Any) -> torch.utils.data.DataLoader:

@@ -37,7 +37,7 @@ def gradients(model: torch.nn.Module, settings: MemorySettings, given: dict, see
     model.transformer.memory = settings
     torch.manual_seed(seed)
     losses = model.token_losses(given)
-    weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype).view_as(losses)
+    weights = torch.linspace(0.5, 1.5, losses.numel(), dtype=losses.dtype, device=losses.device).view_as(losses)
     return [losses.detach(), *torch.autograd.grad((losses * weights).sum(), list(model.parameters()))]
 
 

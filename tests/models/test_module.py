@@ -192,6 +192,21 @@ def test_half_precision(precision, dtype):
     assert run.callback_metrics["val_loss"].dtype == torch.float32
 
 
+@pytest.mark.parametrize("algorithm", [None, "norm", "value"])
+def test_a_fused_optimizer_is_clipped(algorithm):
+    """Lightning refuses that under bf16-mixed, where no scaler is."""
+    weights = {}
+    for fused, clip in ((True, 0.02), (False, 0.02), (False, None)):
+        torch.manual_seed(0)
+        make = functools.partial(torch.optim.SGD, lr=0.5, fused=fused)
+        model, data = LongNetLM(PATTERN, **SIZES, optimizer=make), batch(2, 20)
+        options = {"gradient_clip_val": clip, "gradient_clip_algorithm": algorithm}
+        trainer(max_steps=2, precision="bf16-mixed", **options).fit(model, loader(data, data))
+        weights[fused, clip] = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(weights[True, 0.02], weights[False, 0.02])
+    assert (weights[False, None] - weights[True, 0.02]).norm() > 0.1
+
+
 # -- resuming ----------------------------------------------------------------------------------------------------------
 class Stop(Callback):
     """Breaks a run off in the middle of an epoch."""
