@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,6 +30,11 @@ from lightning_dilated.planning.memory import GIB, Setup
 from lightning_dilated.planning.subjects import language_model, subject_of
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
+#: the recipe's, whose shifted layers leave no wall
+SIX = {
+    "segment_lengths": [2048, 8192, 32768, 131072, 524288, 2097152],
+    "dilation_rates": [1, 4, 16, 64, 256, 1024],
+}
 K, M = 2**10, 2**20
 SMALL = {"dim": 768, "depth": 12, "num_heads": 12}
 MIDDLE = {"dim": 1024, "depth": 24, "num_heads": 16}
@@ -50,9 +55,20 @@ class Point:
     strategy: str | None = None
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
+    shifted: bool = False  # the recipe's own pattern, every other layer shifted
+
+    @property
+    def pattern(self) -> dict[str, list[int]]:
+        """Segments and rates."""
+        return SIX if self.shifted else FIVE
+
+    @property
+    def shift(self) -> str:
+        """shift_layers of the model."""
+        return "odd" if self.shifted else "none"
 
 
-def block(tile: int | None = 16 * K, **settings: Any) -> MemorySettings:
+def block(tile: int | None = 32 * K, **settings: Any) -> MemorySettings:
     """Recomputed blocks."""
     return MemorySettings("block", tile=tile, **settings)
 
@@ -69,20 +85,22 @@ POINTS = [
     Point("125M", SMALL | HALF, block(head_chunks=6), 3 * M),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=6), 6 * M),
     Point("350M", MIDDLE | HALF, block(head_chunks=4), 2 * M),
-    Point("1.3B", LARGE | HALF, block(head_chunks=4), 800 * K),
-    Point("1.3B", LARGE | HALF, block(offload=1, head_chunks=8), M),
+    Point("1.3B", LARGE | HALF, block(16 * K, head_chunks=4), 800 * K),
+    Point("1.3B", LARGE | HALF, block(16 * K, offload=1, head_chunks=8), M),
     # the longest
     Point("125M", SMALL | HALF, block(head_chunks=4), 4864 * K),
     Point("125M", SMALL | HALF, block(every=2, head_chunks=12), 7424 * K),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 11 * M),
     Point("350M", MIDDLE | HALF, block(every=2, head_chunks=8), 3584 * K),
     Point("350M", MIDDLE | HALF, block(every=2, offload=1, head_chunks=8), 4352 * K),
-    Point("1.3B", LARGE | HALF, block(every=2, head_chunks=8), 1664 * K),
+    Point("1.3B", LARGE | HALF, block(16 * K, every=2, head_chunks=8), 1664 * K),
     Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 400 * K, None, "bf16-true", "adamw8bit"),
     Point("8B", LLAMA | HALF, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true", "adamw8bit"),
     # several GPUs: --gpus
-    Point("1.3B", LARGE | HALF, block(head_chunks=4), M, "ring_dilated_fsdp"),
-    Point("1.3B", LARGE | HALF, block(every=2, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
+    Point("1.3B", LARGE | HALF, block(16 * K, head_chunks=4), M, "ring_dilated_fsdp"),
+    Point("1.3B", LARGE | HALF, block(16 * K, every=2, offload=1, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
+    Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 6 * M, "ring_dilated", shifted=True),
+    Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 11 * M, "ring_dilated"),
 ]
 
 
@@ -110,7 +128,7 @@ def strategy_of(point: Point, args: argparse.Namespace) -> str:
 def case_of(point: Point, args: argparse.Namespace) -> Case:
     """The point's model, planned."""
     gpu = find_gpu(args.gpu)
-    model = language_model(DilatedPattern.from_dict(FIVE), **point.sizes)
+    model = language_model(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
     subject = subject_of(model, point.precision, None, True, gpu.capability)
     setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
     return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)
@@ -144,7 +162,7 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
     told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
     words = ["--config", str(Path(__file__).parent.parent / "recipes" / "longest.yaml")]
     words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([told])]
-    words += ["--model.pattern", json.dumps(FIVE), "--model.shift_layers", "none"]
+    words += ["--model.pattern", json.dumps(point.pattern), "--model.shift_layers", point.shift]
     if point.optimizer == "adamw8bit":
         eight = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4, "weight_decay": 0.1}}
         words += ["--model.optimizer", json.dumps(eight)]
@@ -155,30 +173,27 @@ def trials_of(point: Point, args: argparse.Namespace) -> Trials:
     return Trials(words, args.gpus, args.timeout)
 
 
-def row(number: int, point: Point, planned: Planned, args: argparse.Namespace) -> str:
+def row(number: int, point: Point, planned: Future[Planned], args: argparse.Namespace) -> str:
     """One line of the table."""
-    tokens, peak = tokens_of(point, args), planned.peak / GIB
+    tokens, trials = tokens_of(point, args), trials_of(point, args)
+    found = None if args.dry else trials(tokens)
+    plan = planned.result()
     words = in_words(point.settings) + (", bf16 residual" if "residual_dtype" in point.sizes else "")
+    words += ", shifted" if point.shifted else ""
     words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
-    head = f"| {number} | {point.name} | {strategy_of(point, args)} x {args.gpus} | {tokens:,} | {words} "
-    last = f"{planned.host / GIB:.1f} | {planned.longest:,} |"
-    if args.dry:
-        return f"{head}| {peak:.1f} | | | {planned.seconds:.2f} | | | | {last} |"
-    trials = trials_of(point, args)
-    found = trials(tokens)
-    if not found.fits:
-        return f"{head}| {peak:.1f} | {found.message[:150]} | | {planned.seconds:.2f} | | | | {last} |"
-    head += f"| {peak:.1f} | {found.allocated / GIB:.1f} | {_off(planned.peak, found.allocated)} "
-    head += f"| {planned.seconds:.2f} | {found.seconds:.2f} | {_off(planned.seconds, found.seconds)} "
-    head += f"| {tokens / found.seconds / 1000:.1f}K | {last} "
-    if args.search:
-        most = longest(lambda n: trials(n).fits, planned.longest, M * args.gpus // 8)
-        head += f"{most.fits:,} "
-    return head + "|"
-
-
-def _off(planned: float, measured: float) -> str:
-    return f"{100 * (planned / measured - 1):+.1f} %"
+    cells = [number, point.name, f"{strategy_of(point, args)} x {args.gpus}", f"{tokens:,}", words]
+    if found is None or not found.fits:
+        peak = [f"{plan.peak / GIB:.1f}", found.message[:150] if found else "", ""]
+        time = [f"{plan.seconds:.2f}", "", "", ""]
+    else:
+        off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, found.allocated), (plan.seconds, found.seconds))]
+        peak = [f"{plan.peak / GIB:.1f}", f"{found.allocated / GIB:.1f}", off[0]]
+        time = [f"{plan.seconds:.2f}", f"{found.seconds:.2f}", off[1], f"{tokens / found.seconds / 1000:.1f}K"]
+    most = ""
+    if args.search and found is not None and found.fits:
+        most = f"{longest(lambda n: trials(n).fits, plan.longest, M * args.gpus // 8).fits:,}"
+    cells += [*peak, *time, f"{plan.host / GIB:.1f}", f"{plan.longest:,}", most]
+    return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
 def main() -> None:
@@ -198,7 +213,7 @@ def main() -> None:
         planned = [pool.submit(planned_of, point, args) for _, point in chosen]
         for (number, point), plan in zip(chosen, planned, strict=True):
             try:
-                lines.append(row(number, point, plan.result(), args))
+                lines.append(row(number, point, plan, args))
             except (RuntimeError, TimeoutError) as error:
                 lines.append(f"| {number} | {point.name} | failed: {str(error)[-1500:]!r} |")
             print(lines[-1], flush=True)

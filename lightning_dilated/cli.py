@@ -29,6 +29,7 @@ from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.plan import run as run_plan
+from lightning_dilated.segments import whole_segments
 from lightning_dilated.verify import run as run_verify
 
 PROG = "lightning-dilated"
@@ -295,6 +296,7 @@ def main(argv: list[str] | None = None) -> None:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
+        whole_segments(os.environ)
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
         warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in `LightningModule`")

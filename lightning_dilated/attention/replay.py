@@ -12,7 +12,8 @@ from torch.utils.checkpoint import get_device_states, set_device_states
 
 def forget_casts() -> None:
     """Before torch 2.11 autocast hands a cast of a weight that was made without gradients out where these are needed."""
-    torch.clear_autocast_cache()
+    if torch.is_autocast_cache_enabled():
+        torch.clear_autocast_cache()
 
 
 class Replay:
@@ -28,7 +29,11 @@ class Replay:
         kind = self._device
         self._autocast = None
         if torch.amp.is_autocast_available(kind):
-            self._autocast = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+            self._autocast = {
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
+                "cache_enabled": torch.is_autocast_cache_enabled(),  # compiled pieces look at that, too
+            }
         self._states = (torch.get_rng_state(), *get_device_states(like)) if random else None
 
     @contextlib.contextmanager
@@ -37,8 +42,7 @@ class Replay:
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             if self._autocast is not None:
-                enabled, dtype = self._autocast
-                stack.enter_context(torch.autocast(self._device, dtype=dtype, enabled=enabled))
+                stack.enter_context(torch.autocast(self._device, **self._autocast))
                 forget_casts()
             if self._states is not None:
                 cpu, devices, states = self._states

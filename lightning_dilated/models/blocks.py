@@ -177,10 +177,10 @@ class TransformerBlock(nn.Module):
             super().compile(*args, **kwargs)
             self._compiled_call_impl = guarded(self._compiled_call_impl)
             return
-        make = lambda f: guarded(torch.compile(f, *args, **kwargs))  # noqa: E731
+        make = lambda f: torch.compile(f, *args, **kwargs)  # noqa: E731
         self._pieces = {"feed": make(self._feed)}
         if self._memory.head_chunks == 1:
-            self._pieces |= {"attend": make(self._attend), "attend_kept": make(self._attend_kept)}
+            self._pieces |= {"attend": guarded(make(self._attend)), "attend_kept": guarded(make(self._attend_kept))}
         else:
             self._pieces |= {"project": make(self._project), "join": make(self._join)}
 
@@ -240,7 +240,7 @@ class TransformerBlock(nn.Module):
     ) -> Tensor:
         """x + attention(norm(x)), a window of heads after another."""
         self._check_bare(self._memory)
-        a, tile = self.attention, self._memory.tile
+        a, tile = self.attention, self._memory.narrow_tile
         arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
         pieces = Pieces(self._pieces.get("project", self._project), (self.attention_norm,), arguments, tile)
         table = a.table(x, positions)

@@ -8,6 +8,10 @@ from lightning_dilated.models.offload import check_offload
 from lightning_dilated.models.recompute import check_policy
 from lightning_dilated.pattern.branch import integer
 
+#: tiles of the projections of a window of heads, which hold less a token than the feed-forward and come once a window:
+#: were they smaller, a GPU would wait for the host that launches them
+NARROW = 8
+
 
 @dataclass(frozen=True)
 class MemorySettings:
@@ -20,7 +24,8 @@ class MemorySettings:
         offload: of the kept block inputs, a fraction (up to 1) or as many as fit into so many GiB (above 1) wait in pinned
             host memory.
         tile: tokens, of all samples together, of which norm, feed-forward and residual, and last norm, output projection and
-            loss, are computed at a time; None: all.
+            loss, are computed at a time; None: all. With head chunks, NARROW times as many are projected to q, k and v, and
+            from the heads' outputs, at a time.
         head_chunks: windows of heads whose q, k and v are made one after another.
 
     Raises:
@@ -47,6 +52,11 @@ class MemorySettings:
                 f'offload={self.offload:g} moves the block inputs that recomputation keeps: it needs policy="block" or '
                 '"attention-kept".'
             )
+
+    @property
+    def narrow_tile(self) -> int | None:
+        """Tokens of the projections around attention in windows of heads."""
+        return None if self.tile is None else NARROW * self.tile
 
     @property
     def in_pieces(self) -> bool:

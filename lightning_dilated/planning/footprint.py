@@ -125,7 +125,8 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     Raises:
         RuntimeError: where steps of two lengths or depths are not the same work.
     """
-    depths, tile = (2 * subject.period, 3 * subject.period), subject.memory.tile
+    depths, settings = (2 * subject.period, 3 * subject.period), subject.memory
+    tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
     sizes = sizes or (SIZES if tile is None else (3 * tile, 4 * tile))
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]

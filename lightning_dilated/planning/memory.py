@@ -5,6 +5,7 @@ Shape letters: N tokens of the sequence, L of a rank, R ranks.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
 
 from lightning_dilated.planning.exchange_memory import Exchanged, of_call, sharded
@@ -95,10 +96,13 @@ def memory(
     of_rank = sharded(call, tokens, setup.ranks, rows)
     size = found.hidden * own
     away = offloaded(found, depth, size)
-    best = max(
-        (_at(found, moment, depth, own, of_rank, setup, rows, away * size, size) for moment in found.moments),
-        key=lambda x: sum(x[0].values()),
-    )
+    at = functools.partial(_at, found, depth=depth, tokens=own, call=of_rank, setup=setup, rows=rows, size=size)
+    made = [at(moment, host=away * size) for moment in found.moments]
+    groups = -(-depth // found.subject.period)
+    if away > 1 and groups > 2:  # the second group has all later ones' gradients, and two inputs as the last one
+        later = [moment for moment in found.moments if moment.part[:2] == ("backward", "last")]
+        made += [at(moment, host=groups * size, second=True) for moment in later]
+    best = max(made, key=lambda x: sum(x[0].values()))
     return Memory(best[0], away * size, best[1], rows)
 
 
@@ -121,8 +125,9 @@ def _at(
     rows: Exchanged,
     host: int,
     size: int,
+    second: bool = False,
 ) -> tuple[dict[str, int], tuple]:
-    """Bytes by kind at a moment."""
+    """Bytes by kind at a moment; `second`: at that of the second group of blocks, which is told of the last."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
         flying = 2 if host >= -(-depth // found.subject.period) * size else 1
@@ -130,12 +135,15 @@ def _at(
         held, kept = held - less, kept - less
     parameters = found.parameters(depth)
     gradients = found.static(moment, depth) - parameters
+    if second:
+        gradients += (depth - 2 * found.subject.period) * (parameters - found.parameters(depth - 1))
     kinds = _static(found, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
     kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
     room = found.room(moment, call)
     kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
-    return {kind: n for kind, n in kinds.items() if n}, moment.part
+    part = (moment.part[0], "second", *moment.part[2:]) if second else moment.part
+    return {kind: n for kind, n in kinds.items() if n}, part
 
 
 def _static(

@@ -212,8 +212,12 @@ def test_offloading_frees_the_gpu(counted):
     assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
     subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
     all_away = memory(replace(counted, subject=subject), 8, 1 << 18)
-    assert all_away.host == 8 * one and here.peak - all_away.peak == 6 * one  # one is used, the next on its way back
-    assert all_away.kinds[ACTIVATIONS] == 2 * one
+    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is used, the next on its way back
+    # as much waits for the second block, which finds the gradients of six more
+    gradients = 6 * (counted.parameters(8) - counted.parameters(7))
+    assert all_away.moment[:2] == ("backward", "second") and here.moment[:2] == ("backward", "last")
+    assert all_away.kinds[GRADIENTS] - here.kinds[GRADIENTS] == gradients
+    assert here.peak - all_away.peak == 6 * one - gradients
 
 
 # -- the longest -------------------------------------------------------------------------------------------------------
