@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_dilated.attention.products import products, products_backward, products_dtype
 from lightning_dilated.attention.replay import Replay
-from lightning_dilated.attention.tiles import backward_tiles, check_whole, forward_tiles, read_again, step_of, trained
+from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.attention.tiles import backward_tiles, check_whole, read_again, step_of, trained
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.heads import windows
 
@@ -65,13 +67,13 @@ class Pieces:
     """What attention in windows of heads is made of.
 
     Attributes:
-        project: of (x, weight rows, bias rows, *tables), each (B, N, ...) of the same tokens, q (B, N, h, D), k and v.
-        modules: whose parameters `project` reads, besides weight and bias.
+        norm: of (x, dtype) what is projected, in that dtype; each token's from that token alone.
+        modules: whose parameters `norm` reads.
         arguments: of (q, k, v, window=...) q, k, v and the op's other arguments, see `functional.op_arguments`.
-        tile: tokens of all samples that `project` gets at a time; None: all.
+        tile: tokens of all samples that are normed and projected at a time; None: all.
     """
 
-    project: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    norm: Callable[[Tensor, torch.dtype], Tensor]
     modules: tuple[nn.Module, ...]
     arguments: Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
     tile: int | None = None
@@ -81,7 +83,10 @@ class Pieces:
 def attend_in_chunks(
     chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
-    """The heads' output (B, N, H, D) of an input x (B, N, E) whose q, k and v are `project`'s of rows of weight and bias."""
+    """The heads' output (B, N, H, D) of an input x (B, N, E) whose norm is projected to q, k and v by weight and bias.
+
+    `tables` are `RotaryTable.rows()`, or none.
+    """
     check_whole(pieces.modules)
     return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
 
@@ -92,9 +97,10 @@ class _Chunked(torch.autograd.Function):
         ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
         state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
         out, kept, ctx.rest = None, [], []
+        projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
         for window in chunks.windows:
             torch.set_rng_state(state)
-            q, k, v = _projected(chunks, pieces, window, x, weight, bias, more[:count])
+            q, k, v = projection.forward(window, x, weight, bias, more[:count])
             q, k, v, rest = pieces.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
             rest = *rest[:-2], any(ctx.needs_input_grad), rest[-1]
             part, *saved = torch.ops.lightning_dilated.attention(q, k, v, *rest)
@@ -111,52 +117,85 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, bias, out, *kept = ctx.saved_tensors
-        chunks, pieces = ctx.chunks, ctx.pieces
+        chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
         parameters = read_again(pieces.modules, len(kept) - count - ctx.count)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
-        wide = [torch.promote_types(p.dtype, torch.float32) for p in parameters]
-        dx, sums = torch.empty_like(x), [torch.zeros_like(p, dtype=w) for p, w in zip(parameters, wide, strict=True)]
+        dx = torch.empty_like(
+            x, memory_format=torch.contiguous_format
+        )  # of the normed rows, until all windows are done
         for i, window in enumerate(chunks.windows):
             with ctx.replay.again(grad=False):
-                made = _projected(chunks, pieces, window, x, weight, bias, tables)
+                made = projection.forward(window, x, weight, bias, tables)
             mine = slice(*window)
             grads = _backward(grad[:, :, mine], made, out[:, :, mine], kept[3 * i : 3 * i + 3], ctx.rest[i])
             del made
-            rows = chunks.rows(window)
-            own = [y if y is None else _rows(y, rows).detach().requires_grad_() for y in (weight, bias)]
-            leaves = [y for y in own if y is not None]
-            run = lambda x, *tables, own=own: pieces.project(x, *own, *tables)  # noqa: E731
-            nones = [None] * len(tables)
-            with ctx.replay.again():
-                found = backward_tiles(
-                    run, step_of(pieces.tile, x), (x, *tables), [*leaves, *parameters], grads, [dx, *nones], i > 0
-                )
-            for total, part in zip(totals, found[: len(leaves)], strict=False):
-                _put(total, rows, part)
-            sums = [a.add_(b) for a, b in zip(sums, found[len(leaves) :], strict=True)]
-        sums = [total.to(p.dtype) for total, p in zip(sums, parameters, strict=True)]
+            with ctx.replay.again(grad=False):
+                projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
+            del grads
+        norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
+        with ctx.replay.again():
+            sums = backward_tiles(norm, projection.step, (x,), parameters, (dx,), [dx])
         return None, None, None, dx, *totals, *[None] * ctx.count, *sums
 
 
-def _projected(
-    chunks: HeadChunks,
-    pieces: Pieces,
-    window: tuple[int, int],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    tables: Sequence[Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v of a window."""
-    own = [_rows(y, chunks.rows(window)) for y in (weight, bias)]
-    step = step_of(pieces.tile, x)
-    return forward_tiles(lambda x, *tables: pieces.project(x, *own, *tables), step, (x, *tables))
+@dataclass(frozen=True)
+class _Projection:
+    """From x (B, N, E) to q, k and v of a window of heads, and back."""
 
+    chunks: HeadChunks
+    pieces: Pieces
+    dtype: torch.dtype
+    step: int
 
-def _rows(x: Tensor | None, rows: list[slice]) -> Tensor | None:
-    return None if x is None else torch.cat([x[r] for r in rows])
+    def _groups(self, window: tuple[int, int], turned: bool) -> list[list[slice]]:
+        """Rows of the weight that are multiplied with together: of q and k where both are turned, and v's."""
+        q, k, v = self.chunks.rows(window)
+        return [[q, k], [v]] if turned else [[q], [k], [v]]
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.pieces.norm(x, self.dtype)
+
+    def _some(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
+        """Of a weight or bias, for each group."""
+        return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
+
+    def forward(
+        self, window: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """q (B, N, h, D), k and v (B, N, k, D)."""
+        groups = self._groups(window, bool(tables))
+        made = products(self._norm, x, self._some(weight, groups), self._some(bias, groups), self.step)
+        heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in made]
+        if not tables:
+            return tuple(heads)
+        return *RotaryTable.of_rows(tables).split(heads[0], window[1] - window[0]), heads[1]
+
+    def backward(
+        self,
+        window: tuple[int, int],
+        grads: list[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        tables: Sequence[Tensor],
+        totals: list[Tensor | None],
+        dx: Tensor,
+        add: bool,
+    ) -> None:
+        """From gradients of q, k and v (a list, emptied) to those of weight and bias (`totals`) and of the norm (`dx`)."""
+        groups = self._groups(window, bool(tables))
+        if tables:
+            dq, dk = grads[0], grads.pop(1)
+            grads[0] = RotaryTable.of_rows(tables).split_backward(dq, dk)
+            del dq, dk
+        found = [y.flatten(2) for y in grads]
+        grads.clear()
+        sums = products_backward(self._norm, x, self._some(weight, groups), found, dx, self.step, add)
+        for group, grad, part in zip(groups, found, sums, strict=True):
+            _put(totals[0], group, part)
+            if totals[1] is not None:
+                _put(totals[1], group, grad.sum((0, 1), dtype=part.dtype))
 
 
 def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.turn import rotate, turn
+from lightning_dilated.attention.turn import rotate, turn, turn_backward
 from lightning_dilated.sequence.group import active_sequence
 
 #: xPos: channel pair i decays by ((2i/D + GAMMA) / (1 + GAMMA)) ^ (distance / scale_base)
@@ -50,6 +50,11 @@ class RotaryTable:
                 joint, *(None if x is None else x.to(joint.device) for x in (self.cos, self.sin, self.scale)), heads
             )
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
+
+    def split_backward(self, dq: Tensor, dk: Tensor) -> Tensor:
+        """The gradient of `split`'s joint projection from those of q and k."""
+        table = (None if x is None else x.to(dq.device) for x in (self.cos, self.sin, self.scale))
+        return turn_backward(dq, dk, *table)
 
 
 class Rotary(nn.Module):

@@ -105,8 +105,8 @@ class _Tiled(torch.autograd.Function):
         return *[None] * 6, *made, *sums
 
 
-def _cuts(length: int, step: int) -> list[slice]:
-    """One of no tokens where there are none (an empty shard): the results still need their shapes."""
+def cuts(length: int, step: int) -> list[slice]:
+    """Slices of `step` tokens; of none, one (an empty shard): the results still need their shapes."""
     return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
 
 
@@ -114,7 +114,7 @@ def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) ->
     """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
     made: list[Tensor] = []
     rows = [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
-    for cut in _cuts(rows[0].shape[1], step):
+    for cut in cuts(rows[0].shape[1], step):
         parts = run(*(x[:, cut] for x in rows))
         single = isinstance(parts, Tensor)
         parts = (parts,) if single else parts
@@ -146,7 +146,7 @@ def backward_tiles(
         the gradients of `leaves`, in their dtypes; None for those that were not read.
     """
     sums: list[Tensor | None] = [None] * len(leaves)
-    for cut in _cuts(rows[0].shape[1], step):
+    for cut in cuts(rows[0].shape[1], step):
         pieces = [x[:, cut] for x in rows]
         pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
         out = run(*(p.view_as(p) for p in pieces))  # views: hooks of modules do not work on leaves within a backward

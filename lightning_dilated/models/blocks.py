@@ -16,7 +16,6 @@ from lightning_dilated.attention.chunks import HeadChunks, Pieces, attend_in_chu
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.layers import MultiheadDilatedAttention
-from lightning_dilated.attention.projection import Projection
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.memory import MemorySettings
@@ -182,7 +181,7 @@ class TransformerBlock(nn.Module):
         if self._memory.head_chunks == 1:
             self._pieces |= {"attend": guarded(make(self._attend)), "attend_kept": guarded(make(self._attend_kept))}
         else:
-            self._pieces |= {"project": make(self._project), "join": make(self._join)}
+            self._pieces |= {"norm": make(self._normed), "join": make(self._join)}
 
     def forward(
         self,
@@ -242,7 +241,7 @@ class TransformerBlock(nn.Module):
         self._check_bare(self._memory)
         a, tile = self.attention, self._memory.narrow_tile
         arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
-        pieces = Pieces(self._pieces.get("project", self._project), (self.attention_norm,), arguments, tile)
+        pieces = Pieces(self._pieces.get("norm", self._normed), (self.attention_norm,), arguments, tile)
         table = a.table(x, positions)
         out = attend_in_chunks(
             self._chunks, pieces, x, a.in_proj_weight, a.in_proj_bias, *(table.rows() if table else ())
@@ -253,13 +252,9 @@ class TransformerBlock(nn.Module):
         )
         return tiled(lambda y, part: join(y, part, drop), modules, tile, x, out)
 
-    def _project(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v of the heads that the rows of weight and bias make."""
-        a = self.attention
-        project = Projection(a.head_dim, RotaryTable.of_rows(tables) if tables else None)
-        return project(self.attention_norm(working(x, weight)), weight, bias, a.num_heads // a.num_kv_heads)
+    def _normed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """What attention projects, in the dtype of its products."""
+        return self.attention_norm(working(x, self.attention_layer.in_proj_weight)).to(dtype)
 
     def _join(self, x: Tensor, out: Tensor, drop: Tensor | None) -> Tensor:
         """x and what the heads gave."""

@@ -24,7 +24,7 @@ from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.kernels import Graphs, Kernels
 
 #: how many of a piece's first arguments get a gradient, where it is more than the first
-LEADING = {"project": 3, "join": 2}
+LEADING = {"join": 2}
 
 
 class Pieces:
@@ -44,7 +44,7 @@ class Pieces:
         if block.memory.head_chunks == 1:
             self.runs |= {"attend": block._attend, "attend_kept": block._attend}
         else:
-            self.runs |= {"project": block._project, "join": block._join}
+            self.runs |= {"norm": block._normed, "join": block._join}
         self.policies = {name: "attention-kept" if name == "attend_kept" else "none" for name in self.runs}
         block._pieces = {name: partial(self._call, name) for name in self.runs}
 

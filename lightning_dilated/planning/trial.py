@@ -34,6 +34,14 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
+#: loops over tiles, by where they are called
+LOOPS = [
+    (tiles, "forward_tiles"),
+    (tiles, "backward_tiles"),
+    (chunks, "products"),
+    (chunks, "products_backward"),
+    (chunks, "backward_tiles"),
+]
 
 
 class _Marked(nn.Module):
@@ -144,9 +152,8 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 def _tiles_apart(tape: Tape) -> Iterator[None]:
     """Within, each loop over tiles is a piece."""
     with contextlib.ExitStack() as stack:
-        for module in (tiles, chunks):
-            for name in ("forward_tiles", "backward_tiles"):
-                stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+        for module, name in LOOPS:
+            stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
         yield
 
 

@@ -25,6 +25,7 @@ SETTINGS = {
     "offload GiB": MemorySettings("block", offload=1.5),
     "tile": MemorySettings(tile=7),
     "tile 1": MemorySettings("block", tile=1),
+    "tile 1, heads": MemorySettings(tile=1, head_chunks=2),
     "heads": MemorySettings(head_chunks=2),
     "kept, tile, heads": MemorySettings("attention-kept", tile=16, head_chunks=2),
     "kept, heads": MemorySettings("attention-kept", head_chunks=2),

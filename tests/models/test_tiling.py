@@ -113,8 +113,8 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
     block.memory = chosen
     for layer in (block.ffn.fc1, block.attention.out_proj):
         layer.register_forward_hook(lambda layer, given, out: seen.append(out.dtype))
-    project = block._project
-    block._project = lambda *given: [seen.append(y.dtype) or y for y in project(*given)]
+    norm = block._normed
+    block._normed = lambda x, dtype: seen.append(dtype) or norm(x, dtype)
     with torch.autocast("cpu", torch.bfloat16):
         out = block(torch.randn(1, 21, 16, requires_grad=True))
     before = len(seen)
@@ -123,10 +123,11 @@ def test_the_backward_runs_under_the_autocast_of_the_forward(chosen):
 
 
 def test_windows_of_heads_are_projected_in_tiles():
-    """Two windows of three tiles: forward, and in the backward without and with gradients."""
+    """Two windows of three tiles: forward, in the backward again, and for the weights; then back through the norm, once."""
     block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
-    block.memory = MemorySettings(tile=8, head_chunks=2)
-    project = block._project
-    block._project = lambda x, *given: seen.append(x.shape[1]) or project(x, *given)
+    block.memory = MemorySettings(tile=1, head_chunks=2)
+    assert block.memory.narrow_tile == 8
+    norm = block._normed
+    block._normed = lambda x, *given: seen.append(x.shape[1]) or norm(x, *given)
     block(torch.randn(1, 21, 16, requires_grad=True)).sum().backward()
-    assert seen == [8, 8, 5] * 6
+    assert seen == [8, 8, 5] * 7
