@@ -8,7 +8,6 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,9 +18,11 @@ from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
 from lightning_dilated import __version__
+from lightning_dilated.allocator import expandable_segments
 from lightning_dilated.bench import run as run_bench
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
+from lightning_dilated.complaints import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.consolidate import run as run_consolidate
 from lightning_dilated.encode import run as run_tokenize
 from lightning_dilated.explain import run as run_explain
@@ -29,10 +30,8 @@ from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.plan import run as run_plan
-from lightning_dilated.segments import whole_segments
 from lightning_dilated.verify import run as run_verify
 
-PROG = "lightning-dilated"
 #: commands that are no LightningCLI's
 OTHERS = {"generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify,
           "bench": run_bench, "consolidate": run_consolidate, "plan": run_plan}  # fmt: skip
@@ -65,37 +64,6 @@ several --config the later wins. `{PROG} fit --help` lists the keys.
 Recipes of the package are found by name: --config quickstart.yaml. With
 LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
-
-
-def fail(message: Any, code: int = 2) -> NoReturn:
-    """Say what is wrong on standard error and stop."""
-    print(f"{PROG}: error: {message}", file=sys.stderr)
-    raise SystemExit(code)
-
-
-def wants_traceback() -> bool:
-    """Whether the user asked to see where errors come from."""
-    return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
-
-
-@contextlib.contextmanager
-def one_line_errors() -> Iterator[None]:
-    """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
-    try:
-        yield
-    except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
-        if wants_traceback():
-            raise
-        fail(essence(str(error)))
-
-
-def essence(message: str) -> str:
-    """What went wrong, out of the parser's nested report of every type that it tried."""
-    noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
-    noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
-    lines = [line.strip() for line in message.splitlines()]
-    kept = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
-    return "\n  ".join(line[:400] for line in kept[:12]) or message
 
 
 class Parser(LightningArgumentParser):
@@ -296,7 +264,7 @@ def main(argv: list[str] | None = None) -> None:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:
             fail(f"no command {argv[0]!r}. Commands: {', '.join([*known, *OTHERS])}.")
-        whole_segments(os.environ)
+        expandable_segments(os.environ)
         # Lightning's launchers start their workers with sys.argv, so the recipe's real path has to be there
         # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
         warnings.filterwarnings("ignore", message="You have overridden `transfer_batch_to_device` in `LightningModule`")

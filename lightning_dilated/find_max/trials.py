@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lightning_dilated.segments import whole_segments
+from lightning_dilated.allocator import expandable_segments
 
 GIB = 2**30
 #: lines of a failed rank's output that are shown
@@ -85,7 +85,7 @@ class Trials:
     def _start(self, folder: Path, tokens: int, rank: int, port: int) -> subprocess.Popen:
         told = {"folder": str(folder), "tokens": tokens, "limit": self.limit, "ranks": self.ranks}
         env = dict(os.environ)
-        whole_segments(env)
+        expandable_segments(env)
         if self.ranks > 1:  # as torchrun sets them, so that Lightning starts no further processes
             own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": self.ranks}
             own |= {"LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

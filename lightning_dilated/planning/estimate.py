@@ -29,6 +29,11 @@ from lightning_dilated.planning.workspace import OpCall
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
+#: bytes/s of an H200's memory, as copies reach it
+BANDWIDTH = 4.1e12
+#: passes over the hidden states of a block: of a window's norm and products, of their gradients, and what windows of heads
+#: took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
+WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS = 4, 8, 105
 #: fields of a Machine whose seconds follow from heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
 FILE = Path(__file__).with_name("h200.json")
@@ -168,7 +173,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     )  # fmt: skip
     step = run(recompute=memory.policy)
     plain = step if memory.policy == "none" else run(recompute="none")
-    again = _again(facts, machine, memory, own, step, plain)
+    again = _again(facts, machine, memory, own, step, plain) + _windowed(facts, memory, own, gpu)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(facts, machine, setup, busy) if fsdp else 0.0
     copies = 2 * away / HOST_LINK
@@ -189,6 +194,17 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int, ste
     if memory.head_chunks > 1:
         found += share(facts.projection)
     return found
+
+
+def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
+    """Seconds of what each window of heads reads and writes once more of all hidden states."""
+    windows, forwards = memory.head_chunks, 1 + (memory.policy == "block") + (memory.every > 1)
+    if windows == 1:
+        return 0.0
+    passes = (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
+    size = 4 if facts.precision.startswith("32") else 2
+    slower = GPUS["H200"].flops / gpu.flops  # their memory is not known; as much slower as their products
+    return facts.depth * passes * own * facts.dim * size / BANDWIDTH * slower
 
 
 def _parameters_late(facts: Facts, machine: Machine, setup: Setup, busy: float) -> float:

@@ -81,6 +81,18 @@ def test_two_ranks_share_a_sequence(recipe):
     assert found.fits and found.tokens == 512
 
 
+def test_the_recipes_own_data_are_not_asked(recipe, tmp_path):
+    """They may be too short for its sequences, or elsewhere."""
+    (tmp_path / "a.txt").write_text("too short")
+    data = [
+        "--data",
+        "lightning_dilated.data.ByteDataModule",
+        f"--data.paths={tmp_path}/a.txt",
+        "--data.seq_len=100000",
+    ]
+    assert Trials([*recipe, *data], ranks=1, timeout=120)(512).fits
+
+
 def test_another_error_is_none_of_memory(recipe):
     with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)

@@ -8,7 +8,7 @@ from collections.abc import MutableMapping
 NAMES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
-def whole_segments(env: MutableMapping[str, str]) -> None:
+def expandable_segments(env: MutableMapping[str, str]) -> None:
     """Ask torch's allocator for expandable segments, unless the user has settings of their own."""
     if not any(name in env for name in NAMES):
         env[NAMES[0]] = "expandable_segments:True"

@@ -1,0 +1,44 @@
+"""How the command line says what is wrong: one line, unless a traceback is asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+
+PROG = "lightning-dilated"
+
+
+def fail(message: Any, code: int = 2) -> NoReturn:
+    """Say what is wrong on standard error and stop."""
+    print(f"{PROG}: error: {message}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def wants_traceback() -> bool:
+    """Whether the user asked to see where errors come from."""
+    return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
+
+
+@contextlib.contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
+        if wants_traceback():
+            raise
+        fail(essence(str(error)))
+
+
+def essence(message: str) -> str:
+    """What went wrong, out of the parser's nested report of every type that it tried."""
+    noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
+    noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
+    lines = [line.strip() for line in message.splitlines()]
+    kept = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
+    return "\n  ".join(line[:400] for line in kept[:12]) or message
