@@ -2,7 +2,7 @@
 
 A copy leaves as soon as the tensor is there, and the tensor is let go when the next one has left: in the order of the
 computing stream, so that the host, which runs ahead, holds no more than two at a time. In the backward the next one is on
-its way back while one is used.
+its way back while one is used; of groups of blocks, while a group's first block is.
 """
 
 from __future__ import annotations
@@ -49,13 +49,16 @@ class Host:
         """Of host memory, taken for good."""
         return self._held
 
-    def keeping(self, x: Tensor, number: int, of: int) -> AbstractContextManager[None]:
-        """A context in which x, where autograd saves it, goes to the host; it is the `number`-th of `of` in this forward."""
+    def keeping(self, x: Tensor, number: int, of: int, later: bool = False) -> AbstractContextManager[None]:
+        """A context in which x, where autograd saves it, goes to the host; it is the `number`-th of `of` in this forward.
+
+        With `later` the one before it does not start its way back with it, but when `ahead(number)` is called.
+        """
         if number == 0:
             self._order.clear()
         budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
         saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
-        return self._hooks(x) if budgeted and saved else contextlib.nullcontext()
+        return self._hooks(x, later) if budgeted and saved else contextlib.nullcontext()
 
     def _fits(self, x: Tensor) -> bool:
         if self._fitting(x.nbytes) is None and self._held + x.nbytes > self.budget * GIB:
@@ -69,22 +72,22 @@ class Host:
         return min(found, key=lambda buffer: buffer.size, default=None)
 
     @contextlib.contextmanager
-    def _hooks(self, x: Tensor) -> Iterator[None]:
+    def _hooks(self, x: Tensor, later: bool) -> Iterator[None]:
         where, x_size, dtype = x.data_ptr(), x.shape, x.dtype
 
         def pack(t: Tensor) -> Tensor | _Away:
             same = t.data_ptr() == where and t.shape == x_size and t.dtype == dtype and t.is_contiguous()
-            return self._send(t) if same else t
+            return self._send(t, later) if same else t
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.back() if isinstance(t, _Away) else t):
             yield
 
-    def _send(self, x: Tensor) -> _Away:
+    def _send(self, x: Tensor, later: bool) -> _Away:
         """Start the copy of x; the tensor that left before is let go once its own is done."""
         last = self._order[-1]() if self._order else None
         if last is not None and last.where == x.data_ptr() and last.tensor is not None:
             return last  # saved twice
-        away = _Away(self, x, len(self._order))
+        away = _Away(self, x, len(self._order), later)
         self._order.append(weakref.ref(away))
         if self._leaving is not None:
             self._leaving.left()
@@ -96,9 +99,11 @@ class Host:
         if self._leaving is away:
             self._leaving = None
 
-    def before(self, number: int) -> _Away | None:
-        """The tensor that was saved before the `number`-th, which the backward asks for after it."""
-        return self._order[number - 1]() if 0 < number <= len(self._order) else None
+    def ahead(self, number: int) -> None:
+        """Start the way back of the tensor that was saved before the `number`-th, which the backward asks for after it."""
+        before = self._order[number - 1]() if 0 < number <= len(self._order) else None
+        if before is not None:
+            before.fetch()
 
     def take(self, size: int) -> _Buffer:
         """Host memory of so many bytes."""
@@ -147,8 +152,8 @@ def _unregister(memory: Tensor) -> None:
 class _Away:
     """A tensor on the host; `back` brings it to its device."""
 
-    def __init__(self, host: Host, x: Tensor, number: int) -> None:
-        self._host, self.number, self.where = host, number, x.data_ptr()
+    def __init__(self, host: Host, x: Tensor, number: int, later: bool) -> None:
+        self._host, self.number, self.where, self._later = host, number, x.data_ptr(), later
         self._like = x.dtype, x.shape, x.device
         host.on_gpu = x.device.type == "cuda"
         self._buffer, self._done = host.take(x.nbytes), None
@@ -200,12 +205,11 @@ class _Away:
                 self.tensor.copy_(self._flat(), non_blocking=True)
 
     def back(self) -> Tensor:
-        """The tensor; the one that is needed next starts its way."""
+        """The tensor; the one that is needed next starts its way, unless told so later."""
         self.fetch()
         self._wait()
         found, self.tensor = self.tensor, None
         self._host.let_go(self)
-        following = self._host.before(self.number)
-        if following is not None:
-            following.fetch()
+        if not self._later:
+            self._host.ahead(self.number)
         return found

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
+from lightning_dilated.models.offload import Host
 
 #: "none" keeps all that the backward needs; "block" the block's input only; "attention-kept" also what the op gave (output,
 #: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
@@ -81,34 +82,37 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
     return checkpoint(run, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
 
 
-def in_groups(
-    layers: list[Callable[[Tensor], Tensor]],
-    x: Tensor,
-    every: int,
-    keeping: Callable[[Tensor, int, int], AbstractContextManager[None]],
-) -> Tensor:
-    """The layers one after another; only the input of every `every`-th is kept.
+def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
+    """The layers one after another; only the input of every `every`-th is kept, and some of these by the host.
 
     Each layer recomputes itself; a group of them is computed again, too, before its layers are, one at a time.
 
     Args:
         layers: (B, N, E) to (B, N, E) each.
         every: layers of a group.
-        keeping: of (input, number of the group, groups) a context in which that input is saved, see `offload.Host`.
     """
     starts = range(0, len(layers), every)
     for number, first in enumerate(starts):
         group = layers[first : first + every]
-        with keeping(x, number, len(starts)):
-            x = _group(group, x) if every > 1 else group[0](x)
+        later = len(group) > 1
+        with host.keeping(x, number, len(starts), later):
+            # by its last layer's gradient a group is all there again: what the next one needs comes beside its first layer's
+            ahead = partial(_beside_gradient, partial(host.ahead, number)) if later else None
+            x = _group(group, x, ahead) if later else group[0](x)
     return x
 
 
-def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
+def _beside_gradient(then: Callable[[], None], x: Tensor) -> None:
+    """Run `then` when the gradient of x is there."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: then())
+
+
+def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, made_first: Callable[[Tensor], None]) -> Tensor:
     # torch before 2.13 gives each layer's own checkpoint a tensor of the default dtype, which Trainer(precision="bf16-true")
     # changes for the forward only, and then finds another dtype in the second run
     contexts = partial(_contexts_of_dtype, torch.get_default_dtype())
-    return checkpoint(partial(_run, layers), x, use_reentrant=False, context_fn=contexts)
+    return checkpoint(partial(_run, layers, made_first), x, use_reentrant=False, context_fn=contexts)
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -129,7 +133,9 @@ class _DefaultDtype(AbstractContextManager):
         torch.set_default_dtype(self._before.pop())
 
 
-def _run(layers: list[Callable[[Tensor], Tensor]], x: Tensor) -> Tensor:
-    for layer in layers:
+def _run(layers: list[Callable[[Tensor], Tensor]], made_first: Callable[[Tensor], None], x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
         x = layer(x)
+        if number == 0:
+            made_first(x)
     return x

@@ -130,7 +130,7 @@ class DilatedTransformer(nn.Module):
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
         every = self._memory.every if torch.is_grad_enabled() and watch is None else 1
-        x = in_groups(layers, x, every, self._host.keeping)
+        x = in_groups(layers, x, every, self._host)
         return self.norm(x) if normed else x
 
     def _table(self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None) -> RotaryTable | None:

@@ -131,6 +131,8 @@ def _at(
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
         flying = 2 if host >= -(-depth // found.subject.period) * size else 1
+        if moment.part[0] == "backward" and moment.part[2] > 0:  # the next one comes beside a group's first block
+            flying -= 1
         less = max(0, host - flying * size)
         held, kept = held - less, kept - less
     parameters = found.parameters(depth)

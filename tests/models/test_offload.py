@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated.models import offload
+from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
 
@@ -72,12 +73,38 @@ def test_an_empty_shard_sends_nothing():
     assert not stack._host._order and not stack._host._free
 
 
+@pytest.mark.parametrize("offload_part", [1, 0.5])
+def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
+    """While its last block is computed again and goes back, all inputs of the group are there already."""
+    events, fetch, attend = [], offload._Away.fetch, TransformerBlock._attend
+    model = tiny(PATTERN, depth=6)
+    model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
+    names = {block: number for number, block in enumerate(model.transformer.blocks)}
+
+    def noted(away):
+        if away.tensor is None:
+            events.append(f"group {away.number}")
+        fetch(away)
+
+    monkeypatch.setattr(offload._Away, "fetch", noted)
+    monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
+    losses = model.token_losses(batch(2, 21))
+    assert events == [0, 1, 2, 3, 4, 5]
+    events.clear()
+    losses.sum().backward()
+    # the last that left is there still
+    assert [x for x in events if isinstance(x, str)] == (["group 1", "group 0"] if offload_part == 1 else ["group 0"])
+    assert [x for x in events if not isinstance(x, str)] == [4, 5, 4, 2, 3, 2, 0, 1, 0]
+    at = events.index("group 0")
+    assert events[at - 1] == 3 and events[at + 1] == 2
+
+
 def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
     """Its memory must not be another's while the copy still writes it."""
     waits = []
     monkeypatch.setattr(offload._Away, "_wait", lambda self: waits.append(self.number))
     host = offload.Host(1)
-    first, second = (host._send(torch.ones(5) * i) for i in range(2))
+    first, second = (host._send(torch.ones(5) * i, False) for i in range(2))
     second.back()
     assert first.tensor is not None and waits == [0, 1]
     del first
