@@ -19,9 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from lightning_dilated.models.recompute import POLICIES
-from lightning_dilated.planning.machine import Machine
-from lightning_dilated.planning.plots import scale_plot, timeline
-from lightning_dilated.planning.scale import FORMS, Setting, sweep, table
+from lightning_dilated.planning.simulating.machine import Machine
+from lightning_dilated.planning.simulating.plots import scale_plot, timeline
+from lightning_dilated.planning.simulating.scale import FORMS, Setting, sweep, table
 from lightning_dilated.sequence.links import NUMBERS, Links
 
 

@@ -1,4 +1,4 @@
-"""What one device needs for the parts of a training step, written to the JSON that `planning.machine.Machine` reads.
+"""What one device needs for the parts of a training step, written to the JSON that `planning.Machine` reads.
 
     python benchmarks/step_parts.py --output h200.json
     python benchmarks/step_parts.py --output cpu.json --device cpu --precision 32-true --no-compile --tokens 1024 2048
@@ -34,8 +34,8 @@ from lightning_dilated.attention.local import local_forward, local_gradients
 from lightning_dilated.attention.rowwise import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.models.blocks import default_hidden
-from lightning_dilated.planning.machine import Line, Machine, Parts
 from lightning_dilated.planning.measure import device_seconds_of
+from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.sequence.exchange.indices import Batch
 from lightning_dilated.sequence.exchange.rows import Rows, add_rows, pack_rows
 

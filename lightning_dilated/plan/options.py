@@ -19,9 +19,9 @@ from lightning_dilated.models.longnet_lm import LongNetLM
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.recompute import POLICIES
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.trial import PRECISIONS
 from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
-from lightning_dilated.planning.trial import PRECISIONS
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
 

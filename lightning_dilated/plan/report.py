@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.plan.options import Asked
+from lightning_dilated.planning.counting.exchange_memory import lighter
+from lightning_dilated.planning.counting.meter import KINDS
+from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.estimate import HOST_LINK, Facts, Time, measured_machine
-from lightning_dilated.planning.exchange_memory import lighter
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
 from lightning_dilated.planning.memory import GIB, Memory, Setup
 from lightning_dilated.planning.memory_plot import Bar
-from lightning_dilated.planning.meter import KINDS
-from lightning_dilated.planning.rounds import EXACT
-from lightning_dilated.planning.subjects import subject_of
+from lightning_dilated.planning.simulating.rounds import EXACT
 
 
 @dataclass(frozen=True)

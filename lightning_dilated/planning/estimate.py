@@ -3,7 +3,7 @@
 What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
 and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width, and products of a wider
 output projection at the speed of the linear layers; the optimizer by parameters. Another GPU is taken to be as much slower
-as its products in bf16 are. Communication is simulated, see `planning.simulation`. Compiled blocks were measured.
+as its products in bf16 are. Communication is simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
 Shape letters: L tokens of a rank, R ranks, E embedding dim, V vocabulary, D head dim.
 """
 
@@ -19,13 +19,13 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern.rows import pairs
-from lightning_dilated.planning.exchange_memory import lighter, of_call
-from lightning_dilated.planning.footprint import Subject
+from lightning_dilated.planning.counting.exchange_memory import lighter, of_call
+from lightning_dilated.planning.counting.footprint import Subject
+from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.gpus import GPUS, Gpu
-from lightning_dilated.planning.machine import Line, Machine, Parts
 from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.simulation import Step, measured_pattern, simulate
-from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
+from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9

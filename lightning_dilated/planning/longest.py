@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.planning.counting.exchange_memory import Exchanged
+from lightning_dilated.planning.counting.footprint import Footprint, Subject, footprint
+from lightning_dilated.planning.counting.kernels import Graphs
+from lightning_dilated.planning.counting.tape import Tape
 from lightning_dilated.planning.estimate import Facts, Time, estimate
-from lightning_dilated.planning.exchange_memory import Exchanged
-from lightning_dilated.planning.footprint import Footprint, Subject, footprint
 from lightning_dilated.planning.gpus import Gpu
-from lightning_dilated.planning.kernels import Graphs
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, offloaded
-from lightning_dilated.planning.tape import Tape
 
 #: tokens of a tile that plans reckon with
 TILE = 16384

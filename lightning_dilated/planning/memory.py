@@ -8,10 +8,10 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from lightning_dilated.planning.exchange_memory import Exchanged, of_call, sharded
-from lightning_dilated.planning.footprint import Footprint, Moment
-from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
-from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_call, sharded
+from lightning_dilated.planning.counting.footprint import Footprint, Moment
+from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
+from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.sequence.plan import DEFAULTS, Links
 
 GIB = 2**30

@@ -8,8 +8,8 @@ import torch
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, Watch
 from lightning_dilated.callbacks.memory.probe import CudaProbe
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
-from lightning_dilated.planning.meter import OPTIMIZER as STATES
+from lightning_dilated.planning.counting.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
+from lightning_dilated.planning.counting.meter import OPTIMIZER as STATES
 from lightning_dilated.sequence.exchange.wire import Traffic
 
 from ..models import loader

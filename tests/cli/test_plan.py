@@ -8,10 +8,10 @@ import yaml
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.plan.options import number, parser, settled
-from lightning_dilated.planning.footprint import footprint
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.longest import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory
-from lightning_dilated.planning.subjects import subject_of
 
 GIB = 2**30
 SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]

@@ -11,12 +11,12 @@ import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.advice import advise
+from lightning_dilated.planning.counting.exchange_memory import lighter
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import HOST_LINK, Facts, estimate, measured_machine, scaled
-from lightning_dilated.planning.exchange_memory import lighter
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.subjects import subject_of
-from lightning_dilated.planning.workspace import OpCall
 from lightning_dilated.sequence import group
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])

@@ -7,10 +7,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import lightning_dilated as ld
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.footprint import footprint
-from lightning_dilated.planning.kernels import Graphs, Kernels
-from lightning_dilated.planning.subjects import subject_of
-from lightning_dilated.planning.tape import Tape
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.kernels import Graphs, Kernels
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.tape import Tape
 
 #: bytes of h and of a result
 H, OUT = 64 * 128 * 4, 64 * 32 * 4

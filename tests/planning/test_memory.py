@@ -9,17 +9,17 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning import trial
+from lightning_dilated.planning.counting import trial
+from lightning_dilated.planning.counting.exchange_memory import exchanged
+from lightning_dilated.planning.counting.footprint import _named, footprint
+from lightning_dilated.planning.counting.kernels import Graphs
+from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.tape import Tape
 from lightning_dilated.planning.estimate import Facts
-from lightning_dilated.planning.exchange_memory import exchanged
-from lightning_dilated.planning.footprint import _named, footprint
 from lightning_dilated.planning.gpus import GPUS, find_gpu
-from lightning_dilated.planning.kernels import Graphs
 from lightning_dilated.planning.longest import Case, candidates, last_true, recommended
 from lightning_dilated.planning.memory import Setup, memory
-from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS
-from lightning_dilated.planning.subjects import subject_of
-from lightning_dilated.planning.tape import Tape
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import make_problem
 

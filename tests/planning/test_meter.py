@@ -11,8 +11,16 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention.op import attention
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning import meter
-from lightning_dilated.planning.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY, Meter, parts
+from lightning_dilated.planning.counting import meter
+from lightning_dilated.planning.counting.meter import (
+    ACTIVATIONS,
+    EXCHANGE,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARY,
+    Meter,
+    parts,
+)
 
 
 def test_by_hand():

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.many import many
-from lightning_dilated.planning.rounds import bounds, exact, reached, reaches
+from lightning_dilated.planning.simulating.many import many
+from lightning_dilated.planning.simulating.rounds import bounds, exact, reached, reaches
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import compile_program
 from lightning_dilated.sequence.exchange.run_switch import compile_switch

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dilated.planning.plots import scale_plot, timeline
-from lightning_dilated.planning.scale import Setting, sweep, table
+from lightning_dilated.planning.simulating.plots import scale_plot, timeline
+from lightning_dilated.planning.simulating.scale import Setting, sweep, table
 from lightning_dilated.sequence.plan import Links
 
 from .machines import machine

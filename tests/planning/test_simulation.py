@@ -12,10 +12,10 @@ from dataclasses import replace
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning import simulation
-from lightning_dilated.planning.clock import Clock
-from lightning_dilated.planning.machine import Line
-from lightning_dilated.planning.simulation import simulate
+from lightning_dilated.planning.simulating import simulation
+from lightning_dilated.planning.simulating.clock import Clock
+from lightning_dilated.planning.simulating.machine import Line
+from lightning_dilated.planning.simulating.simulation import simulate
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import Links, make_problem, moved
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_dilated.planning.meter import (
+from lightning_dilated.planning.counting.meter import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,

@@ -20,8 +20,17 @@ from lightning_dilated.callbacks.memory.kinds import (
     weights,
 )
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase, Watch
-from lightning_dilated.planning.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, KINDS, PARAMETERS, Meter, parts
-from lightning_dilated.planning.meter import OPTIMIZER as STATES
+from lightning_dilated.planning.counting.meter import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    KINDS,
+    PARAMETERS,
+    Meter,
+    parts,
+)
+from lightning_dilated.planning.counting.meter import OPTIMIZER as STATES
 
 #: (seconds, bytes by kind from then on)
 Point = tuple[float, dict[str, int]]

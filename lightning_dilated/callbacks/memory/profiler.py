@@ -45,7 +45,7 @@ class MemoryProfiler(pl.Callback):
     On GPUs the numbers are those of torch's allocator, and nothing waits for the GPU; its peaks begin anew at the borders of
     phases of measured steps, so `torch.cuda.max_memory_allocated()` (and what DeviceStatsMonitor logs) reads the time since
     the last border only: read `peak_allocated` and `peak_reserved` here instead. On the CPU living tensors are counted, see
-    `planning.meter.Meter`: exact to a byte but for what a kernel takes and gives back, slower, and blocks that were compiled
+    `planning.Meter`: exact to a byte but for what a kernel takes and gives back, slower, and blocks that were compiled
     run uncompiled in measured steps. Kinds: see `CpuProbe` and `CudaProbe`; what is not known is temporary.
 
     Where memory runs out, the rank that it happened to says in a warning in which phase, how much was missing, what held the

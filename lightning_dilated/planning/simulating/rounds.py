@@ -1,6 +1,6 @@
 """What one call of sharded attention moves and computes on every rank, as arrays over the ranks.
 
-Up to `EXACT` ranks every number is counted from the ranks' own programs; for more see `planning.many`. The pairs of arriving
+Up to `EXACT` ranks every number is counted from the ranks' own programs; for more see `many`. The pairs of arriving
 rows are counted for all ranks at once and are exact for any number of ranks.
 Shape letters: N tokens, L tokens of a rank, R ranks, H query heads, w segment length, r dilation rate, o offset.
 """

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import place
-from lightning_dilated.planning.rounds import EXACT, Moves
-from lightning_dilated.planning.simulation import moves_of
-from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.simulating.rounds import EXACT, Moves
+from lightning_dilated.planning.simulating.simulation import moves_of
 from lightning_dilated.sequence.exchange.rows import FEW
 from lightning_dilated.sequence.plan import DEFAULTS, Links, Plan, make_problem, plan, price
 

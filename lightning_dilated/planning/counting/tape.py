@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.planning.meter import Meter
+from lightning_dilated.planning.counting.meter import Meter
 
 #: names of the op's two passes in a piece
 FORWARD, BACKWARD = "forward", "backward"

@@ -9,8 +9,8 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated.planning.clock import COMPUTE, EXCHANGE, GRADIENTS
-from lightning_dilated.planning.simulation import Step
+from lightning_dilated.planning.simulating.clock import COMPUTE, EXCHANGE, GRADIENTS
+from lightning_dilated.planning.simulating.simulation import Step
 
 #: a colour and a marker for every exchange; flat forms are drawn with broken lines, so that equal ones stay visible
 STYLES = {

@@ -1,7 +1,7 @@
 """Footprint: what a step holds for any depth and length, from steps of two depths and two lengths under fake tensors.
 
 All blocks hold alike, so what is held at an operation of the first or the last block is linear in depth; sizes are linear in
-tokens. What the op needs beside its results is reckoned for the length itself, see `planning.workspace`.
+tokens. What the op needs beside its results is reckoned for the length itself, see `planning.counting.workspace`.
 Shape letters: L tokens of a rank.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.planning import trial
-from lightning_dilated.planning.kernels import Graphs
-from lightning_dilated.planning.tape import Piece, Tape
-from lightning_dilated.planning.workspace import OpCall, workspace
+from lightning_dilated.planning.counting import trial
+from lightning_dilated.planning.counting.kernels import Graphs
+from lightning_dilated.planning.counting.tape import Piece, Tape
+from lightning_dilated.planning.counting.workspace import OpCall, workspace
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)

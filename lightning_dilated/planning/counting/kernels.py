@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from lightning_dilated.planning.tape import Tape
+from lightning_dilated.planning.counting.tape import Tape
 
 #: operators that Inductor does not make itself, beside all custom ones
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.machine import Machine
-from lightning_dilated.planning.simulation import Step, simulate
+from lightning_dilated.planning.simulating.machine import Machine
+from lightning_dilated.planning.simulating.simulation import Step, simulate
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import Links, make_problem
 

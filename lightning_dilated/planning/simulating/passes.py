@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from lightning_dilated.planning.clock import COMPUTE, EXCHANGE, Clock
-from lightning_dilated.planning.machine import Line, Machine
-from lightning_dilated.planning.rounds import Array, Moves, Rows
+from lightning_dilated.planning.simulating.clock import COMPUTE, EXCHANGE, Clock
+from lightning_dilated.planning.simulating.machine import Line, Machine
+from lightning_dilated.planning.simulating.rounds import Array, Moves, Rows
 
 #: kinds of work: a rank's own attention, batches of arriving rows, moving rows, what is done to the few rows they reach
 ATTENTION, ARRIVALS, PACKING, FEW = "attention", "arrivals", "packing", "few rows"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from lightning_dilated.planning.rounds import Array, Rows
+from lightning_dilated.planning.simulating.rounds import Array, Rows
 from lightning_dilated.sequence.plan import Links
 
 #: streams of a rank

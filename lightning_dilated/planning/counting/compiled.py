@@ -1,6 +1,6 @@
 """Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory that its kernels take.
 
-What is kept for the backward is what Inductor's own partitioner says. Its kernels are modelled, see `planning.kernels`.
+What is kept for the backward is what Inductor's own partitioner says. Its kernels are modelled, see `counting.kernels`.
 Shape letters: B batch, N tokens, E embedding dim.
 """
 
@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.planning.kernels import Graphs, Kernels
+from lightning_dilated.planning.counting.kernels import Graphs, Kernels
 
 #: how many of a piece's first arguments get a gradient, where it is more than the first
 LEADING = {"join": 2}

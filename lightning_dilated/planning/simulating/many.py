@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lightning_dilated.pattern.rows import place
-from lightning_dilated.planning.rounds import Array, Moves, Reach, Rows, bounds, reached, reaches, staged
+from lightning_dilated.planning.simulating.rounds import Array, Moves, Reach, Rows, bounds, reached, reaches, staged
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.butterfly import half
 from lightning_dilated.sequence.exchange.program import count

@@ -19,11 +19,11 @@ from lightning_dilated.attention import chunks, tiles
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.planning.compiled import Pieces
-from lightning_dilated.planning.disguise import as_on_gpu
-from lightning_dilated.planning.kernels import Graphs
-from lightning_dilated.planning.meter import GRADIENTS, PARAMETERS
-from lightning_dilated.planning.tape import Tape
+from lightning_dilated.planning.counting.compiled import Pieces
+from lightning_dilated.planning.counting.disguise import as_on_gpu
+from lightning_dilated.planning.counting.kernels import Graphs
+from lightning_dilated.planning.counting.meter import GRADIENTS, PARAMETERS
+from lightning_dilated.planning.counting.tape import Tape
 from lightning_dilated.sequence import group
 
 #: dtype of parameters by the Trainer's precision, and that of products

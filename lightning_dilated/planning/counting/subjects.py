@@ -18,9 +18,9 @@ from lightning_dilated.models.longnet_mlm import LongNetMLM
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.footprint import Subject
-from lightning_dilated.planning.trial import PRECISIONS
-from lightning_dilated.planning.workspace import OpCall
+from lightning_dilated.planning.counting.footprint import Subject
+from lightning_dilated.planning.counting.trial import PRECISIONS
+from lightning_dilated.planning.counting.workspace import OpCall
 
 #: arguments of a model that change nothing of its memory, or that a plan sets by itself
 LEFT_OUT = ("pretrained", "optimizer", "lr_scheduler", "compile_blocks")

@@ -9,7 +9,7 @@ optimizer at the end. Taken from the machine are compute times, from `Links` spe
     others, are priced as rows that are picked;
   - ranks with fewer tokens than others: all are given the work of the longest shard, except what arrives, which is each
     rank's own (causal: the later the rank, the more).
-With more than `rounds.EXACT` ranks some counts are approximate, see `planning.many`.
+With more than `rounds.EXACT` ranks some counts are approximate, see `planning.simulating.many`.
 Shape letters: N tokens, L tokens of a rank, R ranks, w segment length.
 """
 
@@ -26,11 +26,11 @@ from lightning_dilated.models.recompute import check_policy
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.rows import blocks, pairs, place
-from lightning_dilated.planning.clock import GRADIENTS, Clock, Event
-from lightning_dilated.planning.machine import Machine
-from lightning_dilated.planning.many import many
-from lightning_dilated.planning.passes import Op
-from lightning_dilated.planning.rounds import EXACT, Moves, bounds, exact
+from lightning_dilated.planning.simulating.clock import GRADIENTS, Clock, Event
+from lightning_dilated.planning.simulating.machine import Machine
+from lightning_dilated.planning.simulating.many import many
+from lightning_dilated.planning.simulating.passes import Op
+from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact
 from lightning_dilated.sequence.plan import Links, make_problem, plan
 from lightning_dilated.sequence.problem import Problem
 
