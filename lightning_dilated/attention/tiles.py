@@ -134,13 +134,12 @@ def backward_tiles(
     leaves: Sequence[Tensor],
     grads: Sequence[Tensor],
     made: Sequence[Tensor | None],
-    add: bool = False,
 ) -> list[Tensor | None]:
     """Gradients of run(*rows) from those of its results; to be called with gradients enabled.
 
     Args:
         leaves: what else `run` reads and is trained.
-        made: for each of `rows` where its gradient is written (with `add`: added), or None.
+        made: for each of `rows` where its gradient is written, or None; what is in `grads` may be written over.
 
     Returns:
         the gradients of `leaves`, in their dtypes; None for those that were not read.
@@ -155,18 +154,9 @@ def backward_tiles(
         found = torch.autograd.grad(results, [*asked, *leaves], [g[:, cut] for g in grads], allow_unused=True)
         del out, results, pieces
         for into, part in zip((x for x in made if x is not None), found, strict=False):
-            _write(into[:, cut], part, add)
+            into[:, cut] = 0 if part is None else part
         sums = [_added(total, part) for total, part in zip(sums, found[len(asked) :], strict=True)]
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
-
-
-def _write(into: Tensor, part: Tensor | None, add: bool) -> None:
-    if part is None:
-        into.zero_() if not add else None
-    elif add:
-        into.add_(part)
-    else:
-        into.copy_(part)
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

@@ -207,7 +207,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
         "kernels are modelled.",
         f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
-        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for lengths that nearly fill the GPU.",
+        "lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, which the command line sets.",
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]

@@ -13,7 +13,7 @@ from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.trial import PRECISIONS
 from lightning_dilated.planning.estimate import Facts
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
-from lightning_dilated.planning.longest import Case, candidates, in_words, recommended
+from lightning_dilated.planning.longest import Case, candidates, in_words
 from lightning_dilated.planning.memory import Setup
 
 
@@ -38,7 +38,7 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
     case = Case(subject, Facts.of(pl_module, subject), setup, gpu)
     now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
     able = candidates(case.facts.call.kv_heads, 0.0, case.facts.depth)
-    best = recommended(case, able, tokens)
+    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first, and none is counted in vain
     needs = case.memory(now, tokens).peak / GIB
     said = f"planned: {tokens:,} tokens on {setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
     if best is not None and best != now:

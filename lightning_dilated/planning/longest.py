@@ -99,7 +99,7 @@ def last_true(holds: Callable[[int], bool], most: int) -> int:
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TILE) -> list[MemorySettings]:
-    """Settings from the fastest to the most frugal; those with host memory only where there is some."""
+    """Settings to choose from; those with host memory only where there is some."""
     chunks = max(c for c in range(1, WINDOWS + 1) if kv_heads % c == 0)
     found = [
         MemorySettings(),
@@ -117,12 +117,12 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """The first settings with which N tokens fit, of a list that begins with the fastest, as `candidates` does; without N,
-    those that take the longest sequence; None: none fits."""
+    """The fastest settings with which N tokens fit, the first of equals; without N, those that take most; else None."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
-    return next((x for x in settings if case.fits(x, tokens)), None)
+    fitting = [x for x in settings if case.fits(x, tokens)]
+    return min(fitting, key=lambda x: case.time(x, tokens).seconds, default=None)
 
 
 def in_words(settings: MemorySettings) -> str:

@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,9 @@ def test_offloading_frees_the_gpu(counted):
     assert here.peak - all_away.peak == 6 * one - gradients
 
 
+TILES = MemorySettings("block", tile=1024)
+
+
 # -- the longest -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("limit, most", [*itertools.product([0, 1, 2, 3, 7, 8, 1000], [1, 8, 100])])
 def test_last_true(limit, most):
@@ -236,6 +240,15 @@ def test_longest_fits_and_no_more():
     assert recommended(case, [MemorySettings(), settings], longest) == settings
     assert recommended(case, [settings], 2 * longest) is None
     assert recommended(case, [MemorySettings(), settings], None) == settings
+
+
+def test_the_fastest_that_fits_is_recommended():
+    """Windows of heads may cost more than copies to the host, which cost nothing."""
+    seconds = {MemorySettings(): 1, MemorySettings("block"): 3, MemorySettings("block", offload=1): 2, TILES: 2}
+    case = SimpleNamespace(
+        fits=lambda x, tokens: x.policy == "block", time=lambda x, tokens: SimpleNamespace(seconds=seconds[x])
+    )
+    assert recommended(case, list(seconds), 1024) == MemorySettings("block", offload=1)
 
 
 def test_candidates():
