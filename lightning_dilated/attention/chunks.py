@@ -136,7 +136,7 @@ class _Chunked(torch.autograd.Function):
             del grads
         norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
         with ctx.replay.again():
-            sums = backward_tiles(norm, projection.step, (x,), parameters, (dx,), [dx])
+            sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [dx])
         return None, None, None, dx, *totals, *[None] * ctx.count, *sums
 
 

@@ -66,7 +66,7 @@ def products_backward(
                 total.add_(grad[i, cut].t() @ sample)
             for j, (w, grad) in enumerate(zip(weights, grads, strict=True)):
                 _multiply(grad[i, cut], w, into[i, cut], add or j > 0)
-        del rows, sample
+        rows = sample = None  # before the next tile's are made
     return sums
 
 

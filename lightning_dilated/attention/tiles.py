@@ -9,7 +9,6 @@ Shape letters: B batch, N tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -101,7 +100,7 @@ class _Tiled(torch.autograd.Function):
         parameters = read_again(ctx.modules, len(saved) - ctx.count)
         made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
         with ctx.replay.again():
-            sums = backward_tiles(ctx.run, ctx.step, rows, parameters, (grad,), made)
+            sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, made)
         return *[None] * 6, *made, *sums
 
 
@@ -110,36 +109,33 @@ def cuts(length: int, step: int) -> list[slice]:
     return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
 
 
-def forward_tiles(run: Callable[..., Any], step: int, rows: Sequence[Tensor]) -> Any:
-    """run(*rows), a tensor (B, N, ...) or a tuple of them, `step` tokens at a time."""
-    made: list[Tensor] = []
+def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor]) -> Tensor:
+    """run(*rows), a tensor (B, N, ...), `step` tokens at a time."""
+    made = None
     rows = [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
     for cut in cuts(rows[0].shape[1], step):
-        parts = run(*(x[:, cut] for x in rows))
-        single = isinstance(parts, Tensor)
-        parts = (parts,) if single else parts
-        if not made:
-            made = [p.new_empty((p.shape[0], rows[0].shape[1], *p.shape[2:])) for p in parts]
-        for whole, part in zip(made, parts, strict=True):
-            whole[:, cut] = part
-        del parts, part
+        part = run(*(x[:, cut] for x in rows))
+        if made is None:
+            made = part.new_empty((part.shape[0], rows[0].shape[1], *part.shape[2:]))
+        made[:, cut] = part
+        del part
     forget_casts()
-    return made[0] if single else tuple(made)
+    return made
 
 
 def backward_tiles(
-    run: Callable[..., Any],
+    run: Callable[..., Tensor],
     step: int,
     rows: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    grads: Sequence[Tensor],
+    grad: Tensor,
     made: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
-    """Gradients of run(*rows) from those of its results; to be called with gradients enabled.
+    """Gradients of run(*rows) from that of its result; to be called with gradients enabled.
 
     Args:
         leaves: what else `run` reads and is trained.
-        made: for each of `rows` where its gradient is written, or None; what is in `grads` may be written over.
+        made: for each of `rows` where its gradient is written, or None; `grad` may be written over.
 
     Returns:
         the gradients of `leaves`, in their dtypes; None for those that were not read.
@@ -150,9 +146,8 @@ def backward_tiles(
         pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
         out = run(*(p.view_as(p) for p in pieces))  # views: hooks of modules do not work on leaves within a backward
         asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
-        results = (out,) if isinstance(out, Tensor) else out
-        found = torch.autograd.grad(results, [*asked, *leaves], [g[:, cut] for g in grads], allow_unused=True)
-        del out, results, pieces
+        found = torch.autograd.grad(out, [*asked, *leaves], grad[:, cut], allow_unused=True)
+        del out, pieces
         for into, part in zip((x for x in made if x is not None), found, strict=False):
             into[:, cut] = 0 if part is None else part
         sums = [_added(total, part) for total, part in zip(sums, found[len(asked) :], strict=True)]

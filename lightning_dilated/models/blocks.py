@@ -176,6 +176,8 @@ class TransformerBlock(nn.Module):
             super().compile(*args, **kwargs)
             self._compiled_call_impl = guarded(self._compiled_call_impl)
             return
+        # tiles, last tiles and lengths, with gradients and without: more than the 8 kinds after which torch gives up
+        torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
         make = lambda f: torch.compile(f, *args, **kwargs)  # noqa: E731
         self._pieces = {"feed": make(self._feed)}
         if self._memory.head_chunks == 1:

@@ -94,11 +94,11 @@ def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, h
     starts = range(0, len(layers), every)
     for number, first in enumerate(starts):
         group = layers[first : first + every]
-        later = len(group) > 1
+        later = len(group) > 1 and not torch.compiler.is_compiling()  # which knows no such hooks
         with host.keeping(x, number, len(starts), later):
             # by its last layer's gradient a group is all there again: what the next one needs comes beside its first layer's
             ahead = partial(_beside_gradient, partial(host.ahead, number)) if later else None
-            x = _group(group, x, ahead) if later else group[0](x)
+            x = _group(group, x, ahead) if len(group) > 1 else group[0](x)
     return x
 
 
@@ -108,11 +108,12 @@ def _beside_gradient(then: Callable[[], None], x: Tensor) -> None:
         x.register_hook(lambda grad: then())
 
 
-def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, made_first: Callable[[Tensor], None]) -> Tensor:
+def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, made_first: Callable[[Tensor], None] | None) -> Tensor:
     # torch before 2.13 gives each layer's own checkpoint a tensor of the default dtype, which Trainer(precision="bf16-true")
     # changes for the forward only, and then finds another dtype in the second run
-    contexts = partial(_contexts_of_dtype, torch.get_default_dtype())
-    return checkpoint(partial(_run, layers, made_first), x, use_reentrant=False, context_fn=contexts)
+    more = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
+    more = {} if torch.compiler.is_compiling() else more
+    return checkpoint(partial(_run, layers, made_first), x, use_reentrant=False, **more)
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -133,9 +134,9 @@ class _DefaultDtype(AbstractContextManager):
         torch.set_default_dtype(self._before.pop())
 
 
-def _run(layers: list[Callable[[Tensor], Tensor]], made_first: Callable[[Tensor], None], x: Tensor) -> Tensor:
+def _run(layers: list[Callable[[Tensor], Tensor]], made_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:
     for number, layer in enumerate(layers):
         x = layer(x)
-        if number == 0:
+        if number == 0 and made_first is not None:
             made_first(x)
     return x

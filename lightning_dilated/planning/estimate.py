@@ -198,7 +198,7 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int, ste
 
 def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
     """Seconds of what each window of heads reads and writes once more of all hidden states."""
-    windows, forwards = memory.head_chunks, 1 + (memory.policy == "block") + (memory.every > 1)
+    windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
     if windows == 1:
         return 0.0
     passes = (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS

@@ -13,7 +13,7 @@ def normed(dtype):
 
 @pytest.mark.parametrize("step", [1, 4, 5, 11, 100])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("batch, tokens", [(1, 11), (3, 11), (2, 0)])
+@pytest.mark.parametrize("batch, tokens", [(1, 11), (3, 11), (2, 0), (0, 11)])
 def test_products(batch, tokens, biased, step):
     torch.manual_seed(0)
     x = torch.randn(batch, 2 * tokens, 8, dtype=torch.float64)[:, ::2]  # rows apart

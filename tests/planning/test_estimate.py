@@ -90,17 +90,17 @@ def test_settings_cost():
     assert block < seconds(policy="block", head_chunks=4) < seconds(policy="block", every=2, head_chunks=4)
 
 
-#: seconds on one H200 of a model of 12 blocks of 768, before products of windows were written out (the same passes but for
-#: the norm's backward); benchmarks/results/2026-11-22_h200_longest.md
+#: seconds on one H200 of a model of 12 blocks of 768, to which the estimate was fitted (of code before products of windows
+#: were written out); benchmarks/results/2026-11-22_h200_longest.md
 WINDOWED = [
     (MemorySettings("block", tile=32768, head_chunks=4), 1048576, 3.40),
     (MemorySettings("block", tile=32768, head_chunks=4), 4980736, 16.36),
-    (MemorySettings("block", every=2, tile=32768, head_chunks=12), 11534336, 54.21),
+    (MemorySettings("block", every=2, offload=1, tile=32768, head_chunks=12), 11534336, 54.21),
 ]
 
 
 @pytest.mark.parametrize("settings, tokens, seconds", WINDOWED)
-def test_windows_of_heads_cost_what_was_measured(settings, tokens, seconds):
+def test_windows_of_heads_stay_at_what_was_measured(settings, tokens, seconds):
     assert estimate(MINE, settings, tokens, ONE, H200).seconds == pytest.approx(seconds, rel=0.15)
 
 

@@ -1,0 +1,42 @@
+"""Memory settings under torch.compile: a whole stack that is traced, and pieces that meet many lengths."""
+
+import pytest
+import torch
+
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
+
+from .test_memory_settings import PATTERN, same
+
+
+@pytest.mark.parametrize("offload", [0, 1])
+def test_groups_within_a_compiled_stack(offload):
+    """torch.compile traces the checkpoints; it knows neither their contexts nor hooks on what is in between."""
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        stack = DilatedTransformer(16, 4, 4, PATTERN, causal=True).double()
+        stack.memory = MemorySettings("block", every=2, offload=offload)
+        run = torch.compile(stack, backend="aot_eager") if compiled else stack
+        x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
+        found.append([*torch.autograd.grad(run(x).square().sum(), [x, *stack.parameters()])])
+    same(*found)
+
+
+def test_compiled_pieces_of_many_lengths():
+    """Each length has a last tile of its own, and validation runs without gradients."""
+    torch._dynamo.reset()
+    found = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True).double()
+        stack.memory = MemorySettings("block", tile=8, head_chunks=2)
+        for block in stack.blocks if compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        for i, length in enumerate((21, 40, 33, 1, 65, 7)):
+            x = torch.randn(1 + i % 2, length, 16, dtype=torch.float64)
+            stack.train()(x).square().sum().backward()
+            with torch.no_grad():
+                stack.eval()(x[:, : max(1, length - 3)])
+        found.append([p.grad for p in stack.parameters()])
+    same(*found)
