@@ -76,6 +76,6 @@ def _multiply(grad: Tensor, weight: Tensor, into: Tensor, add: bool) -> None:
         part = grad @ weight
         into.add_(part) if add else into.copy_(part)
     elif add:
-        into.addmm_(grad, weight)
+        torch.addmm(into, grad, weight, out=into)  # FLOP counters do not know addmm_
     else:
         torch.mm(grad, weight, out=into)
