@@ -1,0 +1,40 @@
+"""The command line asks torch for segments that grow, and leaves what the user asked for."""
+
+import os
+
+import pytest
+
+from lightning_dilated import cli as command_line
+from lightning_dilated.allocator import NAMES, expandable_segments
+from lightning_dilated.find_max import Trials, trials
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_users_own_settings_stay(name):
+    env = {name: "max_split_size_mb:512"}
+    expandable_segments(env)
+    assert env == {name: "max_split_size_mb:512"}
+
+
+def test_segments_grow():
+    env = {}
+    expandable_segments(env)
+    assert env == {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+
+
+def test_commands_ask_for_them(monkeypatch):
+    """Before anything is built, and for the workers that they start."""
+    env = {}
+    monkeypatch.setattr(command_line.os, "environ", env)
+    monkeypatch.setattr(command_line, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
+    with pytest.raises(KeyError, match="expandable_segments:True"):
+        command_line.main(["fit"])
+
+
+def test_trials_ask_for_them(tmp_path, monkeypatch):
+    seen = {}
+    for name in NAMES:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(trials.subprocess, "Popen", lambda command, env, **more: seen.update(env))
+    Trials([], ranks=1)._start(tmp_path, 8, 0, 1)
+    assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in os.environ
