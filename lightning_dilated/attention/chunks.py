@@ -122,9 +122,8 @@ class _Chunked(torch.autograd.Function):
         tables = kept[count : count + ctx.count]
         parameters = read_again(pieces.modules, len(kept) - count - ctx.count)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
-        dx = torch.empty_like(
-            x, memory_format=torch.contiguous_format
-        )  # of the normed rows, until all windows are done
+        # the gradient of the normed rows, until all windows are done
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
         for i, window in enumerate(chunks.windows):
             with ctx.replay.again(grad=False):
                 made = projection.forward(window, x, weight, bias, tables)
