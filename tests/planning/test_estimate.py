@@ -111,6 +111,12 @@ def test_each_window_costs():
     assert sorted(seconds) == seconds and seconds[3] - seconds[2] > 5 * 12 * (1 << 20) * 768 * 2 * 12 / 4.8e12
 
 
+def test_kept_attention_projects_windows_as_often_as_blocks():
+    """Forward, recomputation and backward; only the op itself is not done again."""
+    kept, block = (seconds(policy=p, head_chunks=4) - seconds(policy=p) for p in ("attention-kept", "block"))
+    assert kept == pytest.approx(block) and kept > seconds(head_chunks=4) - seconds()
+
+
 def test_offloading_waits_for_the_link():
     block = estimate(MINE, MemorySettings("block"), 1 << 18, ONE, H200)
     some = estimate(MINE, MemorySettings("block"), 1 << 18, ONE, H200, away=int(block.seconds * HOST_LINK / 4))
