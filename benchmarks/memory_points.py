@@ -101,6 +101,8 @@ POINTS = [
     Point("1.3B", LARGE | HALF, block(16 * K, every=2, offload=1, head_chunks=8), 2 * M, "ring_dilated_fsdp"),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 6 * M, "ring_dilated", shifted=True),
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 12 * M, "ring_dilated"),
+    # what offload costs
+    Point("125M", SMALL | HALF, block(None, offload=1), M),
 ]
 
 

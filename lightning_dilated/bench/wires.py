@@ -66,13 +66,16 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Of each kind, how many ranks stand in a ring with this one, and which is so many places on."""
+    """Of each kind, how many ranks stand in a ring with this one, and which is so many places on.
+
+    Latencies come last: a GPU that has just begun takes nearly twice as long (2 H200: 82 us for 8 bytes, 48 for 65,536).
+    """
     node, local = divmod(rank, per_node)
     nodes = ranks // per_node
     return {
-        "few": (ranks, lambda step: (rank + step) % ranks),
         "near": (per_node, lambda step: node * per_node + (local + step) % per_node),
         "far": (nodes, lambda step: (node + step) % nodes * per_node + local),
+        "few": (ranks, lambda step: (rank + step) % ranks),
     }
 
 

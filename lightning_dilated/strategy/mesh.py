@@ -68,15 +68,16 @@ class MeshSizes:
         return mesh, dist.new_group(timeout=timeout) if self.data == 1 else sequence
 
 
-#: thread blocks of a communicator that sums gradients: it has the whole backward for it, and while it waits for a slower
-#: rank its kernels keep these multiprocessors from the backward's own
+#: thread blocks of a communicator that sums gradients beside the backward: while it waits for a slower rank, its kernels
+#: keep these multiprocessors from the backward's own
 GRADIENT_BLOCKS = 4
 
 
-def gradient_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks, over NCCL with few thread blocks; every rank has to call."""
+def gradient_group(timeout: timedelta, beside: bool) -> dist.ProcessGroup:
+    """All ranks, over NCCL, with few thread blocks where it works `beside` the backward; every rank has to call."""
     options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = GRADIENT_BLOCKS
+    if beside:
+        options.config.max_ctas = GRADIENT_BLOCKS
     return dist.new_group(backend="nccl", pg_options=options, timeout=timeout)
 
 

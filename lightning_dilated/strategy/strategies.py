@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dilated.pattern.branch import integer
 from lightning_dilated.strategy.mesh import gradient_group
 from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.peers import Peers
@@ -43,6 +44,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         check_first_batch: compare one rank with all on the head of the first batch (see `strategy.first_batch`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
+        bucket_cap_mb: MiB of gradients that are summed at a time, while the backward goes on (DDP's). None: on GPUs of one
+            node all at once when it is done, which costs less than sums beside it; else DDP's own, 25.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -64,10 +67,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         find_unused_parameters: bool = False,
         check_first_batch: bool = False,
         links: str | None = None,
+        bucket_cap_mb: int | None = None,
     ) -> None:
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
         )
+        if bucket_cap_mb is not None:
+            integer(bucket_cap_mb, "bucket_cap_mb", 1)
         if start_method not in ("popen", "spawn", "fork"):
             # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
             raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
@@ -76,6 +82,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
             timeout=self._seconds,
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
+            **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
         )
 
     @override
@@ -91,9 +98,16 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        """Lightning's, with a communicator of its own for the gradients on GPUs."""
+        """Lightning's; on GPUs with a communicator of its own for the gradients, and those of one node's in one bucket.
+
+        Why one: sums beside the backward wait for the slowest rank again and again, in kernels that take multiprocessors
+        from the backward (benchmarks/results/2026-11-22_h200_scaling.md).
+        """
         if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
-            self._ddp_kwargs["process_group"] = gradient_group(self._seconds)
+            beside = "bucket_cap_mb" in self._ddp_kwargs or self.num_nodes > 1
+            if not beside:
+                self._ddp_kwargs["bucket_cap_mb"] = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
+            self._ddp_kwargs["process_group"] = gradient_group(self._seconds, beside)
         return super()._setup_model(model)
 
     @override

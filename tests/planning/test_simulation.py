@@ -101,21 +101,33 @@ def test_nothing_crosses():
 ])  # fmt: skip
 def test_buckets(milliseconds_of_a_bucket, want):
     """Forward 32, loss 8, each block's backward 34 ms; a block's gradients are 1 MiB, and fill the first bucket."""
-    links = replace(FREE, near=2**20 / (milliseconds_of_a_bucket * MS))
+    links = replace(FREE, far=2**20 / (milliseconds_of_a_bucket * MS))
     model = machine(block_parameters=2**18, edge_parameters=0)
-    step = simulate(model, geometric(2, last=64), 64, 2, links=links)
+    step = simulate(model, geometric(2, last=64), 64, 2, ranks_per_node=1, links=links)
     assert step.seconds / MS == pytest.approx(want + 7)
     assert step.exposed / MS == pytest.approx(want - 108)
+    assert step.bytes("gradients") == (0, 2 * 2**20)
+
+
+def test_one_bucket_within_a_node():
+    """Both blocks' 2 MiB after 108 ms of work, and then the optimizer's 7."""
+    links = replace(FREE, near=2**20 / (10 * MS))
+    model = machine(block_parameters=2**18, edge_parameters=0)
+    step = simulate(model, geometric(2, last=64), 64, 2, links=links)
+    assert step.seconds / MS == pytest.approx(108 + 20 + 7) and step.exposed / MS == pytest.approx(20)
     assert step.bytes("gradients") == (2 * 2**20, 0)
 
 
 def test_bucket_sizes(monkeypatch):
-    """1 MiB, then 25 MiB each, then the rest."""
+    """1 MiB, then 25 MiB each, then the rest; within a node all at once."""
     sizes = []
     monkeypatch.setattr(Clock, "reduce", lambda self, size: sizes.append(size) if self.ranks > 1 else None)
     model = machine(block_parameters=10 * 2**18, edge_parameters=3 * 2**18, depth=6)
-    simulate(model, geometric(2, last=64), 64, 2)
+    simulate(model, geometric(2, last=64), 64, 2, ranks_per_node=1)
     assert [x / 2**20 for x in sizes] == [1, 25, 25, 12]
+    sizes.clear()
+    simulate(model, geometric(2, last=64), 64, 2)
+    assert [x / 2**20 for x in sizes] == [63]
 
 
 @pytest.mark.parametrize("ranks, per_node, seconds", [

@@ -2,8 +2,11 @@
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.strategies import DDPStrategy
+from torch import nn
 
 from lightning_dilated import RingDilatedStrategy
+from lightning_dilated.strategy import strategies
 from lightning_dilated.strategy.mesh import MeshSizes
 
 from .runs import trainer
@@ -33,6 +36,7 @@ def test_shape(world, sequence, head, want):
         ({"sequence_size": 0}, "sequence_size"),
         ({"exchange": "rings"}, "exchange must be one of auto, gather"),
         ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
+        ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
         ({"timeout": 0}, "timeout must be a positive number of seconds"),
         ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
     ],
@@ -59,3 +63,25 @@ def test_asked_too_early():
 def test_the_other_lightning_does_not_know_the_name():
     # `pytorch_lightning` is another copy with a registry of its own: nothing of ours may pretend to be there
     assert pl.strategies.StrategyRegistry["ring_dilated"]["strategy"] is RingDilatedStrategy
+
+
+@pytest.mark.parametrize(
+    "backend, nodes, given, bucket, beside",
+    [
+        ("nccl", 1, None, 3, False),  # 2 MiB of parameters, in one bucket
+        ("nccl", 2, None, None, True),
+        ("nccl", 1, 25, 25, True),
+        ("gloo", 1, None, None, None),
+        ("gloo", 1, 7, 7, None),
+    ],
+)
+def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
+    """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
+    made = []
+    monkeypatch.setattr(strategies, "gradient_group", lambda timeout, beside: made.append(beside) or "a group")
+    monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: self._ddp_kwargs)
+    strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
+    strategy.num_nodes = nodes
+    found = strategy._setup_model(nn.Linear(1024, 512, bias=False))
+    assert found.get("bucket_cap_mb") == bucket
+    assert made == ([] if beside is None else [beside]) and ("process_group" in found) == (beside is not None)

@@ -78,7 +78,8 @@ class Setting:
             f"{m.precision}, {'causal' if m.causal else 'no mask'}, recompute {self.recompute}; branches ({m.first}, 1), "
             f"({2 * m.first}, 2), ... up to one segment over all tokens. {self.ranks_per_node} GPUs a node, "
             f"{x.near / 1e9:g} GB/s a GPU inside it, {x.far / 1e9:g} GB/s a GPU between nodes; {x.round * 1e6:g} us a "
-            f"collective, {x.message * 1e6:g} us a message (links: {x.source}); gradients averaged beside the backward. "
+            f"collective, {x.message * 1e6:g} us a message (links: {x.source}); gradients averaged after the backward, "
+            f"on several nodes beside it. "
             f"Communication slows nothing else down, and the host runs ahead{host}."
         )
 

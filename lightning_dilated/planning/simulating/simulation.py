@@ -1,8 +1,9 @@
 """One training step on R ranks, event by event, from the plan of its exchange and what one device was measured to need.
 
 The order of events is the code's: each block's forward with its attention as `attention.sharded` runs it; the backward with
-what is recomputed, arrivals first, gradients home while local blocks run; gradients averaged in buckets beside it; the
-optimizer at the end. Taken from the machine are compute times, from `Links` speeds. What is not reckoned with:
+what is recomputed, arrivals first, gradients home while local blocks run; gradients averaged after it, or on several nodes
+in buckets beside it; the optimizer at the end. Taken from the machine are compute times, from `Links` speeds. What is not
+reckoned with:
   - communication that slows computation, or other communication, down; the host (agreeing, launches), which runs ahead;
   - loading, logging, and what the Trainer does between steps, but for a fixed `overhead`; reductions of single numbers;
   - fp32 copies of all rows in the forward of a switch; those of a dense pattern, most of whose rows get something from
@@ -108,7 +109,7 @@ def simulate(
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
         overhead: seconds of every step that are in no part of it.
-        average: whether gradients are averaged over the ranks, in DDP's buckets.
+        average: whether gradients are averaged over the ranks: of one node all at once, else in DDP's buckets.
         watched: the rank whose events are returned.
 
     Raises:
@@ -159,7 +160,7 @@ def _run(clock: Clock, machine: Machine, op: Op, tokens: int, recompute: str, av
         half(parts.rest_forward)
     clock.work("edge", parts.edge_forward)
     clock.work("edge", parts.edge_backward)
-    buckets = _Buckets(clock, average)
+    buckets = _Buckets(clock, average, clock.ranks > clock.per_node)
     for _ in range(machine.depth):
         if recompute != "none":
             half(parts.rest_forward * machine.again)
@@ -176,10 +177,13 @@ def _run(clock: Clock, machine: Machine, op: Op, tokens: int, recompute: str, av
 
 
 class _Buckets:
-    """Gradients gathered until a bucket is full, as DDP does; a block's are all there when its backward is done."""
+    """Gradients gathered until a bucket is full, as DDP does; a block's are all there when its backward is done.
 
-    def __init__(self, clock: Clock, average: bool) -> None:
-        self.clock, self.average, self.size, self.limit = clock, average, 0, FIRST_BUCKET
+    Without `beside` one bucket takes all of them, as under `RingDilatedStrategy` on one node.
+    """
+
+    def __init__(self, clock: Clock, average: bool, beside: bool) -> None:
+        self.clock, self.average, self.size, self.limit = clock, average, 0, FIRST_BUCKET if beside else math.inf
 
     def add(self, size: int) -> None:
         self.size += size
