@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lightning_dilated.attention.products import products, products_backward, products_dtype
 from lightning_dilated.attention.replay import Replay
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.attention.tiles import backward_tiles, check_whole, read_again, step_of, trained
+from lightning_dilated.attention.tiles import backward_tiles, check_whole, read_again, step_of, trained, weights
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.exchange.heads import windows
 
@@ -95,6 +95,7 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
         ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
+        ctx.weights = weights(pieces.modules)
         state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
         out, kept, ctx.rest = None, [], []
         projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
@@ -120,7 +121,7 @@ class _Chunked(torch.autograd.Function):
         chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
-        parameters = read_again(pieces.modules, len(kept) - count - ctx.count)
+        parameters = read_again(pieces.modules, ctx.weights, len(kept) - count - ctx.count)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
         # the gradient of the normed rows, until all windows are done
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

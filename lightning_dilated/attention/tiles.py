@@ -65,18 +65,38 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
         )
 
 
+def weights(modules: Sequence[nn.Module]) -> tuple[nn.Parameter, ...]:
+    """Their parameters, each once."""
+    return tuple(dict.fromkeys(p for m in modules for p in m.parameters()))
+
+
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Their parameters that get gradients, each once."""
-    return [p for p in dict.fromkeys(p for m in modules for p in m.parameters()) if p.requires_grad]
+    return [p for p in weights(modules) if p.requires_grad]
 
 
-def read_again(modules: Sequence[nn.Module], count: int) -> list[nn.Parameter]:
-    """`trained` in the backward: those that are read now, as many as in the forward."""
+def read_again(modules: Sequence[nn.Module], before: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:
+    """`trained` in the backward, where the pieces run again and read what the modules hold by then.
+
+    Args:
+        before: `weights` in the forward; they may have been away since, as FSDP's are, but are the same objects.
+        count: how many of them were trained.
+
+    Raises:
+        RuntimeError: where others are read, or others are trained, than in the forward.
+    """
     found = trained(modules)
     if len(found) != count:
         raise RuntimeError(
             f"{count} parameters were trained in the forward and {len(found)} are in its backward. Freeze or thaw none in "
             "between; with tile or head_chunks shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+        )
+    now = weights(modules)
+    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+        raise RuntimeError(
+            "with tile or head_chunks the backward computes parts of the forward again, and the modules hold other parameters "
+            "by now than they did. Where torch.func.functional_call put them there, run the backward within that call "
+            "(return gradients from it), or leave out tile and head_chunks."
         )
     return found
 
@@ -85,7 +105,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, modules, step, random, unused, count, *tensors):
         ctx.run, ctx.modules, ctx.step, ctx.count = run, modules, step, count
-        ctx.replay = Replay(tensors[0], random)
+        ctx.replay, ctx.weights = Replay(tensors[0], random), weights(modules)
         ctx.save_for_backward(*tensors)
         if unused:
             return tensors[0].new_empty(()).expand(tensors[0].shape)
@@ -97,7 +117,7 @@ class _Tiled(torch.autograd.Function):
         saved = ctx.saved_tensors  # raises if one was changed in place
         rows = saved[: ctx.count]
         wanted = ctx.needs_input_grad[6 : 6 + ctx.count]
-        parameters = read_again(ctx.modules, len(saved) - ctx.count)
+        parameters = read_again(ctx.modules, ctx.weights, len(saved) - ctx.count)
         made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
         with ctx.replay.again():
             sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, made)

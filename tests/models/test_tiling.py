@@ -94,6 +94,26 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_parameters_of_a_functional_call(chosen, frozen):
+    """Inside it gradients are right; after it the modules hold their own parameters again, of which the forward knew nothing."""
+    block, x = TransformerBlock(16, 4, 24, PATTERN, causal=True), torch.randn(1, 21, 16, requires_grad=True)
+    given = {n: torch.nn.Parameter(torch.randn_like(p) / 4, not frozen) for n, p in block.named_parameters()}
+    wanted = [x, *(() if frozen else given.values())]
+    call = lambda: torch.func.functional_call(block, given, (x,)).square().sum()  # noqa: E731
+    want = torch.autograd.grad(call(), wanted)
+    block.requires_grad_(not frozen)
+    block.memory = chosen
+    with pytest.raises(RuntimeError, match="hold other parameters by now than they did"):
+        call().backward()
+    inside = lambda m, x: torch.autograd.grad(m(x).square().sum(), wanted)  # noqa: E731
+    runner = torch.nn.Module()
+    runner.block = block
+    runner.forward = lambda x: inside(block, x)
+    same(torch.func.functional_call(runner, {f"block.{n}": p for n, p in given.items()}, (x,)), want, 1e-5)
+
+
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=2), MemorySettings(head_chunks=2, tile=2)], ids=str)
 def test_many_tiles_are_summed_in_float32(chosen):
     """1,024 parts of one sign: a sum in bfloat16 would stand still long before the last."""
