@@ -94,9 +94,9 @@ def read_again(modules: Sequence[nn.Module], before: Sequence[nn.Parameter], cou
     now = weights(modules)
     if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
         raise RuntimeError(
-            "with tile or head_chunks the backward computes parts of the forward again, and the modules hold other parameters "
-            "by now than they did. Where torch.func.functional_call put them there, run the backward within that call "
-            "(return gradients from it), or leave out tile and head_chunks."
+            "with tile or head_chunks the backward computes parts of the forward again, and the modules hold other "
+            "parameters by now. Where torch.func.functional_call put them there, run the backward within that call (return "
+            "gradients from it), or leave out tile and head_chunks."
         )
     return found
 

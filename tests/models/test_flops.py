@@ -24,6 +24,19 @@ def test_counted(options, training):
     assert step_flops(model, 46, [23, 23], training) == counter.get_total_flops()
 
 
+@pytest.mark.parametrize(
+    "trained", ["head", "transformer.blocks.1", "transformer.blocks.1.ffn", "transformer.blocks.0.attention"]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_frozen(trained, tied):
+    """What is frozen gets no gradient, and what lies before all that is trained passes none on."""
+    model, given = tiny(dtype=torch.float32, tie_embeddings=tied), batch(2, 23)
+    model.requires_grad_(False).get_submodule(trained).requires_grad_(True)
+    with FlopCounterMode(display=False) as counter:
+        model.token_losses(given).sum().backward()
+    assert step_flops(model, 46, [23, 23]) == counter.get_total_flops()
+
+
 def test_documents_and_windows_of_heads():
     pattern = DilatedPattern([Branch(4, 1, heads=[0]), (16, 2)])  # windows of heads have unlike numbers of pairs
     model, given = tiny(pattern, dtype=torch.float32), batch(1, 23)
