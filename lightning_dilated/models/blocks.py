@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, E embedding dim.
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
@@ -149,6 +150,13 @@ class TransformerBlock(nn.Module):
             raise ValueError(
                 f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
                 "attention changes its weights. Set head_chunks=1; policy, every, offload and tile work with it."
+            )
+        a = self.attention
+        if a._forward_hooks or a._forward_pre_hooks or a._backward_hooks or a._backward_pre_hooks:
+            warnings.warn(
+                f"hooks on the attention layer do not run with head_chunks={settings.head_chunks}: put them on its block, "
+                "or set head_chunks=1.",
+                stacklevel=3,
             )
 
     @property

@@ -19,7 +19,7 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
 
     A product with a matrix of P weights takes 2 P a token forward and 4 P backward, of which 2 P are for its own gradient
     and are left out where it is frozen, and 2 P for what lies before it, left out where all of that is frozen; a pair of a
-    query and a key takes 4 D forward and likewise 10 D backward. Parameters are taken to be used in the order of the module's.
+    query and a key takes 4 D forward and 10 D backward, likewise. Parameters are taken to be used in the module's order.
     Norms, activations, what is computed again and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv
     2204.02311, appendix B).
 

@@ -1,5 +1,7 @@
 """Layers in tiles: explicit gradients that come once, and errors where they would be wrong."""
 
+import warnings
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -39,6 +41,19 @@ def test_frozen_parameters():
             "attention.in_proj_weight", "ffn.gate.weight", "ffn.fc1.weight", "ffn.fc2.weight",
         ]  # fmt: skip
     same([g for g in found[1].values() if g is not None], [g for g in found[0].values() if g is not None], 1e-5)
+
+
+def test_hooks_on_attention_that_windows_of_heads_pass_by():
+    block, seen = TransformerBlock(16, 4, 24, PATTERN, causal=True), []
+    block.memory = MemorySettings("block", head_chunks=2)
+    handle = block.attention.register_forward_hook(lambda *given: seen.append(given))
+    with pytest.warns(UserWarning, match="hooks on the attention layer do not run with head_chunks=2"):
+        block(torch.randn(1, 21, 16))
+    assert not seen
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        block(torch.randn(1, 21, 16))
 
 
 def test_no_double_backward():
