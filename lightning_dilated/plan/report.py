@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.slide_encoder import SlideEncoder
+from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.options import Asked
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.meter import KINDS
@@ -98,11 +102,25 @@ def _head(asked: Asked, case: Case) -> list[str]:
     return [
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
         f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
-        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}",
-        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}",
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
         f"machine: {many}{nodes}, {setup.strategy}, {setup.optimizer}; {asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of "
         f"{asked.gpu.memory / GIB:.1f} are planned with",
     ]
+
+
+def _decoder(facts: Facts) -> str:
+    x = facts.decoder
+    return f"; and a decoder of {x.depth} blocks of {x.dim}, heads of {x.call.head_dim}" if x else ""
+
+
+def token_of(model: DilatedModule) -> str:
+    """What a token is, where it is none of a text."""
+    if isinstance(model, (SlideEncoder, SlidePretrainer)):
+        return "; a token is a row of a slide: a tile, or the class token's"
+    if isinstance(model, LongViT):
+        return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
+    return ""
 
 
 def in_numbers(n: int) -> str:
@@ -159,9 +177,10 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
         return []
     if x.exchange.name is None:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
+    layers = sum(stack.depth for stack in case.facts.stacks)
     lines = [
         "",
-        f"  exchange {x.exchange.name}, a rank on the mean, of all {case.facts.depth} layers (from other nodes):",
+        f"  exchange {x.exchange.name}, a rank on the mean, of all {layers} layers (from other nodes):",
     ]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
@@ -218,6 +237,11 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
     if setup.strategy == "ring_dilated_fsdp":
         notes.append(
             "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+        )
+    if asked.batch > 1:
+        notes.append(
+            f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
+            f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
         )
     if asked.host:
         notes.append(
