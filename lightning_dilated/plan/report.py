@@ -111,7 +111,7 @@ def _head(asked: Asked, case: Case) -> list[str]:
 
 def _decoder(facts: Facts) -> str:
     x = facts.decoder
-    return f"; and a decoder of {x.depth} blocks of {x.dim}, heads of {x.call.head_dim}" if x else ""
+    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
 
 
 def token_of(model: DilatedModule) -> str:
@@ -121,6 +121,22 @@ def token_of(model: DilatedModule) -> str:
     if isinstance(model, LongViT):
         return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
     return ""
+
+
+def _counted(model: DilatedModule) -> list[str]:
+    """What a count of the model takes for granted."""
+    if isinstance(model, SlidePretrainer):
+        return [
+            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is told as "
+            "temporary, and is on the GPU also where it could wait on the host."
+        ]
+    if isinstance(model, LongViT):
+        cells = model.image_size // model.patch_size
+        return [
+            f"images come as patches and grid, one at a time; positions are interpolated from the table of {cells} x {cells} "
+            "patches, as they are for images of another size."
+        ]
+    return []
 
 
 def in_numbers(n: int) -> str:
@@ -230,6 +246,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
+    notes += _counted(asked.model)
     if setup.ranks > 1:
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
