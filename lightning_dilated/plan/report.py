@@ -65,7 +65,7 @@ def report(asked: Asked) -> Told:
         lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
         lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
     else:
-        lines += ["", _nothing(case, rows, asked.tokens)]
+        lines += ["", _nothing(case, rows, asked)]
     notes = assumptions(asked, case)
     lines += ["", *(f"  - {note}" for note in notes)]
     title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
@@ -127,14 +127,14 @@ def _counted(model: DilatedModule) -> list[str]:
     """What a count of the model takes for granted."""
     if isinstance(model, SlidePretrainer):
         return [
-            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is told as "
-            "temporary, and is on the GPU also where it could wait on the host."
+            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
+            "told as temporary, and is on the GPU also where it could wait on the host."
         ]
     if isinstance(model, LongViT):
         cells = model.image_size // model.patch_size
         return [
-            f"images come as patches and grid, one at a time; positions are interpolated from the table of {cells} x {cells} "
-            "patches, as they are for images of another size."
+            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
+            "they are for images of another size."
         ]
     return []
 
@@ -218,8 +218,10 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     return lines
 
 
-def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
+def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
     """What to change where nothing fits."""
+    tokens = asked.tokens
+    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
         hint = "" if case.setup.strategy == "ring_dilated_fsdp" else " Take --strategy ring_dilated_fsdp."
@@ -229,7 +231,7 @@ def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
     return (
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
-        "GPUs, --residual_dtype bfloat16, or --host_memory to offload to."
+        f"GPUs, {narrow}or --host_memory to offload to."
     )
 
 
