@@ -76,7 +76,7 @@ def of_recipe(path: Path) -> Sizes:
     )  # fmt: skip
 
 
-def _class(path: Path, class_path: Any, package: str) -> Any:
+def class_of(path: Path, class_path: Any, package: str) -> Any:
     """The class of a class_path; names without a module are the package's own."""
     module, _, name = str(class_path).rpartition(".")
     try:
@@ -87,7 +87,7 @@ def _class(path: Path, class_path: Any, package: str) -> Any:
 
 def made_model(path: Path, model: dict[str, Any]) -> DilatedModule:
     """The model of a recipe, not built, without its optimizer."""
-    cls = _class(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
+    cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
     return cls(**given)
 
@@ -95,7 +95,7 @@ def made_model(path: Path, model: dict[str, Any]) -> DilatedModule:
 def seq_len_of(path: Path, data: Any) -> int | None:
     """N of the recipe's data: its setting, else its class's default."""
     data = data if isinstance(data, dict) else {}
-    cls = _class(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
+    cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
     default = inspect.signature(cls).parameters.get("seq_len")
     found = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
     return found if isinstance(found, int) else None

@@ -19,14 +19,18 @@ def parser() -> argparse.ArgumentParser:
     """The options; all others are those of fit."""
     p = argparse.ArgumentParser(
         "lightning-dilated plan --find-max",
-        description="Trains two steps of ever longer sequences of random tokens on the GPUs that are here, until they do "
-        "not fit, and bisects. Options that are not listed (--model.dim 768, --trainer.strategy ring_dilated) go to fit.",
+        description="Trains two steps of ever longer sequences of random tokens (or of slides or images, as the recipe's "
+        "model takes them) on the GPUs that are here, until they do not fit, and bisects. Options that are not listed "
+        "(--model.dim 768, --trainer.strategy ring_dilated) go to fit.",
         allow_abbrev=False,
     )
     p.add_argument("--config", "-c", action="append", required=True, help="the recipe")
     p.add_argument("--gpus", type=int, help="ranks (default: all GPUs that are here)")
     p.add_argument(
-        "--tokens", type=_number, help=f"tried first (default {START:,} a rank); K, M and G are powers of two"
+        "--tokens",
+        type=_number,
+        help=f"tried first (default {START:,} a rank): of a text, rows of a slide (its tiles and the "
+        "class token's), patches of an image; K, M and G are powers of two",
     )
     p.add_argument("--most", type=_number, help="never try more tokens")
     p.add_argument("--multiple", type=_number, default=MULTIPLE, help="of a rank's tokens (default %(default)s)")
@@ -82,7 +86,7 @@ def run(argv: list[str]) -> None:
     end = "not tried beyond" if found.fails is None else f"{found.fails:,} do not fit"
     most = max(best, key=lambda outcome: outcome.tokens)
     print(f"\nlongest: {found.fits:,} tokens on {args.gpus} rank(s) ({end}; {found.times} trials)\n{most}")
-    print(f"in the recipe: data.init_args.seq_len: {found.fits}")
+    print(f"in the recipe: {most.line.format(found.fits)}")
 
 
 def _told(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:

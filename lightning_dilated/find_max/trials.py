@@ -21,6 +21,8 @@ from pathlib import Path
 from lightning_dilated.allocator import expandable_segments
 
 GIB = 2**30
+#: what a recipe says of a length
+LINE = "data.init_args.seq_len: {}"
 #: lines of a failed rank's output that are shown
 SHOWN = 15
 
@@ -28,7 +30,7 @@ SHOWN = 15
 @dataclass(frozen=True)
 class Outcome:
     """Of a trial: whether it fitted; the most bytes that a rank had allocated and reserved (0 where unknown); seconds of the
-    second step; who ran out of memory and how, if one did."""
+    second step; who ran out of memory and how, if one did; what a recipe says of a length, {} standing for it."""
 
     tokens: int
     fits: bool
@@ -36,6 +38,7 @@ class Outcome:
     reserved: int = 0
     seconds: float = 0.0
     message: str = ""
+    line: str = LINE
 
     def __str__(self) -> str:
         if not self.fits:
@@ -103,7 +106,7 @@ class Trials:
                     return Outcome(tokens, False, message=f"rank {rank}: {said['missing']}")
             if all(found):
                 most = {name: max(said[name] for said in found) for name in ("allocated", "reserved", "seconds")}
-                return Outcome(tokens, True, **most)
+                return Outcome(tokens, True, **most, line=found[0]["line"])
             for rank, process in enumerate(ranks):
                 if process.poll() == -signal.SIGKILL and not _read(folder / f"{rank}.json"):
                     return Outcome(tokens, False, message=f"rank {rank}: killed, as by a host without memory left")

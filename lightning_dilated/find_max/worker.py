@@ -1,4 +1,4 @@
-"""A rank of a trial: the recipe's model, strategy and memory settings on random tokens, two steps.
+"""A rank of a trial: the recipe's model, strategy and memory settings on random samples, two steps.
 
 Run by `find_max.trials`: python -m lightning_dilated.find_max.worker JSON --config RECIPE ...
 """
@@ -14,10 +14,10 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.models import TokenModel
+from lightning_dilated.find_max.samples import Samples
 
 #: how torch, CUDA, NCCL and cuBLAS say, besides by torch.OutOfMemoryError, that a GPU's or the host's memory is at its end
 WORDS = (
@@ -27,21 +27,6 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
-
-
-class _Random(Dataset):
-    """Samples of random tokens, equal on all ranks."""
-
-    def __init__(self, tokens: int, vocab_size: int) -> None:
-        self.tokens, self.vocab_size = tokens, vocab_size
-
-    def __len__(self) -> int:
-        return 2
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        made = torch.Generator().manual_seed(index)
-        text = torch.randint(0, self.vocab_size, (self.tokens + 1,), generator=made)
-        return {"tokens": text[:-1], "labels": text[1:], "index": index}
 
 
 class _Steps(pl.Callback):
@@ -60,8 +45,8 @@ class _Steps(pl.Callback):
         self.seconds = time.perf_counter() - self.began
 
 
-def train(told: dict[str, Any], arguments: list[str]) -> dict[str, float]:
-    """Two steps, and what they took."""
+def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
+    """Two steps, what they took, and what a recipe says of the length."""
     from lightning_dilated.cli import DilatedCLI
 
     steps = _Steps()
@@ -87,11 +72,9 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, float]:
             """The recipe's own are not read, and may be too short for its sequences."""
 
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
-    if not isinstance(cli.model, TokenModel):
-        raise ValueError(f"--find-max makes random tokens, which a {type(cli.model).__name__} does not take.")
-    data = _Random(told["tokens"], cli.model.vocab_size)
+    data = Samples(cli.model, told["tokens"])
     cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
-    found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0}
+    found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0, "line": data.line}
     if cli.trainer.strategy.root_device.type == "cuda":
         found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found

@@ -79,23 +79,36 @@ def table_positions(table: Tensor, rows: int, columns: int, positions: Tensor) -
         positions: (L,) int64 on the CPU, row * columns + column; those past the image get some row, and are padding.
     """
     cells = math.isqrt(table.shape[1])
-    positions = positions.clamp(max=rows * columns - 1)
     if not len(positions):
         return table[0, :0]
+    needed, index = places(positions, rows, columns, cells)
     if rows == columns == cells:
-        return _take(table[0], positions)
-    needed, nth = torch.unique(positions // columns, return_inverse=True)
+        return _take(table[0], index)
     with torch.autocast(table.device.type, enabled=False):
         wide = table[0].to(torch.promote_types(table.dtype, torch.float32)).view(cells, cells, -1)
         down = cubic_weights(cells, rows, (rows + NUDGE) / cells)[needed].to(wide)
         along = cubic_weights(cells, columns, (columns + NUDGE) / cells).to(wide)
         made = torch.einsum("ri,ije,cj->rce", down, wide, along).flatten(0, 1)
-    return _take(made, nth * columns + positions % columns)
+    return _take(made, index)
 
 
-def _take(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index]; a view where the index counts up one by one."""
+def places(positions: Tensor, rows: int, columns: int, cells: int) -> tuple[slice | Tensor, slice | Tensor]:
+    """Which rows of patches the positions (L,) of a `rows` x `columns` image lie in (all rows, where a table of `cells`
+    squared is for this grid), and where each position is among the patches of these rows; slices where they count up one by
+    one. Reads values, on the CPU."""
+    positions = positions.clamp(max=rows * columns - 1)
+    if rows == columns == cells:
+        return slice(0, rows), _counting(positions)
+    needed, nth = torch.unique(positions // columns, return_inverse=True)
+    return _counting(needed), _counting(nth * columns + positions % columns)
+
+
+def _counting(index: Tensor) -> slice | Tensor:
     first = int(index[0])
-    if torch.equal(index, torch.arange(first, first + len(index))):
-        return rows[first : first + len(index)]
-    return rows.index_select(0, index.to(rows.device))
+    counts = torch.equal(index, torch.arange(first, first + len(index)))
+    return slice(first, first + len(index)) if counts else index
+
+
+def _take(rows: Tensor, index: slice | Tensor) -> Tensor:
+    """rows[index]; a view where the index counts up one by one."""
+    return rows[index] if isinstance(index, slice) else rows.index_select(0, index.to(rows.device))

@@ -118,6 +118,10 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         tiles = (positions > 0).expand(keep.shape)
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
+    def hidden_rows(self, hidden: Tensor) -> Tensor:
+        """(M,) int64: the numbers of the hidden rows among all B L; found on the CPU, so that no GPU is waited for."""
+        return hidden.flatten().nonzero()[:, 0]
+
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
         self.configure_model()
@@ -133,7 +137,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide)
         x = self.norm(self.transformer(self.dropout(x), lengths=lengths))
         x = self.decoder(self.decoder_embed(x), lengths=lengths)
-        rows = found[0].flatten().nonzero()[:, 0].to(x.device)  # found on the CPU, so that no GPU is waited for
+        rows = self.hidden_rows(found[0]).to(x.device)
         target = features.flatten(0, 1)[rows]
         target = target.to(torch.promote_types(target.dtype, torch.float32))
         if self.normalise:

@@ -6,6 +6,7 @@ Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
 from __future__ import annotations
 
 import argparse
+import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,9 @@ from typing import Any
 
 import yaml
 
-from lightning_dilated.explain import made_model, seq_len_of
+from lightning_dilated.explain import class_of, made_model, seq_len_of
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longnet_lm import LongNetLM
+from lightning_dilated.models.longnet_lm import LongNetLM, TokenModel
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.recompute import POLICIES
 from lightning_dilated.pattern import DilatedPattern
@@ -31,6 +32,8 @@ SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 #: GPUs of a node
 NODE = 8
 CALLBACK = "ActivationRecompute"
+#: options that are called otherwise than the argument of a model
+OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "--vocab"}
 
 
 def number(text: str) -> int:
@@ -62,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _model(p: Any) -> None:
     p.add_argument("--dim", type=number)
-    p.add_argument("--depth", type=number, help="blocks")
+    p.add_argument("--depth", type=number, help="blocks; of the encoder where there is a decoder, too")
     p.add_argument("--heads", type=number)
     p.add_argument("--kv_heads", "--kv-heads", type=number)
     p.add_argument("--ffn_dim", "--ffn-dim", type=number)
@@ -79,7 +82,12 @@ def _model(p: Any) -> None:
 
 
 def _machine(p: Any) -> None:
-    p.add_argument("--tokens", type=number, help="of a sequence, on all its ranks (default: the recipe's)")
+    p.add_argument(
+        "--tokens",
+        type=number,
+        help="of a sequence, on all its ranks: of a text; rows of a slide, which are its tiles and one for the class token; "
+        "patches of an image (default: the recipe's)",
+    )
     p.add_argument("--gpus", type=number, help="in all; they share every sequence (default: the recipe's, else 1)")
     p.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (default %(default)s)")
     p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="of each GPU, if another one")
@@ -112,6 +120,7 @@ class Asked:
         settings: the only ones to look at; None: all.
         host: GiB of host memory of a rank.
         strategy: None: to be chosen.
+        batch: sequences of the recipe's batches; one is planned.
     """
 
     model: DilatedModule
@@ -128,6 +137,7 @@ class Asked:
     exchange: str
     links: Links
     residual: str | None
+    batch: int = 1
 
     def setup(self, strategy: str) -> Setup:
         """How it is run with a strategy."""
@@ -142,8 +152,8 @@ def settled(args: argparse.Namespace) -> Asked:
     """
     config = _recipe(args.config)
     trainer = config.get("trainer") or {}
-    tokens = args.tokens or (seq_len_of(args.config, config.get("data")) if config else None)
-    model = _from_recipe(args, config) if config else _from_sizes(args, tokens)
+    model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
+    tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
     strategy, exchange = _strategy(trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
     given = args.strategy or strategy
@@ -162,6 +172,7 @@ def settled(args: argparse.Namespace) -> Asked:
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
         args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
         Links.load(args.links) if args.links else Links(), getattr(getattr(model, "options", None), "residual_dtype", None),
+        _batch(config.get("data")),
     )  # fmt: skip
 
 
@@ -175,14 +186,52 @@ def _recipe(path: Path | None) -> dict[str, Any]:
 
 
 def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
-    """The recipe's model, with the sizes given."""
+    """The recipe's model, with the sizes given.
+
+    Raises:
+        ValueError: naming an option that the model has no argument for.
+    """
     of = config["model"]
+    cls = class_of(args.config, of.get("class_path", "LongNetLM"), "lightning_dilated")
+    takes = inspect.signature(cls).parameters
     given = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     given |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
-    changed = {**(of.get("init_args") or {}), **{k: v for k, v in given.items() if v is not None}}
+    given = {k: v for k, v in given.items() if v is not None}
+    for name, value in given.items():
+        if name not in takes and not any(x.kind is x.VAR_KEYWORD for x in takes.values()):
+            raise ValueError(
+                f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
+            )
+    changed = {**(of.get("init_args") or {}), **given}
     if args.segments or args.dilations or args.geometric:
-        changed["pattern"] = _pattern(args, args.tokens).to_dict()
+        changed |= _branches(args, cls, "pattern" in takes)
     return made_model(args.config, {**of, "init_args": changed})
+
+
+def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
+    """The pattern of the options as arguments of a model: `whole`, or of one with offsets of its own as two lists."""
+    pattern = _pattern(args, args.tokens)
+    if whole:
+        return {"pattern": pattern.to_dict()}
+    if args.offsets:
+        raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
+    lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
+    found = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
+    return found | ({"max_wsi_size": None} if "max_wsi_size" in inspect.signature(cls).parameters else {})
+
+
+def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
+    """N of the recipe's data; of slides with a limit, the rows of the longest. Without data a model of text has the usual
+    one's."""
+    if not data and not isinstance(model, TokenModel):
+        return None
+    most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
+    return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
+
+
+def _batch(data: Any) -> int:
+    found = (data.get("init_args") or {}).get("batch_size") if isinstance(data, dict) else None
+    return found if isinstance(found, int) and found > 0 else 1
 
 
 def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:

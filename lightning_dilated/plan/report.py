@@ -7,7 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.slide_encoder import SlideEncoder
+from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.options import Asked
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.meter import KINDS
@@ -61,7 +65,7 @@ def report(asked: Asked) -> Told:
         lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
         lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
     else:
-        lines += ["", _nothing(case, rows, asked.tokens)]
+        lines += ["", _nothing(case, rows, asked)]
     notes = assumptions(asked, case)
     lines += ["", *(f"  - {note}" for note in notes)]
     title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
@@ -98,11 +102,41 @@ def _head(asked: Asked, case: Case) -> list[str]:
     return [
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
         f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
-        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}",
-        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}",
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
         f"machine: {many}{nodes}, {setup.strategy}, {setup.optimizer}; {asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of "
         f"{asked.gpu.memory / GIB:.1f} are planned with",
     ]
+
+
+def _decoder(facts: Facts) -> str:
+    x = facts.decoder
+    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
+
+
+def token_of(model: DilatedModule) -> str:
+    """What a token is, where it is none of a text."""
+    if isinstance(model, (SlideEncoder, SlidePretrainer)):
+        return "; a token is a row of a slide: a tile, or the class token's"
+    if isinstance(model, LongViT):
+        return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
+    return ""
+
+
+def _counted(model: DilatedModule) -> list[str]:
+    """What a count of the model takes for granted."""
+    if isinstance(model, SlidePretrainer):
+        return [
+            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
+            "told as temporary, and is on the GPU also where it could wait on the host."
+        ]
+    if isinstance(model, LongViT):
+        cells = model.image_size // model.patch_size
+        return [
+            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
+            "they are for images of another size."
+        ]
+    return []
 
 
 def in_numbers(n: int) -> str:
@@ -159,9 +193,10 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
         return []
     if x.exchange.name is None:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
+    layers = sum(stack.depth for stack in case.facts.stacks)
     lines = [
         "",
-        f"  exchange {x.exchange.name}, a rank on the mean, of all {case.facts.depth} layers (from other nodes):",
+        f"  exchange {x.exchange.name}, a rank on the mean, of all {layers} layers (from other nodes):",
     ]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
@@ -183,8 +218,10 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     return lines
 
 
-def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
+def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
     """What to change where nothing fits."""
+    tokens = asked.tokens
+    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
         hint = "" if case.setup.strategy == "ring_dilated_fsdp" else " Take --strategy ring_dilated_fsdp."
@@ -194,7 +231,7 @@ def _nothing(case: Case, rows: list[Row], tokens: int | None) -> str:
     need = -(-(tokens or 0) * case.setup.ranks // best.longest)
     return (
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
-        "GPUs, --residual_dtype bfloat16, or --host_memory to offload to."
+        f"GPUs, {narrow}or --host_memory to offload to."
     )
 
 
@@ -211,6 +248,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
+    notes += _counted(asked.model)
     if setup.ranks > 1:
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
@@ -218,6 +256,11 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
     if setup.strategy == "ring_dilated_fsdp":
         notes.append(
             "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+        )
+    if asked.batch > 1:
+        notes.append(
+            f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
+            f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
         )
     if asked.host:
         notes.append(

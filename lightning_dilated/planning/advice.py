@@ -44,19 +44,19 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
     if best is not None and best != now:
         peak = case.memory(best, tokens).peak / GIB
         return f"{said}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
-    return f"{said}.{_otherwise(case, able, tokens)}" if best is None else None
+    return f"{said}.{_otherwise(case, able, tokens, pl_module)}" if best is None else None
 
 
-def _otherwise(case: Case, able: list[MemorySettings], tokens: int) -> str:
+def _otherwise(case: Case, able: list[MemorySettings], tokens: int, model: DilatedModule) -> str:
     """What helps where no settings do."""
+    narrow = ", set the model's residual_dtype to bfloat16," if "residual_dtype" in model.hparams else ""
     longest = {x: case.longest(x) for x in able}
     most = max(longest, key=longest.__getitem__)
     if not longest[most]:
         return " Parameters and states alone do not fit: take strategy='ring_dilated_fsdp', or more GPUs."
     return (
         f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take about "
-        f"{-(-tokens * case.setup.ranks // longest[most])} GPUs, offload block inputs to the host (offload=GIB), or set the "
-        "model's residual_dtype to bfloat16."
+        f"{-(-tokens * case.setup.ranks // longest[most])} GPUs{narrow} or offload block inputs to the host (offload=GIB)."
     )
 
 

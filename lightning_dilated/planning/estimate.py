@@ -2,7 +2,8 @@
 
 What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
 and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width, and products of a wider
-output projection at the speed of the linear layers; the optimizer by parameters. Another GPU is taken to be as much slower
+output projection, or of features, at the speed of the linear layers; the optimizer by parameters; a second stack of blocks
+likewise. Another GPU is taken to be as much slower
 as its products in bf16 are. Communication is simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
 Shape letters: L tokens of a rank, R ranks, E embedding dim, V vocabulary, D head dim.
 """
@@ -13,14 +14,17 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
+from torch import nn
 
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longnet_lm import TokenModel
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.classifier import LongNetClassifier
+from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.exchange_memory import lighter, of_call
 from lightning_dilated.planning.counting.footprint import Subject
+from lightning_dilated.planning.counting.subjects import blank
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
@@ -50,11 +54,13 @@ class Facts:
     """What a model's time follows from.
 
     Attributes:
-        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, V (outputs of the head).
+        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, V (outputs of the head; of a model of features or
+            patches, the numbers that a token brings or is told by).
         block_parameters, edge_parameters: numbers of a block, and outside of all blocks.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
         call: the op's.
         precision: the Trainer's.
+        decoder: of a second stack of blocks, if the model has one.
     """
 
     dim: int
@@ -67,26 +73,54 @@ class Facts:
     feed_forward: int
     call: OpCall
     precision: str
+    decoder: Facts | None = None
+
+    @property
+    def stacks(self) -> list[Facts]:
+        """Of each stack of blocks."""
+        return [replace(self, decoder=None), *([self.decoder] if self.decoder else [])]
 
     @property
     def parameters(self) -> int:
         """Numbers of all parameters."""
-        return self.depth * self.block_parameters + self.edge_parameters
+        return sum(x.depth * x.block_parameters + x.edge_parameters for x in self.stacks)
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; its layers are made without memory, one of them."""
-        with torch.device("meta"):
-            block = model._transformer(depth=1).blocks[0]
-        count = lambda m: sum(p.numel() for p in m.parameters())  # noqa: E731
-        vocab = getattr(model, "vocab_size", None) or getattr(model, "num_classes", None) or 1
-        tied = getattr(model, "tie_embeddings", False)
-        edge = getattr(model, "vocab_size", None) or getattr(model, "feature_dim", None) or model.dim
-        edge = edge * model.dim * (1 if tied or not isinstance(model, TokenModel) else 2) + model.dim
+        """Of a model; its layers are made without memory, one of each stack."""
+        built = blank(subject.make)
+        edge = _numbers(built) - _numbers(built.transformer.blocks)
+        widths, decoder = [_width(model)], None
+        if subject.decoder is not None:
+            inner = built.decoder
+            edge -= _numbers(inner.blocks)
+            widths = [model.feature_dim + model.decoder_dim, round(model.hiding.p * model.feature_dim)]
+            decoder = cls._of_block(inner.blocks[0], subject.decoder.depth, widths[1], 0, subject, subject.decoder.call)
+        made = cls._of_block(built.transformer.blocks[0], model.depth, widths[0], edge, subject, subject.call)
+        return replace(made, decoder=decoder)
+
+    @classmethod
+    def _of_block(
+        cls, block: TransformerBlock, depth: int, vocab: int, edge: int, subject: Subject, call: OpCall
+    ) -> Facts:
+        attention = block.attention.in_proj_weight
         return cls(
-            model.dim, model.depth, block.ffn.fc1.out_features, vocab, count(block), edge,
-            block.attention.in_proj_weight.numel(), count(block.ffn), subject.call, subject.precision,
+            attention.shape[1], depth, block.ffn.fc1.out_features, vocab, _numbers(block), edge, attention.numel(),
+            _numbers(block.ffn), call, subject.precision,
         )  # fmt: skip
+
+
+def _numbers(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def _width(model: DilatedModule) -> int:
+    """What a token brings, or what it is told by."""
+    if isinstance(model, LongViT):
+        return model.in_channels * model.patch_size**2
+    if isinstance(model, LongNetClassifier):
+        return model.width if model.input == "features" else 1
+    return getattr(model, "feature_dim", None) or model.vocab_size
 
 
 @dataclass(frozen=True)
@@ -163,32 +197,43 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     Raises:
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
-    facts = replace(facts, call=lighter(facts.call, setup.ranks))
-    machine, own = scaled(facts, gpu), -(-tokens // setup.ranks)
+    stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
+    machines, own, facts = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks), stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     run = functools.partial(
-        simulate, machine, facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
+        simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
+        inner=machines[1] if len(machines) > 1 else None,
     )  # fmt: skip
     step = run(recompute=memory.policy)
     plain = step if memory.policy == "none" else run(recompute="none")
-    again = _again(facts, machine, memory, own, step, plain) + _windowed(facts, memory, own, gpu)
+    again = _grouped(machines, memory, own, step.seconds - plain.seconds)
+    again += sum(_again(x, m, memory, own) for x, m in zip(stacks, machines, strict=True))
+    again += sum(_windowed(x, memory, own, gpu) for x in stacks)
     busy = step.seconds - step.exposed + again
-    waits = _parameters_late(facts, machine, setup, busy) if fsdp else 0.0
+    waits = _parameters_late(machines, setup, busy) if fsdp else 0.0
     copies = 2 * away / HOST_LINK
     late = max(0.0, copies - busy)
-    flops = _flops(facts, tokens) / setup.ranks
+    flops = sum(_flops(x, tokens) for x in stacks) / setup.ranks
     return Time(step, step.seconds + again + waits + late, copies - late, step.exposed + waits + late, flops, gpu.flops)
 
 
-def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int, step: Step, plain: Step) -> float:
-    """Seconds of what groups, tiles and head chunks compute once more."""
+def _grouped(machines: list[Machine], memory: MemorySettings, own: int, recomputed: float) -> float:
+    """Seconds of all but the last block of each group, which run before they are recomputed one by one; of `recomputed`
+    seconds of all blocks."""
+    parts = [machine.at(own) for machine in machines]
+    each = [p.rest_forward + p.attention_forward for p in parts]
+    once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
+    total = sum(m.depth * x for m, x in zip(machines, each, strict=True))
+    return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total
+
+
+def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> float:
+    """Seconds of what tiles and head chunks compute once more."""
     rest = facts.depth * machine.at(own).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
     found = 0.0
-    if memory.every > 1:  # all but the last block of a group, before they are recomputed one by one
-        found += (step.seconds - plain.seconds) * (1 - -(-facts.depth // memory.every) / facts.depth)
     if memory.tile is not None and memory.policy == "none":
         found += share(facts.feed_forward)
     if memory.head_chunks > 1:
@@ -207,14 +252,14 @@ def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float
     return facts.depth * passes * own * facts.dim * size / BANDWIDTH * slower
 
 
-def _parameters_late(facts: Facts, machine: Machine, setup: Setup, busy: float) -> float:
+def _parameters_late(machines: list[Machine], setup: Setup, busy: float) -> float:
     """Seconds that sharded parameters and gradients are on their way and nothing is left to compute: of each block they are
     gathered twice, and its gradients are dealt out once, beside another block's computation."""
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
-    size = facts.block_parameters * machine.parameter_size * (ranks - 1) / max(1, ranks)
-    each = size / speed + links.round
-    return max(0.0, 3 * facts.depth * each - busy) + each
+    part = (ranks - 1) / max(1, ranks) / speed
+    each = [m.block_parameters * m.parameter_size * part + links.round for m in machines]
+    return max(0.0, 3 * sum(m.depth * x for m, x in zip(machines, each, strict=True)) - busy) + each[0]
 
 
 def _flops(facts: Facts, tokens: int) -> float:

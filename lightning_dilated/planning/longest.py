@@ -15,7 +15,7 @@ from lightning_dilated.planning.counting.kernels import Graphs
 from lightning_dilated.planning.counting.tape import Tape
 from lightning_dilated.planning.estimate import Facts, Time, estimate
 from lightning_dilated.planning.gpus import Gpu
-from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, offloaded
+from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host
 
 #: tokens of a tile that plans reckon with
 TILE = 16384
@@ -63,8 +63,7 @@ class Case:
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Seconds of a step of N tokens."""
         found = self.found(settings)
-        size = found.hidden * -(-tokens // self.setup.ranks)
-        away = offloaded(found, self.facts.depth, size) * size
+        away = on_host(found, self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:

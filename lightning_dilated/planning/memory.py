@@ -8,7 +8,8 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, field
 
-from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_call, sharded
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
 from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -80,6 +81,8 @@ def memory(
 ) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
+    What a second stack keeps is counted as temporary, and on the GPU also where it waits on the host.
+
     Args:
         found: of the model and its memory settings.
         depth: its layers.
@@ -90,25 +93,33 @@ def memory(
         ValueError: for an exchange that does not serve.
     """
     setup = setup or Setup()
-    call = found.subject.call
-    rows = rows or of_call(call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    subject = found.subject
+    rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     own = -(-tokens // setup.ranks)
-    of_rank = sharded(call, tokens, setup.ranks, rows)
     size = found.hidden * own
-    away = offloaded(found, depth, size)
-    at = functools.partial(_at, found, depth=depth, tokens=own, call=of_rank, setup=setup, rows=rows, size=size)
+    away = offloaded(found.subject.memory, depth, size)
+    of_rank = [sharded(subject.call, tokens, setup.ranks, rows)]
+    if subject.decoder is not None:
+        of_rank.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
+    at = functools.partial(_at, found, depth=depth, tokens=own, calls=of_rank, setup=setup, rows=rows, size=size)
     made = [at(moment, host=away * size) for moment in found.moments]
     groups = -(-depth // found.subject.period)
     if away > 1 and groups > 2:  # the second group has all later ones' gradients, and two inputs as the last one
         later = [moment for moment in found.moments if moment.part[:2] == ("backward", "last")]
         made += [at(moment, host=groups * size, second=True) for moment in later]
     best = max(made, key=lambda x: sum(x[0].values()))
-    return Memory(best[0], away * size, best[1], rows)
+    return Memory(best[0], on_host(found, depth, own), best[1], rows)
 
 
-def offloaded(found: Footprint, depth: int, size: int) -> int:
+def on_host(found: Footprint, depth: int, tokens: int) -> int:
+    """Bytes of block inputs that wait on the host, with L tokens; each stack has a budget of its own."""
+    settings, decoder = found.subject.memory, found.subject.decoder
+    sizes = [(depth, found.hidden * tokens)] + ([(decoder.depth, found.inner * tokens)] if decoder else [])
+    return sum(offloaded(settings, blocks, size) * size for blocks, size in sizes)
+
+
+def offloaded(settings: MemorySettings, depth: int, size: int) -> int:
     """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them."""
-    settings = found.subject.memory
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
         return round(settings.offload * groups)
@@ -120,7 +131,7 @@ def _at(
     moment: Moment,
     depth: int,
     tokens: int,
-    call: OpCall,
+    calls: list[OpCall],
     setup: Setup,
     rows: Exchanged,
     host: int,
@@ -142,6 +153,7 @@ def _at(
     kinds = _static(found, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
     kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
+    call = calls[moment.decoding]
     room = found.room(moment, call)
     kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
     part = (moment.part[0], "second", *moment.part[2:]) if second else moment.part
@@ -159,11 +171,13 @@ def _static(
         buckets = parameters if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     block = found.parameters(depth) - found.parameters(depth - 1)
-    edge = parameters - depth * block
+    decoder = found.subject.decoder
+    inner = decoder.parameters * found.parameter_size if decoder else 0  # of a block of the second stack
+    edge = parameters - depth * block - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
     # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
-    whole = 2 * block + edge
-    leaving = 2 * block if moment.part[0] in ("backward", "first", "after") else 0
+    whole = 2 * max(block, inner) + edge
+    leaving = 2 * max(block, inner) if moment.phase in ("backward", "first", "after") else 0
     return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
 
 
@@ -173,7 +187,10 @@ def _exchange(found: Footprint, moment: Moment, depth: int, rows: Exchanged) -> 
         return 0
     keeps = found.subject.memory.policy != "block"
     layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
-    if moment.part in (("between",), ("head",)):
+    kept, decoder, inner = 0, found.subject.decoder, rows.decoder or Exchanged()
+    if moment.decoding or moment.part in (("between",), ("head",)):  # all of the first stack, and at most of the second
         layers = depth
-    kept = rows.kept * (layers if keeps else min(layers, 1))
-    return kept + {"forward": rows.forward, "backward": rows.backward}.get(moment.piece.op, 0)
+        kept = inner.kept * (decoder.depth if decoder and keeps else 1)
+    kept += rows.kept * (layers if keeps else min(layers, 1))
+    of = inner if moment.decoding else rows
+    return kept + {"forward": of.forward, "backward": of.backward}.get(moment.piece.op, 0)

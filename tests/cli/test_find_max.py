@@ -7,9 +7,12 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader
 
+import lightning_dilated as ld
 from lightning_dilated.find_max import Outcome, Trials, longest, worker
 from lightning_dilated.find_max.command import run
+from lightning_dilated.find_max.samples import Samples
 
 
 @given(
@@ -74,6 +77,55 @@ def test_trials(recipe):
     few, many = trials(2048), trials(1048576)
     assert few.fits and few.seconds > 0 and "2,048 tokens: fits" in str(few)
     assert not many.fits and "rank 0: " in many.message and "out of memory" in str(many)
+
+
+BRANCHES = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+SMALL = {"dim": 16, "depth": 1, "num_heads": 2}
+MODELS = {
+    "LongNetLM": {**SMALL, "pattern": BRANCHES},
+    "LongNetMLM": {**SMALL, "pattern": BRANCHES, "vocab_size": 8, "mask_token": 7},
+    "LongNetClassifier": {**SMALL, "pattern": BRANCHES, "vocab_size": 8, "task": "ordinal", "num_classes": 3},
+    "SlideEncoder": {**SMALL, **BRANCHES, "feature_dim": 8, "task": "regression", "num_classes": 2},
+    "SlidePretrainer": {**SMALL, **BRANCHES, "feature_dim": 8, "decoder_dim": 8, "decoder_depth": 1},
+    "LongViT": {**SMALL, **BRANCHES, "patch_size": 2, "task": "classification", "num_classes": 2},
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_samples(name):
+    """What each model trains on, alike on all ranks, of the length asked for."""
+    model = getattr(ld, name)(**MODELS[name])
+    found = Samples(model, 96)
+    batch, again = (next(iter(DataLoader(x, batch_size=1))) for x in (found, Samples(model, 96)))
+    assert len(found) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
+    model.configure_model()
+    loss, count = model.token_mean(batch)
+    loss.backward()
+    assert loss.isfinite() and count > 0
+    assert model.sequence_spec._seq_len(batch) == 96
+    assert "{}" in found.line
+
+
+def test_samples_refuse():
+    with pytest.raises(
+        ValueError, match=r"random samples for LongNetLM, .* not for DilatedModule. Run fit with ever longer"
+    ):
+        Samples(ld.DilatedModule(), 64)
+    with pytest.raises(ValueError, match="this SlideEncoder has no task, so it is not trained"):
+        Samples(ld.SlideEncoder(), 64)
+
+
+@pytest.mark.parametrize("name, ranks", [
+    ("SlidePretrainer", 1),
+    pytest.param("SlidePretrainer", 2, marks=pytest.mark.slow),
+    pytest.param("LongViT", 2, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_slides_and_images(tmp_path, name, ranks):
+    config = {"trainer": {"accelerator": "cpu"}, "model": {"class_path": name, "init_args": MODELS[name]}}
+    (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
+    more = [] if ranks == 1 else ["--trainer.strategy=ring_dilated"]
+    found = Trials(["--config", str(tmp_path / "it.yaml"), *more], ranks, timeout=120)(512)
+    assert found.fits and found.line == Samples(getattr(ld, name)(**MODELS[name]), 512).line
 
 
 def test_two_ranks_share_a_sequence(recipe):

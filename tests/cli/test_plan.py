@@ -168,9 +168,14 @@ def test_refused(cli, tmp_path, name):
     assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
 
 
-def test_says_what_to_do_where_nothing_fits(cli):
+def test_says_what_to_do_where_nothing_fits(cli, tmp_path):
     result = cli("plan", *SIZES, "--tokens", "1G", *BLOCK)
     assert result.code == 0 and "1,073,741,824 tokens do not fit: the longest is" in result.out
     assert "in the recipe" not in result.out and "no setting fits" in result.out
+    assert "--residual_dtype bfloat16" in result.out
+    sizes = {"dim": 64, "depth": 1, "num_heads": 4, "decoder_depth": 1, "decoder_dim": 64}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": {"class_path": "SlidePretrainer", "init_args": sizes}}))
+    slides = cli("plan", "--config", "x.yaml", "--tokens", "1G", *BLOCK)
+    assert "GPUs, or --host_memory to offload to" in slides.out
     small = cli("plan", *SIZES, "--tokens", "1K", "--dim", "4K", "--heads", 32, "--gpu-memory", 2, *BLOCK)
     assert "Parameters, gradients and states alone do not fit. Take --strategy ring_dilated_fsdp" in small.out

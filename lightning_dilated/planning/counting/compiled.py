@@ -28,13 +28,13 @@ LEADING = {"join": 2}
 
 
 class Pieces:
-    """What of a block is compiled, put in its place; blocks of one pattern share their graphs.
+    """What of a block is compiled, put in its place; blocks of one pattern and stack share their graphs.
 
     Until `trace` is called the pieces run uncompiled, and notice what they are called with.
     """
 
-    def __init__(self, block: TransformerBlock, graphs: Graphs) -> None:
-        self.block, self.graphs, self.traced = block, graphs, False
+    def __init__(self, block: TransformerBlock, graphs: Graphs, stack: str) -> None:
+        self.block, self.graphs, self.stack, self.traced = block, graphs, stack, False
         self.seen: dict[str, tuple] = {}
         if not block.memory.in_pieces:
             self.runs, self.policies = {"whole": self._whole}, {"whole": block.memory.policy}
@@ -87,7 +87,7 @@ class Pieces:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in flat)
         attends = name in ("whole", "attend", "attend_kept")
         pattern = self.block.attention.attention.pattern if attends else None
-        key = name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
+        key = self.stack, name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
         if key not in self.graphs.made:
             self.graphs.made[key] = self._compiled(name, flat, spec)
         return self.graphs.made[key]

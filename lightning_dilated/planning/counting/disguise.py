@@ -1,24 +1,32 @@
-"""Fake tensors of the CPU that take the ways of a GPU's: fake ones of a GPU have no backward where there is none."""
+"""Fake tensors of the CPU that take the ways of a GPU's: fake ones of a GPU have no backward where there is none.
+
+Shape letters: L positions.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from lightning_dilated.attention import turn
 from lightning_dilated.attention.rotary import RotaryTable
+
+#: by its name: the package of models has a function of that name
+image_patches = importlib.import_module("lightning_dilated.models.image_patches")
 
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
     """Within, rotary positions are turned by their kernel, norms are one kernel each way, in the dtype that autocast has on
-    a GPU, and a number that is read off a tensor is 1, so that checks of values pass."""
+    a GPU, positions of patches are told for a whole sequence, and a number that is read off a tensor is 1, so that checks of
+    values pass."""
 
     def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         return turn.turn(joint, table.cos, table.sin, table.scale, heads)
@@ -36,13 +44,25 @@ def as_on_gpu() -> Iterator[None]:
         narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
         return layer_norm(x.float() if narrow else x, *rest)
 
+    places = image_patches.places
+
+    def places_of_all(positions: Tensor, *sizes: int) -> Any:
+        with real():
+            return places(torch.arange(len(positions)), *sizes)
+
     with (
+        mock.patch.object(image_patches, "places", places_of_all),
         mock.patch.object(RotaryTable, "split", split),
         mock.patch.object(torch, "rms_norm", rms_norm),
         mock.patch.object(torch, "layer_norm", wide_layer_norm),
         _Ones(),
     ):
         yield
+
+
+def real() -> contextlib.AbstractContextManager[Any]:
+    """Within, tensors are made with values, also under fake tensors: those of the host that are read."""
+    return _disable_current_modes()
 
 
 def _traced() -> bool:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import place
+from lightning_dilated.planning.counting.footprint import Subject
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.planning.simulating.simulation import moves_of
@@ -33,6 +34,7 @@ class Exchanged:
         kept: rows that stay for the backward, a layer.
         forward, backward: what a call holds for a while, in all.
         queries: rows of q that other ranks' keys reach, over heads.
+        decoder: of a second stack's call.
     """
 
     plan: Plan | None = None
@@ -41,6 +43,7 @@ class Exchanged:
     forward: int = 0
     backward: int = 0
     queries: int = 0
+    decoder: Exchanged | None = None
 
 
 @functools.lru_cache(maxsize=4096)
@@ -119,6 +122,15 @@ def of_call(
     call = lighter(call, ranks)
     heads = call.heads, call.kv_heads, call.head_dim
     return exchanged(call.pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
+
+
+def of_subject(
+    subject: Subject, tokens: int, ranks: int, per_node: int, exchange: str = "auto", links: Links = DEFAULTS
+) -> Exchanged:
+    """`exchanged` of the calls of both stacks of a model."""
+    of = functools.partial(of_call, tokens=tokens, ranks=ranks, per_node=per_node, exchange=exchange, links=links)
+    found = of(subject.call)
+    return found if subject.decoder is None else replace(found, decoder=of(subject.decoder.call))
 
 
 def lighter(call: OpCall, ranks: int) -> OpCall:

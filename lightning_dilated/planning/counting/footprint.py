@@ -7,6 +7,7 @@ Shape letters: L tokens of a rank.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,25 @@ from lightning_dilated.planning.counting.workspace import OpCall, workspace
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
+#: parts of a step that each block of the first stack has, and the groups of blocks that stand for all
+BLOCKS, ENDS = ("forward", "behind", "backward"), ("first", "last")
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """A second stack of blocks, behind the one whose depth is counted for; the parts of its pieces begin with its name.
+
+    Attributes:
+        name: the model's attribute.
+        depth: its blocks.
+        call: an op's call of it on one rank.
+        parameters: numbers of one of its blocks.
+    """
+
+    name: str
+    depth: int
+    call: OpCall
+    parameters: int
 
 
 @dataclass(frozen=True)
@@ -33,6 +53,8 @@ class Subject:
         memory: settings.
         compile_blocks: whether blocks run compiled.
         call: an op's call of it on one rank; of the pattern with the most parts where layers differ.
+        grain: `batch` takes multiples of so many tokens, a power of two.
+        decoder: its second stack, if it has one.
     """
 
     make: Callable[[int], DilatedModule]
@@ -41,6 +63,8 @@ class Subject:
     memory: MemorySettings
     compile_blocks: bool
     call: OpCall
+    grain: int = 1
+    decoder: Decoder | None = None
 
     @property
     def period(self) -> int:
@@ -57,6 +81,16 @@ class Moment:
     held: tuple[tuple[int, int], tuple[int, int]]
     static: tuple[int, int]
 
+    @property
+    def decoding(self) -> bool:
+        """Whether it lies in the second stack."""
+        return len(self.part) > 1 and self.part[0] not in BLOCKS
+
+    @property
+    def phase(self) -> str:
+        """What is done, in either stack."""
+        return self.part[1 if self.decoding else 0]
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -64,7 +98,7 @@ class Footprint:
 
     Attributes:
         depths, sizes: of the steps counted.
-        hidden: bytes a token of the hidden states between blocks.
+        hidden, inner: bytes a token of the hidden states between blocks, and between those of the second stack.
     """
 
     subject: Subject
@@ -72,6 +106,7 @@ class Footprint:
     sizes: tuple[int, int]
     hidden: int
     moments: tuple[Moment, ...]
+    inner: int = 0
 
     def held(self, moment: Moment, depth: int, tokens: int) -> int:
         """Bytes beside parameters and gradients."""
@@ -127,7 +162,8 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     """
     depths, settings = (2 * subject.period, 3 * subject.period), subject.memory
     tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
-    sizes = sizes or (SIZES if tile is None else (3 * tile, 4 * tile))
+    part = None if tile is None else math.lcm(tile, subject.grain)
+    sizes = sizes or (SIZES if part is None else (3 * part, 4 * part))
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
     rows = [
@@ -142,7 +178,9 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     for (key, one), (_, two), (_, three), (_, four) in zip(*rows[0], *rows[1], strict=True):
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
         moments.append(Moment(key, one, held, (one.static, three.static)))
-    return Footprint(subject, depths, sizes, tapes[0][0].hidden // sizes[0], tuple(moments))
+    hidden = tapes[0][0].hidden
+    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
+    return Footprint(subject, depths, sizes, hidden[trial.MAIN] // sizes[0], tuple(moments), inner)
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:
@@ -153,9 +191,9 @@ def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Ta
 def _named(found: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple, Piece]]:
     """Pieces by names that fit every depth, without those of blocks in the middle."""
     for piece in found:
-        if len(piece.part) == 1:
+        if len(piece.part) == 1 or piece.part[0] not in BLOCKS:
             yield piece.part, piece
             continue
         group, within = divmod(piece.part[1], period)
         if group in (0, depth // period - 1):
-            yield (piece.part[0], "last" if group else "first", within), piece
+            yield (piece.part[0], ENDS[group > 0], within), piece

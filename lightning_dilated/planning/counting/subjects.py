@@ -6,6 +6,8 @@ Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, F feat
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,15 +17,21 @@ from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.classifier import LongNetClassifier
 from lightning_dilated.models.longnet_lm import LongNetLM, TokenModel
 from lightning_dilated.models.longnet_mlm import LongNetMLM
+from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.models.slide_encoder import SlideEncoder
+from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.footprint import Subject
+from lightning_dilated.planning.counting.disguise import real
+from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.trial import PRECISIONS
 from lightning_dilated.planning.counting.workspace import OpCall
 
 #: arguments of a model that change nothing of its memory, or that a plan sets by itself
 LEFT_OUT = ("pretrained", "optimizer", "lr_scheduler", "compile_blocks")
+#: patches in a row of the images that are counted
+WIDE = 1024
 
 
 def subject_of(
@@ -36,7 +44,9 @@ def subject_of(
     """What to count of a model; only its hyperparameters are looked at.
 
     Args:
-        model: a LongNetLM, LongNetMLM (counted as if all tokens had a loss), LongNetClassifier or SlideEncoder.
+        model: a LongNetLM, LongNetMLM (counted as if all tokens had a loss), LongNetClassifier, SlideEncoder,
+            SlidePretrainer (tokens are the rows of a slide: its tiles and the class token's; as many are hidden as in the
+            mean) or LongViT (tokens are the patches of an image, in batches of `patches` and `grid`).
         precision: the Trainer's.
         memory: settings; None: all is kept.
         compile_blocks: None: as the model has it.
@@ -47,8 +57,8 @@ def subject_of(
     """
     if precision not in PRECISIONS:
         raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}.")
-    given = {k: v for k, v in model.hparams.items() if k not in LEFT_OUT}
-    make, batch = _ways(model, given)
+    _check_trained(model)
+    make = _make(model, {k: v for k, v in model.hparams.items() if k not in LEFT_OUT})
     dtype, products = PRECISIONS[precision]
     heads = model.num_heads
     kv, causal = getattr(model, "num_kv_heads", None) or heads, getattr(model, "causal", False)
@@ -59,26 +69,69 @@ def subject_of(
         capability=capability,
     )  # fmt: skip
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
-    return Subject(make, batch, precision, memory or MemorySettings(), bool(compiled), call)
+    return Subject(
+        make, partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled), call, _grain(model),
+        _decoder(model, make, call),
+    )  # fmt: skip
 
 
-def _ways(model: DilatedModule, given: dict[str, Any]) -> tuple[Callable[[int], DilatedModule], Callable[[int], Any]]:
-    """How to make the model at a depth, and its batch at a length."""
+def blank(make: Callable[[int], DilatedModule]) -> DilatedModule:
+    """A model of one block, built without memory."""
+    with torch.device("meta"):
+        found = make(1)
+        found.configure_model()
+    return found
+
+
+def _check_trained(model: DilatedModule) -> None:
+    """Raise where not all of the model is trained."""
+    if not isinstance(model, PooledModule):
+        return
+    name = type(model).__name__
+    if model.task is None:
+        raise ValueError(f"this {name} has no task, so it is not trained: give it a task to plan for.")
+    given = "freeze_encoder" if model.freeze_encoder else "lora_rank" if model.lora_rank is not None else None
+    if given is not None:
+        raise ValueError(
+            f"a {name} with {given} trains only some of its weights, and a step is counted as it trains all of them: its "
+            f"memory and time would be told too high. Leave {given} out of the recipe to plan full training, which takes "
+            "more."
+        )
+
+
+def _make(model: DilatedModule, given: dict[str, Any]) -> Callable[[int], DilatedModule]:
+    """How to make the model at a depth."""
+    fixed = {"pattern": model.pattern} if isinstance(model, (TokenModel, LongNetClassifier)) else {}
+    plain = lambda depth: type(model)(**{**given, **fixed, "depth": depth})  # noqa: E731
     if isinstance(model, LongNetMLM):
-        return _as_lm(model), _tokens
-    if isinstance(model, TokenModel):
-        return lambda depth: type(model)(**{**given, "pattern": model.pattern, "depth": depth}), _tokens
-    if isinstance(model, (LongNetClassifier, SlideEncoder)):
-        if model.task is None:
-            raise ValueError(
-                f"this {type(model).__name__} has no task, so it is not trained: give it a task to plan for."
-            )
-        fixed = {"pattern": model.pattern} if isinstance(model, LongNetClassifier) else {}
-        return lambda depth: type(model)(**{**given, **fixed, "depth": depth}), lambda tokens: _rows(model, tokens)
+        return _as_lm(model)
+    if isinstance(model, SlidePretrainer):
+        return lambda depth: _hiding(plain(depth))
+    if isinstance(model, (TokenModel, LongNetClassifier, SlideEncoder, LongViT)):
+        return plain
     raise ValueError(
-        f"memory is counted for LongNetLM, LongNetMLM, LongNetClassifier and SlideEncoder, not for {type(model).__name__}. "
-        "Give --dim, --depth, --heads and --segments of its transformer instead of --config."
+        "memory is counted for LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder, SlidePretrainer and LongViT, not for "
+        f"{type(model).__name__}. Give --dim, --depth, --heads and --segments of its transformer instead of --config."
     )
+
+
+def _hiding(model: SlidePretrainer) -> SlidePretrainer:
+    """The model, hiding as many tiles as it does in the mean: which ones follows from values, which fake tensors do not
+    have."""
+
+    def rows(hidden: Tensor) -> Tensor:
+        return torch.zeros(round(model.hiding.p * hidden.numel()), dtype=torch.int64)
+
+    model.hidden_rows = rows
+    return model
+
+
+def _decoder(model: DilatedModule, make: Callable[[int], DilatedModule], call: OpCall) -> Decoder | None:
+    if not isinstance(model, SlidePretrainer):
+        return None
+    own = replace(call, head_dim=model.decoder_dim // model.num_heads, dropout=False)
+    block = sum(p.numel() for p in blank(make).decoder.blocks[0].parameters())
+    return Decoder("decoder", model.decoder_depth, own, block)
 
 
 def _as_lm(model: LongNetMLM) -> Callable[[int], DilatedModule]:
@@ -94,21 +147,34 @@ def _as_lm(model: LongNetMLM) -> Callable[[int], DilatedModule]:
     return make
 
 
-def _tokens(tokens: int) -> dict[str, Tensor]:
-    make = lambda: torch.zeros(1, tokens, dtype=torch.int64)  # noqa: E731
-    return {"tokens": make(), "labels": make()}
-
-
-def _rows(model: Any, tokens: int) -> dict[str, Tensor]:
-    """A batch with one label."""
-    regression = model.task == "regression"
-    label = torch.zeros(1, model.num_classes or 1) if regression else torch.zeros(1, dtype=torch.int64)
+def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
+    """A batch of one sequence; features are in the dtype that Lightning's precision plugins give them."""
+    whole = lambda *shape: torch.zeros(1, *shape, dtype=torch.int64)  # noqa: E731
+    if isinstance(model, TokenModel):
+        return {"tokens": whole(tokens), "labels": whole(tokens)}
+    rows = lambda width: torch.zeros(1, tokens, width, dtype=dtype)  # noqa: E731
+    if isinstance(model, SlidePretrainer):
+        return {"features": rows(model.feature_dim), "coords": whole(tokens, 2), "index": whole()}
+    label = torch.zeros(1, model.num_classes or 1) if model.task == "regression" else whole()
     if isinstance(model, SlideEncoder):
-        features = torch.zeros(1, tokens, model.feature_dim, dtype=torch.float32)
-        return {"features": features, "coords": torch.zeros(1, tokens, 2, dtype=torch.int64), "label": label}
-    if model.input == "tokens":
-        return {"tokens": torch.zeros(1, tokens, dtype=torch.int64), "label": label}
-    return {"features": torch.zeros(1, tokens, model.width, dtype=torch.float32), "label": label}
+        return {"features": rows(model.feature_dim), "coords": whole(tokens, 2), "label": label}
+    if isinstance(model, LongViT):
+        with real():  # stays on the host, where it is read
+            grid = torch.tensor([[tokens // _grain(model), _grain(model)]])
+        return {"patches": rows(model.in_channels * model.patch_size**2), "grid": grid, "label": label}
+    return (
+        {"tokens": whole(tokens), "label": label}
+        if model.input == "tokens"
+        else {"features": rows(model.width), "label": label}
+    )
+
+
+def _grain(model: DilatedModule) -> int:
+    """Tokens that a length is a multiple of. Of an image: patches in a row, not those of its table of positions, which are
+    then interpolated as for images of any other size; that holds no less than taking the table as it is."""
+    if not isinstance(model, LongViT):
+        return 1
+    return 2 * WIDE if model.image_size // model.patch_size == WIDE else WIDE
 
 
 def language_model(pattern: DilatedPattern, **sizes: Any) -> LongNetLM:

@@ -44,8 +44,8 @@ class Tape(Meter):
         self.pieces: list[Piece] = []
         self.part: tuple = ("before",)
         self.parameters: Sequence[nn.Parameter] = ()
-        #: bytes of the hidden states that go into the first block
-        self.hidden = 0
+        #: bytes of the hidden states that go into the first block of a stack, by the stack's name
+        self.hidden: dict[str, int] = {}
         #: whether the backward has begun
         self.returning = False
         self._static = 0

@@ -19,6 +19,7 @@ from lightning_dilated.attention import chunks, products, tiles
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.planning.counting.compiled import Pieces
 from lightning_dilated.planning.counting.disguise import as_on_gpu
 from lightning_dilated.planning.counting.kernels import Graphs
@@ -34,6 +35,8 @@ PRECISIONS = {
     "16-true": (torch.float16, None),
     "32-true": (torch.float32, None),
 }
+#: the stack of blocks whose depth a count varies, and whose parts have no name in front
+MAIN = "transformer"
 #: loops over tiles, by where they are called
 LOOPS = [
     (tiles, "forward_tiles"),
@@ -45,25 +48,28 @@ LOOPS = [
 
 
 class _Marked(nn.Module):
-    """A block that tells the tape when its forward and its backward begin."""
+    """A block that tells the tape when its forward and its backward begin; `stack` is the name of its stack."""
 
-    def __init__(self, block: TransformerBlock, number: int, tape: Tape) -> None:
+    def __init__(self, block: TransformerBlock, number: int, tape: Tape, stack: str) -> None:
         super().__init__()
-        self.block, self.number, self.tape = block, number, tape
+        self.block, self.number, self.tape, self.stack = block, number, tape, stack
+
+    def _enter(self, *part: Any) -> None:
+        self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
         """The block's."""
         if self.tape.returning:  # computed again
             return self.block(x, **options)
         if self.number == 0:
-            self.tape.hidden = x.nbytes
+            self.tape.hidden[self.stack] = x.nbytes
             if x.requires_grad:
-                x.register_hook(lambda grad: self.tape.enter("first"))
-        self.tape.enter("forward", self.number)
+                x.register_hook(lambda grad: self._enter("first"))
+        self._enter("forward", self.number)
         y = self.block(x, **options)
-        self.tape.enter("behind", self.number)
+        self._enter("behind", self.number)
         if y.requires_grad:
-            y.register_hook(lambda grad: self.tape.enter("backward", self.number))
+            y.register_hook(lambda grad: self._enter("backward", self.number))
         return y
 
 
@@ -100,23 +106,31 @@ def step(
             model = make()
             model.configure_model()
         model.train()
-        model.transformer.memory = memory
-        data, blocks = batch(), model.transformer.blocks
+        data, found = batch(), stacks(model)
+        for stack in found.values():
+            stack.memory = memory
         context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
         if graphs is not None:
             graphs.tape = tape
             _compile(model, data, context, graphs)
-        model.transformer.blocks = nn.ModuleList(_Marked(b, i, tape) for i, b in enumerate(blocks))
+        for name, stack in found.items():
+            stack.blocks = nn.ModuleList(_Marked(b, i, tape, name) for i, b in enumerate(stack.blocks))
         with _tiles_apart(tape):
             _run(model, data, context, tape)
     del tape.pieces[0]
     return tape
 
 
+def stacks(model: DilatedModule) -> dict[str, DilatedTransformer]:
+    """The stacks of blocks of a model that is built, by name."""
+    return {name: m for name, m in model.named_children() if isinstance(m, DilatedTransformer)}
+
+
 def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
     """Put compiled pieces into the blocks, made for this batch."""
-    pieces = [Pieces(block, graphs) for block in model.transformer.blocks]
-    patterns = {block.attention.attention.pattern for block in model.transformer.blocks}
+    named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
+    pieces = [Pieces(block, graphs, name) for block, name in named]
+    patterns = {block.attention.attention.pattern for block, _ in named}
     key = model.transformer.memory, frozenset(patterns), tuple((k, x.shape) for k, x in data.items())
     if key not in graphs.ready:
         with context, torch.no_grad():

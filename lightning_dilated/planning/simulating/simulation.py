@@ -96,6 +96,7 @@ def simulate(
     overhead: float = 0.0,
     average: bool = True,
     watched: int | None = None,
+    inner: Machine | None = None,
 ) -> Step:
     """A step of the machine's model over one sequence of L * R tokens.
 
@@ -111,6 +112,7 @@ def simulate(
         overhead: seconds of every step that are in no part of it.
         average: whether gradients are averaged over the ranks: of one node all at once, else in DDP's buckets.
         watched: the rank whose events are returned.
+        inner: what a second stack of blocks needs, which stands between the first one's forward and its backward.
 
     Raises:
         ValueError, TypeError: for sizes, names or exchanges that cannot be, with the condition that fails.
@@ -123,18 +125,22 @@ def simulate(
     if not 0 <= overhead < math.inf:
         raise ValueError(f"overhead must be a finite number of seconds, at least 0; got {overhead!r}.")
     narrow = _narrow(pattern, tokens, ranks)
-    name, op = _op(machine, pattern, narrow, tokens, ranks, exchange, per_node, links)
+    of = functools.partial(_op, pattern, narrow, tokens, ranks, exchange, per_node, links)
+    name, op = of(machine)
+    stacks = [(machine, op)] + ([] if inner is None else [(inner, of(inner)[1])])
     clock = Clock(ranks, per_node, links, watched)
     if overhead:
         clock.work("overhead", overhead)
-    _run(clock, machine, op, tokens, recompute, average)
+    _run(clock, stacks, tokens, recompute, average)
     spent = sum(clock.spent.values())
     busiest = int(np.argmax(spent))
     seconds = float(clock.free["compute"].max())
     alone = (
         seconds
         if ranks == 1
-        else simulate(machine, narrow or pattern, tokens, 1, recompute=recompute, overhead=overhead).seconds
+        else simulate(
+            machine, narrow or pattern, tokens, 1, recompute=recompute, overhead=overhead, inner=inner
+        ).seconds
     )
     return Step(
         ranks,
@@ -150,30 +156,34 @@ def simulate(
     )
 
 
-def _run(clock: Clock, machine: Machine, op: Op, tokens: int, recompute: str, average: bool) -> None:
-    """Forward, backward and optimizer."""
-    parts = machine.at(tokens)
+def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute: str, average: bool) -> None:
+    """Forward of the stacks in order, backward in reverse, and optimizer."""
     half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
-    for _ in range(machine.depth):
-        half(parts.rest_forward)
-        op.forward(clock)
-        half(parts.rest_forward)
-    clock.work("edge", parts.edge_forward)
-    clock.work("edge", parts.edge_backward)
+    for machine, op in stacks:
+        parts = machine.at(tokens)
+        for _ in range(machine.depth):
+            half(parts.rest_forward)
+            op.forward(clock)
+            half(parts.rest_forward)
+        clock.work("edge", parts.edge_forward)
     buckets = _Buckets(clock, average, clock.ranks > clock.per_node)
-    for _ in range(machine.depth):
-        if recompute != "none":
-            half(parts.rest_forward * machine.again)
-            if recompute == "block":
-                op.forward(clock, "again")
-            half(parts.rest_forward * machine.again)
-        half(parts.rest_backward)
-        op.backward(clock)
-        half(parts.rest_backward)
-        buckets.add(machine.block_parameters * machine.parameter_size)
-    buckets.add(machine.edge_parameters * machine.parameter_size)  # last, as those of an embedding are
+    for machine, op in reversed(stacks):
+        parts = machine.at(tokens)
+        clock.work("edge", parts.edge_backward)
+        for _ in range(machine.depth):
+            if recompute != "none":
+                half(parts.rest_forward * machine.again)
+                if recompute == "block":
+                    op.forward(clock, "again")
+                half(parts.rest_forward * machine.again)
+            half(parts.rest_backward)
+            op.backward(clock)
+            half(parts.rest_backward)
+            buckets.add(machine.block_parameters * machine.parameter_size)
+        # behind the blocks', as those of an embedding are
+        buckets.add(machine.edge_parameters * machine.parameter_size)
     buckets.finish()
-    clock.work("optimizer", machine.optimizer)
+    clock.work("optimizer", sum(machine.optimizer for machine, _ in stacks))
 
 
 class _Buckets:
@@ -209,7 +219,6 @@ def _narrow(pattern: DilatedPattern, tokens: int, ranks: int) -> DilatedPattern 
 
 
 def _op(
-    machine: Machine,
     pattern: DilatedPattern,
     narrow: DilatedPattern | None,
     tokens: int,
@@ -217,6 +226,7 @@ def _op(
     exchange: str,
     per_node: int,
     links: Links,
+    machine: Machine,
 ) -> tuple[str | None, Op]:
     """The name of the exchange, and the op of every layer."""
     heads = machine.heads, machine.kv_heads

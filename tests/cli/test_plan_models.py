@@ -1,0 +1,100 @@
+"""`plan` of slides and images from their recipes: what a token is, whose options are taken, and what is refused."""
+
+import pytest
+import yaml
+
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.plan.options import parser, settled
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.memory import Setup, memory
+
+GIB = 2**30
+BLOCK = ["--policy", "block"]
+SIZES = {"dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+IMAGES = {
+    "class_path": "LongViT",
+    "init_args": {**SIZES, "image_size": 4096, "task": "classification", "num_classes": 2},
+}
+SLIDES = {"class_path": "SlidePretrainer", "init_args": {**SIZES, "max_wsi_size": None, "decoder_dim": 32}}
+
+
+def asked(*argv):
+    return settled(parser().parse_args(list(map(str, argv))))
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """The path of a recipe of a model, and of data."""
+
+    def write(model, data=None):
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump({"model": model, "trainer": {"strategy": "ring_dilated"}, "data": data}))
+        return path
+
+    return write
+
+
+def test_slide_pretraining(cli):
+    far = ["--segments", 64, "64K", "--dilations", 1, 4, "--gpus", 2]
+    result = cli("plan", "--config", "slide_pretrain.yaml", *BLOCK, *far, "--tokens", "64K", "--gpu", "A100")
+    assert result.code == 0, result.err
+    out = " ".join(result.out.split())
+    assert "model: SlidePretrainer, 382K parameters, 3 blocks of 96, 4 heads of 24, 32-true" in out
+    assert "decoder: 1 x 48, heads of 12" in out and "a token is a row of a slide: a tile, or the class token's" in out
+    assert "65,536 tokens, 32,768 a rank" in out and "of all 4 layers" in out
+    assert "as many tiles are hidden as in the mean, mask_ratio=0.75" in out
+    assert "the recipe's batches hold 2 on each data rank" in out
+
+
+def test_images(cli, recipe):
+    path = recipe(IMAGES)
+    result = cli("plan", "--config", path, *BLOCK, "--tokens", "1M")
+    assert result.code == 0, result.err
+    out = " ".join(result.out.split())
+    assert "a token is a patch of 32 x 32 pixels of an image" in out and "table of 128 x 128 patches" in out
+    found = footprint(subject_of(asked("--config", path).model, memory=MemorySettings("block")))
+    peak = memory(found, 2, 1 << 20, Setup("ring_dilated")).peak / GIB
+    (row,) = (line for line in result.out.splitlines() if line.startswith("* block  "))
+    assert float(row.split()[3]) == pytest.approx(peak, abs=0.05)
+
+
+def test_a_recipes_longest_slide(recipe):
+    slides = {"class_path": "lightning_dilated.data.SlideDataModule", "init_args": {"paths": "x", "max_tiles": 999}}
+    x = asked("--config", recipe(SLIDES, slides))
+    assert (x.tokens, x.batch) == (1000, 1)
+    slides["init_args"] = {"paths": "x", "batch_size": 4}
+    x = asked("--config", recipe(SLIDES, slides))
+    assert (x.tokens, x.batch) == (None, 4)
+    assert asked("--config", recipe(IMAGES)).tokens is None  # and not a text's
+
+
+def test_sizes_of_options(recipe):
+    of = {
+        **SLIDES,
+        "init_args": {k: v for k, v in SLIDES["init_args"].items() if "_" not in k} | {"max_wsi_size": 1 << 16},
+    }
+    x = asked(
+        "--config", recipe(of), "--segments", 32, 256, "--dilations", 1, 4, "--dim", 128, "--heads", 8, "--depth", 3
+    )
+    assert [(b.segment_length, b.dilation_rate) for b in x.model.pattern.branches] == [(32, 1), (256, 4)]
+    assert (x.model.dim, x.model.num_heads, x.model.depth, x.model.decoder_depth) == (128, 8, 3, 2)
+    x = asked("--config", recipe(IMAGES), "--geometric", 64, "--tokens", 256)
+    assert len(x.model.pattern.branches) == 3 and x.model.pattern.offsets == "blocked"
+
+
+@pytest.mark.parametrize("more, options, says", [
+    ({}, ["--vocab", 8], "--vocab 8: a SlidePretrainer has no vocab_size. Leave the option out."),
+    ({}, ["--kv_heads", 2], "--kv_heads 2: a SlidePretrainer has no num_kv_heads"),
+    ({}, ["--residual_dtype", "bfloat16"], "--residual_dtype bfloat16: a SlidePretrainer has no residual_dtype"),
+    ({}, ["--geometric", 64, "--tokens", "1K", "--offsets", "blocked"], "--offsets blocked: a SlidePretrainer's are"),
+    ({"class_path": "SlideEncoder"}, [], "this SlideEncoder has no task"),
+    ({"task": "regression", "freeze_encoder": True}, [], "Leave freeze_encoder out of the recipe to plan full training"),
+])  # fmt: skip
+def test_refused(cli, recipe, more, options, says):
+    of = SLIDES
+    if more:
+        own = {k: v for k, v in more.items() if k != "class_path"}
+        of = {"class_path": "SlideEncoder", "init_args": {**SIZES, **own}}
+    result = cli("plan", "--config", recipe(of), *options)
+    assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
