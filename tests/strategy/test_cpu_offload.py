@@ -1,6 +1,10 @@
 """ring_dilated_fsdp with cpu_offload: what it trains is what it trains without, and what cannot be is refused in time."""
 
 import functools
+import json
+import os
+import subprocess
+import sys
 import types
 from pathlib import Path
 from unittest import mock
@@ -186,6 +190,38 @@ def test_optimizers_that_need_a_gpu(pools):
     theirs = type("Adam8bit", (torch.optim.Adam,), {"__module__": "bitsandbytes.optim.adam"})
     with pytest.raises(ValueError, match=r"bitsandbytes's Adam8bit .*take torch.optim.AdamW"):
         host_parameters.keep_optimizers([theirs([torch.nn.Parameter(torch.ones(2))])])
+
+
+# -- in processes of its own -------------------------------------------------------------------------------------------
+ROOT = Path(__file__).parents[2]
+
+
+def job(folder, **settings):
+    """What offload_job.py tells of a run on two ranks."""
+    usual = {
+        "precision": "32-true",
+        "strategy": {},
+        "model": {},
+        "steps": 4,
+        "memory": None,
+        "resume": None,
+        "save": None,
+    }
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command = [sys.executable, str(Path(__file__).with_name("offload_job.py")), json.dumps({**usual, **settings})]
+    ran = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
+    assert ran.returncode == 0, (ran.stdout + ran.stderr)[-3000:]
+    return json.loads(next(x for x in ran.stdout.splitlines() if x.startswith("told")).removeprefix("told"))
+
+
+@pytest.mark.slow
+def test_as_users_start_it(tmp_path):
+    """The script of the tests on GPUs."""
+    run = {"accelerator": "cpu", "memory": {"policy": "block", "tile": 512}}
+    plain, host = (job(tmp_path, strategy=x, **run) for x in ({}, HOST))
+    assert len(host["norms"]) == 4 and len(host["losses"]) == 8
+    for name in ("losses", "norms"):
+        assert host[name] == pytest.approx(plain[name], rel=1e-4)  # micro-batches are added up in another order
 
 
 # -- what only a GPU shows, taken apart --------------------------------------------------------------------------------

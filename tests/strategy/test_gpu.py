@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .test_cpu_offload import HOST, job
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +83,56 @@ def test_two_gpus(tmp_path, alone, way):
 def test_first_batch_is_checked(tmp_path, name):
     options = ["--trainer.strategy.check_first_batch=true"]
     assert fit(tmp_path, 2, f"lightning_dilated.{name}", "bf16-mixed", options=options)
+
+
+# -- parameters on the host --------------------------------------------------------------------------------------------
+#: tolerances: AdamW rounds otherwise on a CPU, and of bf16 parameters most of an update is rounded away
+WITHIN = {"32-true": 1e-4, "bf16-mixed": 1e-3, "bf16-true": 1e-2}
+OFFLOADED = {
+    "32-true": {"precision": "32-true"},
+    "mixed": {"precision": "bf16-mixed"},
+    "true": {"precision": "bf16-true"},
+    "fewer whole sequences": {"precision": "32-true", "strategy": {"sequence_size": 1}},
+    "tiles": {"precision": "bf16-mixed", "memory": {"policy": "block", "tile": 512, "offload": 1, "head_chunks": 2}},
+    "first batch": {"precision": "bf16-mixed", "strategy": {"check_first_batch": True}},
+    "paged": {"precision": "32-true"},
+}
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+def test_offloaded(tmp_path, way):
+    """Losses and clipped norms of plain sharded parameters; all that is trained lies on the host, the rest on the GPU."""
+    run = {"accelerator": "gpu", **OFFLOADED[way]}
+    options, within = run.pop("strategy", {}), WITHIN[run["precision"]]
+    asked = {"cpu_offload": {"pin_memory": False}} if way == "paged" else HOST
+    plain, host = (job(tmp_path, strategy={**options, **more}, **run) for more in ({}, asked))
+    print(f"| {way} | {plain['losses'][-1]:.6f} | {host['losses'][-1]:.6f} | {plain['peak']} | {host['peak']} |")
+    for name in ("losses", "norms", "val_loss"):
+        assert host[name] == pytest.approx(plain[name], rel=within * (10 if name == "norms" else 1)), name
+    assert {plain[x][0] for x in ("parameters", "gradients", "states")} == {"cuda"} and plain["module"] == "cuda"
+    assert host["parameters"] == (["cpu"] if way == "paged" else ["cpu", "pinned"])
+    assert (host["gradients"][0], host["states"][0], host["module"]) == ("cpu", "cpu", "cuda")
+
+
+def test_offloaded_takes_less_of_the_gpu(tmp_path):
+    """19M parameters: of fp32 parameters, gradients and AdamW's states a rank has 145 MiB."""
+    run = {"accelerator": "gpu", "precision": "bf16-mixed", "memory": {"policy": "block", "tile": 512}}
+    run["model"] = {"dim": 512, "depth": 6, "num_heads": 8}
+    plain, host = (job(tmp_path, strategy=x, **run)["peak"] / 2**20 for x in ({}, HOST))
+    print(f"| peak, MiB | {plain:.0f} | {host:.0f} |")
+    assert plain - host > 100
+
+
+@pytest.mark.parametrize("how", ["folder", "file"])
+def test_offloaded_checkpoints(tmp_path, how):
+    """Saved with it, loaded without, and the other way round."""
+    kind = {"save_distributed_checkpoint": how == "folder"}
+
+    def resumed(name, before, after):
+        path, run = str(tmp_path / name), {"accelerator": "gpu"}
+        job(tmp_path, steps=2, save=path, strategy={**kind, **before}, **run)
+        return job(tmp_path, resume=path, strategy={**kind, **after}, **run)["losses"]
+
+    want = resumed("neither", {}, {})
+    for name, before, after in (("before", HOST, {}), ("after", {}, HOST), ("both", HOST, HOST)):
+        assert resumed(name, before, after) == pytest.approx(want, rel=1e-4), name
