@@ -29,6 +29,10 @@ from lightning_dilated.planning.simulating.simulation import Step, measured_patt
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
+#: bytes/s that a node's memory gives to AdamW(fused=True) of all its ranks together: assumed, of two sockets with DDR5
+HOST_MEMORY = 200e9
+#: numbers that AdamW reads and writes a parameter
+ADAMW_PASSES = 7
 #: bytes/s of an H200's memory, as copies reach it
 BANDWIDTH = 4.1e12
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients, and what windows of heads
@@ -100,6 +104,7 @@ class Time:
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
         flops: of the model, forward and backward, on a rank; what is computed again does not count.
         peak: FLOP/s of the GPU.
+        optimizer: seconds of the optimizer, where it runs on the host.
     """
 
     step: Step
@@ -108,6 +113,7 @@ class Time:
     exposed: float
     flops: float
     peak: float
+    optimizer: float = 0.0
 
     @property
     def mfu(self) -> float:
@@ -176,10 +182,17 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     again = _again(facts, machine, memory, own, step, plain) + _windowed(facts, memory, own, gpu)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(facts, machine, setup, busy) if fsdp else 0.0
-    copies = 2 * away / HOST_LINK
+    copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
+    if setup.cpu_offload:
+        own = facts.parameters * machine.parameter_size / setup.ranks
+        copies += 3 * own / HOST_LINK
+        busy += waits  # for parameters, whose copies these are
+        there = ADAMW_PASSES * own * min(setup.per_node, setup.ranks) / HOST_MEMORY
+        spared = step.compute.get("optimizer", 0.0)
     late = max(0.0, copies - busy)
-    flops = _flops(facts, tokens) / setup.ranks
-    return Time(step, step.seconds + again + waits + late, copies - late, step.exposed + waits + late, flops, gpu.flops)
+    flops, waits = _flops(facts, tokens) / setup.ranks, waits + late + there
+    seconds = step.seconds - spared + again + waits
+    return Time(step, seconds, copies - late, step.exposed + waits, flops, gpu.flops, there)
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int, step: Step, plain: Step) -> float:
@@ -214,6 +227,8 @@ def _parameters_late(facts: Facts, machine: Machine, setup: Setup, busy: float) 
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     size = facts.block_parameters * machine.parameter_size * (ranks - 1) / max(1, ranks)
     each = size / speed + links.round
+    if setup.cpu_offload:  # a rank's part comes from the host before it is gathered, and its gradients go there
+        each += facts.block_parameters * machine.parameter_size / ranks / HOST_LINK
     return max(0.0, 3 * facts.depth * each - busy) + each
 
 
