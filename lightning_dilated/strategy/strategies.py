@@ -132,6 +132,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         save_distributed_checkpoint: False assembles one file on rank 0.
         cpu_offload: True keeps each rank's part of parameters, gradients and optimizer states in page-locked memory of the
             host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
+            Before they are dealt out, each rank makes the whole model there.
             Accumulated gradients are dealt out after every micro-batch, or they would wait whole on the GPU. A
             `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
 

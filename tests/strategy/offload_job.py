@@ -1,9 +1,10 @@
 """A training script on two ranks of ring_dilated_fsdp that tells where things lie: offload_job.py SETTINGS, as JSON.
 
-SETTINGS: accelerator, precision, strategy and model (options), steps, memory (of ActivationRecompute), resume and save
-(paths).
+SETTINGS: accelerator, precision, strategy and model (options), fused (AdamW), steps, memory (of
+ActivationRecompute), resume and save (paths).
 """
 
+import functools
 import json
 import sys
 
@@ -54,7 +55,8 @@ class Look(pl.Callback):
 def main(settings):
     pl.seed_everything(0)
     pattern = ld.DilatedPattern.longnet([256, 1024, 4096], [1, 2, 4])
-    model = ld.LongNetLM(pattern, **{"dim": 64, "depth": 3, "num_heads": 4, **settings["model"]})
+    adamw = functools.partial(torch.optim.AdamW, lr=3e-4, fused=settings["fused"])
+    model = ld.LongNetLM(pattern, optimizer=adamw, **{"dim": 64, "depth": 3, "num_heads": 4, **settings["model"]})
     look, memory = Look(), settings["memory"]
     given = settings["strategy"]
     if isinstance(given.get("cpu_offload"), dict):

@@ -206,6 +206,7 @@ def job(folder, **settings):
         "memory": None,
         "resume": None,
         "save": None,
+        "fused": False,
     }
     env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
     command = [sys.executable, str(Path(__file__).with_name("offload_job.py")), json.dumps({**usual, **settings})]

@@ -107,20 +107,18 @@ def plain(tmp_path_factory):
 
     @functools.cache
     def make(run):
-        precision, strategy, model, memory = json.loads(run)
-        folder = tmp_path_factory.mktemp("plain")
-        return job(folder, accelerator="gpu", precision=precision, strategy=strategy, model=model, memory=memory)
+        return job(tmp_path_factory.mktemp("plain"), accelerator="gpu", **json.loads(run))
 
-    return lambda *run: make(json.dumps(run))
+    return lambda **run: make(json.dumps(run))
 
 
 @pytest.mark.parametrize("way", OFFLOADED)
 def test_offloaded(tmp_path, plain, way):
     """Losses and clipped norms of plain sharded parameters; all that is trained lies on the host, the rest on the GPU."""
     precision, strategy, model, memory, how = OFFLOADED[way]
-    want, within = plain(precision, strategy, model, memory), WITHIN[precision]
-    options = {"precision": precision, "model": model, "memory": memory, "strategy": {**strategy, **how}}
-    got = job(tmp_path, accelerator="gpu", **options)
+    run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
+    want = plain(strategy=strategy, **run)
+    got = job(tmp_path, accelerator="gpu", strategy={**strategy, **how}, **run)
     print(f"| {way} | {want['losses'][-1]:.6f} | {got['losses'][-1]:.6f} | {want['peak']} | {got['peak']} |")
     for name in ("losses", "norms", "val_loss"):
         assert got[name] == pytest.approx(want[name], rel=within * (10 if name == "norms" else 1)), name
