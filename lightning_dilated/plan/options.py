@@ -93,10 +93,13 @@ def _machine(p: Any) -> None:
     p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="of each GPU, if another one")
     p.add_argument("--nodes", type=number, help=f"(default {NODE} GPUs each)")
     p.add_argument("--host_memory", "--host-memory", type=float, default=0.0, metavar="GIB", help="of a node, to be "
-                   "used for block inputs (default none: nothing is offloaded)")  # fmt: skip
+                   "used for block inputs (default none: nothing of them is offloaded) and what --cpu_offload keeps there "
+                   "(default: not limited)")  # fmt: skip
     p.add_argument("--precision", choices=list(PRECISIONS), help="(default: the recipe's, else bf16-mixed)")
     p.add_argument("--strategy", choices=STRATEGIES, help="(default: the recipe's; else single for one GPU, "
                    "ring_dilated, or ring_dilated_fsdp where parameters and states would take half a GPU)")  # fmt: skip
+    p.add_argument("--cpu_offload", "--cpu-offload", action=argparse.BooleanOptionalAction, help="parameters, gradients and "
+                   "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
     p.add_argument("--links", type=Path, help="file of `lightning-dilated bench links` (default: usual H200 nodes)")
@@ -121,6 +124,7 @@ class Asked:
         host: GiB of host memory of a rank.
         strategy: None: to be chosen.
         batch: sequences of the recipe's batches; one is planned.
+        cpu_offload: of the strategy.
     """
 
     model: DilatedModule
@@ -138,10 +142,11 @@ class Asked:
     links: Links
     residual: str | None
     batch: int = 1
+    cpu_offload: bool = False
 
     def setup(self, strategy: str) -> Setup:
         """How it is run with a strategy."""
-        return Setup(strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links)
+        return Setup(strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload)
 
 
 def settled(args: argparse.Namespace) -> Asked:
@@ -154,11 +159,14 @@ def settled(args: argparse.Namespace) -> Asked:
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange = _strategy(trainer.get("strategy"))
+    strategy, exchange, offload = _strategy(trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
     given = args.strategy or strategy
-    if given is None and ranks == 1:
-        given = "single"
+    offload = offload and given == strategy if args.cpu_offload is None else args.cpu_offload
+    if given is None and (offload or ranks == 1):
+        given = "ring_dilated_fsdp" if offload else "single"
+    if offload and given != "ring_dilated_fsdp":
+        raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {given}.")
     if given == "single" and ranks > 1:
         raise ValueError(f"--strategy single is for one GPU, not for {ranks}. Use ring_dilated or ring_dilated_fsdp.")
     compiled = getattr(model, "compile_blocks", False) if config else True
@@ -173,6 +181,7 @@ def settled(args: argparse.Namespace) -> Asked:
         args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
         Links.load(args.links) if args.links else Links(), getattr(getattr(model, "options", None), "residual_dtype", None),
         _batch(config.get("data")),
+        offload,
     )  # fmt: skip
 
 
@@ -261,13 +270,13 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(found: Any) -> tuple[str | None, str]:
-    """(one of STRATEGIES or None, exchange) of a Trainer's."""
+def _strategy(found: Any) -> tuple[str | None, str, bool]:
+    """(one of STRATEGIES or None, exchange, whether parameters are on the host) of a Trainer's."""
     given = (found.get("init_args") or {}) if isinstance(found, dict) else {}
     name = str(found.get("class_path") if isinstance(found, dict) else found or "")
     kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
     kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
-    return kind, given.get("exchange", "auto")
+    return kind, given.get("exchange", "auto"), given.get("cpu_offload", False) is not False
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:

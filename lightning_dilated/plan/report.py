@@ -16,7 +16,7 @@ from lightning_dilated.plan.options import Asked
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
-from lightning_dilated.planning.estimate import HOST_LINK, Facts, Time, measured_machine
+from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, Facts, Time, measured_machine
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
 from lightning_dilated.planning.memory import GIB, Memory, Setup
@@ -56,7 +56,7 @@ def report(asked: Asked) -> Told:
     subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
     facts = Facts.of(asked.model, subject)
     case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
-    wanted = [asked.settings] if asked.settings else _candidates(asked, facts)
+    wanted = [asked.settings] if asked.settings else candidates(facts.call.kv_heads, case.room, facts.depth)
     rows = [row_of(case, x, asked.tokens) for x in wanted]
     best = recommended(case, wanted, asked.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
@@ -81,10 +81,6 @@ def strategy_of(asked: Asked, facts: Facts) -> str:
     return "ring_dilated_fsdp" if facts.parameters * each > asked.gpu.memory / 2 else "ring_dilated"
 
 
-def _candidates(asked: Asked, facts: Facts) -> list[MemorySettings]:
-    return candidates(facts.call.kv_heads, asked.host, facts.depth)
-
-
 def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
     """A row of the table."""
     longest = case.longest(settings)
@@ -99,13 +95,14 @@ def _head(asked: Asked, case: Case) -> list[str]:
     kv = "" if call.kv_heads == call.heads else f" ({call.kv_heads} kv)"
     many = f"{setup.ranks:,} x {asked.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
+    offload = " with cpu_offload" if setup.cpu_offload else ""
     return [
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
         f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
         f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
-        f"machine: {many}{nodes}, {setup.strategy}, {setup.optimizer}; {asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of "
-        f"{asked.gpu.memory / GIB:.1f} are planned with",
+        f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
+        f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
     ]
 
 
@@ -164,7 +161,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
         x, t = row.memory, row.time
         over = "" if row.fits else " !"
         lines.append(
-            f"{name}{x.peak / GIB:>9.1f}{x.host / GIB:>7.1f}{t.seconds:>9.3g}{row.tokens / t.seconds:>12,.0f}"
+            f"{name}{x.peak / GIB:>9.1f}{(x.host + x.states) / GIB:>7.1f}{t.seconds:>9.3g}{row.tokens / t.seconds:>12,.0f}"
             f"{t.exposed / t.seconds:>7.1%}{t.mfu:>6.0%}{over}"
         )
     if any(row.memory and not row.fits for row in rows):
@@ -181,8 +178,12 @@ def _details(case: Case, row: Row) -> list[str]:
     lines += [f"  {'peak':<22}{x.peak / GIB:>9.2f} GiB, in: {parts}"]
     if x.host:
         lines += [f"  {'pinned host memory':<22}{x.host / GIB:>9.2f} GiB a rank"]
+    if x.states:
+        lines += [f"  {'states on the host':<22}{x.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
-        if t.step.compute.get(kind):
+        if kind == "optimizer" and case.setup.cpu_offload:
+            lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
+        elif t.step.compute.get(kind):
             lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
     lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
     return [*lines, *_exchange(case, x, t)]
@@ -224,7 +225,13 @@ def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
-        hint = "" if case.setup.strategy == "ring_dilated_fsdp" else " Take --strategy ring_dilated_fsdp."
+        hint = (
+            " Take --cpu_offload."
+            if case.setup.strategy == "ring_dilated_fsdp"
+            else " Take --strategy ring_dilated_fsdp."
+        )
+        if case.setup.cpu_offload:
+            hint = ""
         return (
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )
@@ -261,6 +268,12 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         notes.append(
             f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
             f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
+        )
+    if setup.cpu_offload:
+        notes.append(
+            "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "
+            f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
+            f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
         )
     if asked.host:
         notes.append(

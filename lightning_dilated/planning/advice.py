@@ -53,7 +53,9 @@ def _otherwise(case: Case, able: list[MemorySettings], tokens: int, model: Dilat
     longest = {x: case.longest(x) for x in able}
     most = max(longest, key=longest.__getitem__)
     if not longest[most]:
-        return " Parameters and states alone do not fit: take strategy='ring_dilated_fsdp', or more GPUs."
+        dealt = case.setup.strategy == "ring_dilated_fsdp" and not case.setup.cpu_offload
+        take = "RingDilatedFSDPStrategy(cpu_offload=True)" if dealt else "strategy='ring_dilated_fsdp'"
+        return f" Parameters and states alone do not fit: take {take}, or more GPUs."
     return (
         f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take about "
         f"{-(-tokens * case.setup.ranks // longest[most])} GPUs{narrow} or offload block inputs to the host (offload=GIB)."
@@ -106,4 +108,5 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
         ranks,
         max(1, ranks // max(1, trainer.num_nodes)),
         "adamw8bit" if any("8bit" in x for x in optimizers) else "adamw",
+        cpu_offload=deals and getattr(trainer.strategy, "_offload", None) is not None,
     )

@@ -33,6 +33,10 @@ from lightning_dilated.planning.simulating.simulation import Step, measured_patt
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
+#: bytes/s that a node's memory gives to AdamW(fused=True) of all its ranks together: assumed, of two sockets with DDR5
+HOST_MEMORY = 200e9
+#: numbers that AdamW reads and writes a parameter
+ADAMW_PASSES = 7
 #: bytes/s of an H200's memory, as copies reach it
 BANDWIDTH = 4.1e12
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients, and what windows of heads
@@ -134,6 +138,7 @@ class Time:
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
         flops: of the model, forward and backward, on a rank; what is computed again does not count.
         peak: FLOP/s of the GPU.
+        optimizer: seconds of the optimizer, where it runs on the host.
     """
 
     step: Step
@@ -142,6 +147,7 @@ class Time:
     exposed: float
     flops: float
     peak: float
+    optimizer: float = 0.0
 
     @property
     def mfu(self) -> float:
@@ -213,10 +219,17 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     again += sum(_windowed(x, memory, own, gpu) for x in stacks)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(machines, setup, busy) if fsdp else 0.0
-    copies = 2 * away / HOST_LINK
+    copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
+    if setup.cpu_offload:
+        part = facts.parameters * machines[0].parameter_size / setup.ranks
+        copies += 3 * part / HOST_LINK
+        busy += waits  # for parameters, whose copies these are
+        there = ADAMW_PASSES * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
+        spared = step.compute.get("optimizer", 0.0)
     late = max(0.0, copies - busy)
-    flops = sum(_flops(x, tokens) for x in stacks) / setup.ranks
-    return Time(step, step.seconds + again + waits + late, copies - late, step.exposed + waits + late, flops, gpu.flops)
+    flops, waits = sum(_flops(x, tokens) for x in stacks) / setup.ranks, waits + late + there
+    seconds = step.seconds - spared + again + waits
+    return Time(step, seconds, copies - late, step.exposed + waits, flops, gpu.flops, there)
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, own: int, recomputed: float) -> float:
@@ -258,7 +271,10 @@ def _parameters_late(machines: list[Machine], setup: Setup, busy: float) -> floa
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    each = [m.block_parameters * m.parameter_size * part + links.round for m in machines]
+    sizes = [m.block_parameters * m.parameter_size for m in machines]
+    each = [size * part + links.round for size in sizes]
+    if setup.cpu_offload:  # a rank's part comes from the host before it is gathered, and its gradients go there
+        each = [x + size / ranks / HOST_LINK for x, size in zip(each, sizes, strict=True)]
     return max(0.0, 3 * sum(m.depth * x for m, x in zip(machines, each, strict=True)) - busy) + each[0]
 
 

@@ -15,7 +15,7 @@ from lightning_dilated.planning.counting.kernels import Graphs
 from lightning_dilated.planning.counting.tape import Tape
 from lightning_dilated.planning.estimate import Facts, Time, estimate
 from lightning_dilated.planning.gpus import Gpu
-from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host
+from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 
 #: tokens of a tile that plans reckon with
 TILE = 16384
@@ -36,7 +36,8 @@ class Case:
         facts: what its time follows from.
         setup: how it is run.
         gpu: of each rank.
-        host: GiB of host memory that a rank may take for block inputs.
+        host: GiB of host memory that a rank may take, for block inputs and what `cpu_offload` keeps there; 0: no block
+            inputs wait there, and the rest is not limited.
         counted, graphs: footprints by settings and graphs of compiled blocks, kept.
     """
 
@@ -69,7 +70,14 @@ class Case:
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
         """Whether N tokens fit into GPU and host."""
         x = self.memory(settings, tokens, rows)
-        return x.peak <= self.gpu.usable(self.setup.ranks) and x.host <= self.host * GIB
+        away = x.host + (x.states if self.host else 0)
+        return x.peak <= self.gpu.usable(self.setup.ranks) and away <= self.host * GIB
+
+    @property
+    def room(self) -> float:
+        """GiB of host memory that are left for block inputs."""
+        states = states_on_host(self.found(MemorySettings()), self.facts.depth, self.setup)
+        return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
         """The most tokens N that fit, a multiple of GRAIN R; 0 where none do."""
@@ -145,8 +153,14 @@ def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = No
 
 def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
     yield "trainer:"
-    if setup.strategy != "single":
+    if setup.cpu_offload:
+        yield "  strategy:"
+        yield "    class_path: lightning_dilated.RingDilatedFSDPStrategy"
+        yield "    init_args:"
+        yield "      cpu_offload: true"
+    elif setup.strategy != "single":
         yield f"  strategy: {setup.strategy}"
+    if setup.strategy != "single":
         yield f"  devices: {min(setup.ranks, setup.per_node)}"
         if setup.ranks > setup.per_node:
             yield f"  num_nodes: {-(-setup.ranks // setup.per_node)}"

@@ -6,8 +6,13 @@ Shape letters: N tokens of the sequence, L of a rank, R ranks.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
+
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
@@ -37,6 +42,7 @@ class Setup:
         optimizer: one of OPTIMIZERS.
         exchange: as the strategy takes it.
         links: what "auto" reckons with.
+        cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
     """
 
     strategy: str = "single"
@@ -45,6 +51,7 @@ class Setup:
     optimizer: str = "adamw"
     exchange: str = "auto"
     links: Links = DEFAULTS
+    cpu_offload: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -52,6 +59,8 @@ class Setup:
                 raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
         if self.strategy == "single" and self.ranks > 1:
             raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
+        if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
+            raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
 
 
 @dataclass(frozen=True)
@@ -60,15 +69,17 @@ class Memory:
 
     Attributes:
         kinds: by kind of memory; they add up to `peak`.
-        host: pinned host memory of the rank.
+        host: pinned host memory of the rank, for block inputs.
         moment: the part of the step in which that is, such as ("backward", "last", 0): the last block's backward.
         exchange: what rows of other ranks take.
+        states: host memory of the rank for parameters, gradients and optimizer states.
     """
 
     kinds: dict[str, int]
     host: int
     moment: tuple
     exchange: Exchanged = field(default_factory=Exchanged)
+    states: int = 0
 
     @property
     def peak(self) -> int:
@@ -108,7 +119,7 @@ def memory(
         later = [moment for moment in found.moments if moment.part[:2] == ("backward", "last")]
         made += [at(moment, host=groups * size, second=True) for moment in later]
     best = max(made, key=lambda x: sum(x[0].values()))
-    return Memory(best[0], on_host(found, depth, own), best[1], rows)
+    return Memory(best[0], on_host(found, depth, own), best[1], rows, states_on_host(found, depth, setup))
 
 
 def on_host(found: Footprint, depth: int, tokens: int) -> int:
@@ -124,6 +135,37 @@ def offloaded(settings: MemorySettings, depth: int, size: int) -> int:
     if settings.offload <= 1:
         return round(settings.offload * groups)
     return min(groups, int(settings.offload * GIB) // max(1, size))
+
+
+def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
+    """Bytes of host memory that a rank's part of parameters, gradients and optimizer states takes; 0 without cpu_offload.
+
+    Parameters and gradients are page-locked, in buffers that torch rounds up to powers of two, each by itself.
+    """
+    if not setup.cpu_offload:
+        return 0
+    size = found.parameter_size
+    edge = found.parameters(depth) - depth * (found.parameters(depth) - found.parameters(depth - 1))
+    own = [size * math.prod((-(-rows // setup.ranks), *rest)) for rows, *rest in _shapes(found.subject.make)]
+    locked = depth * sum(map(_power_of_two, own)) + _power_of_two(-(-edge // setup.ranks))
+    return 2 * locked + _states(-(-found.parameters(depth) // setup.ranks), size, setup)
+
+
+@functools.cache
+def _shapes(make: Callable[[int], DilatedModule]) -> tuple[torch.Size, ...]:
+    """Of the parameters of a block."""
+    with torch.device("meta"):
+        return tuple(p.shape for p in make(1)._transformer(depth=1).blocks[0].parameters())
+
+
+def _power_of_two(size: int) -> int:
+    return 1 << max(0, size - 1).bit_length()
+
+
+def _states(parameters: int, size: int, setup: Setup) -> int:
+    """Bytes of the optimizer's states for bytes of parameters of a size."""
+    eight = setup.optimizer == "adamw8bit"
+    return round(parameters / size * ADAMW_8BIT) if eight else round(parameters * ADAMW)
 
 
 def _at(
@@ -164,9 +206,7 @@ def _static(
     found: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
 ) -> dict[str, int]:
     """Parameters, gradients and states on a rank."""
-    states = round(parameters * ADAMW)
-    if setup.optimizer == "adamw8bit":
-        states = round(parameters / found.parameter_size * ADAMW_8BIT)
+    states = _states(parameters, found.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
         buckets = parameters if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
@@ -176,8 +216,12 @@ def _static(
     edge = parameters - depth * block - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
     # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
-    whole = 2 * max(block, inner) + edge
-    leaving = 2 * max(block, inner) if moment.phase in ("backward", "first", "after") else 0
+    widest = max(block, inner)
+    whole = 2 * widest + edge
+    leaving = 2 * widest if moment.phase in ("backward", "first", "after") else 0
+    if setup.cpu_offload:  # and a block's parts on their way from the host and to it
+        mine = share(widest)
+        return {PARAMETERS: whole + mine, GRADIENTS: leaving + (mine if leaving else 0), OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
 
 

@@ -5,14 +5,23 @@ from __future__ import annotations
 import lightning.pytorch as pl
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 
 
-def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh) -> None:
+def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh, offload: CPUOffloadPolicy | None = None) -> None:
     """Shard the layers of every ModuleList, then what is left, over all ranks; once, and not what is sharded already.
+
+    Args:
+        offload: keeps the parts on the host.
 
     Raises:
         ValueError: if the module sharded some of its parameters itself and not all: the others would drift apart silently.
@@ -29,11 +38,11 @@ def shard_parameters(module: pl.LightningModule, mesh: DeviceMesh) -> None:
                 "Call fully_shard(self, mesh=...) last, for the root, too; or leave all of it to the strategy."
             )
         return
-    everyone = mesh._flatten("fsdp")
+    how = {"mesh": mesh._flatten("fsdp"), "offload_policy": offload or OffloadPolicy()}
     lists = [m for m in module.modules() if isinstance(m, nn.ModuleList)]
     for layer in (layer for found in lists for layer in found):
         if any(True for _ in layer.parameters()):
-            fully_shard(layer, mesh=everyone)
-    fully_shard(module, mesh=everyone)
+            fully_shard(layer, **how)
+    fully_shard(module, **how)
     for name in STEPS:  # Lightning calls these and not forward
         register_fsdp_forward_method(module, name)

@@ -10,14 +10,17 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, Literal
 
+import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.strategy import host_parameters
 from lightning_dilated.strategy.mesh import gradient_group
 from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.peers import Peers
@@ -28,7 +31,19 @@ Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchica
 Layout = Literal["contiguous", "zigzag", "strided"]
 
 
-class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
+class _Whole:
+    """Every rank holds all parameters: who asks for `cpu_offload` is told where it is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Whole:
+        if "cpu_offload" in kwargs:
+            raise TypeError(
+                f"{cls.__name__} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
+                f"cpu_offload={kwargs['cpu_offload']!r})."
+            )
+        return super().__new__(cls)
+
+
+class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
     """Every sequence on several ranks, the parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
 
     Args:
@@ -129,9 +144,16 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
             links: as in `RingDilatedStrategy`.
         save_distributed_checkpoint: False assembles one file on rank 0.
+        cpu_offload: True keeps each rank's part of parameters, gradients and optimizer states in page-locked memory of the
+            host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
+            Before they are dealt out, each rank makes the whole model there.
+            Accumulated gradients are dealt out after every micro-batch, or they would wait whole on the GPU. A
+            `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
 
     Raises:
-        OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards.
+        OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards;
+            with cpu_offload, as training begins, for optimizers that need a GPU, process groups without a backend for the
+            host, and modules that were sharded otherwise.
     """
 
     deals_parameters = True
@@ -150,10 +172,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         save_distributed_checkpoint: bool = True,
         check_first_batch: bool = False,
         links: str | None = None,
+        cpu_offload: bool | CPUOffloadPolicy = False,
     ) -> None:
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
         )
+        self._offload = host_parameters.check_offload(cpu_offload)
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,
@@ -175,13 +199,22 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def _find_processes(self) -> None:
+        found = dist.is_initialized()
         self._setup_distributed()  # Lightning's setup_environment would make a mesh of its own, (data, tensor)
+        if self._offload is not None:
+            host_parameters.join_host(self.root_device, found)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        return backend if self._offload is None else host_parameters.with_host(backend, self.root_device)
 
     @override
     def setup(self, trainer: Any) -> None:
         """Shards the parameters before Lightning takes the module over."""
         module = self.lightning_module
-        shard_parameters(module, self.device_mesh)
+        shard_parameters(module, self.device_mesh, host_parameters.fitting(self._offload, self.root_device))
+        host_parameters.place(module, self.root_device, self._offload is not None)
         own = is_overridden("configure_model", module)
         if not own:  # Lightning asks for one, to shard the parameters in, which was done
             module.configure_model = _nothing_left  # type: ignore[method-assign]
@@ -190,6 +223,22 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         finally:
             if not own:
                 del module.configure_model
+        if self._offload is not None:
+            host_parameters.keep_optimizers(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        """Lightning's; with `cpu_offload` parameters stay where they are."""
+        if self._offload is None:
+            super().model_to_device()
+        else:
+            host_parameters.rest_to_device(self.lightning_module, self.root_device)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the mixin's; what is logged of parameters on the host is added up on the GPU."""
+        given = tensor if self._offload is None else host_parameters.on_gpu(tensor, self.root_device)
+        return super().reduce(given, group, reduce_op)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -210,7 +259,13 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """Gradients stay where they are while micro-batches accumulate; Lightning knows this of DDP only."""
+        """Gradients stay where they are while micro-batches accumulate; Lightning knows this of DDP only.
+
+        With `cpu_offload` they go to the host at once.
+        """
+        if self._offload is not None:
+            yield
+            return
         self._holds = True
         self.model.set_requires_gradient_sync(False)
         try:

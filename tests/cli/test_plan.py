@@ -69,6 +69,25 @@ def test_several_gpus(cli):
     assert "exchange " in result.out and "backward" in result.out and "not taken, takes" in result.out
 
 
+def test_parameters_on_the_host(cli):
+    gpus = ["--tokens", "64K", "--gpus", 4, *BLOCK]
+    plain = cli("plan", *SIZES, *gpus, "--strategy", "ring_dilated_fsdp")
+    result = cli("plan", *SIZES, *gpus, "--cpu-offload")
+    assert result.code == 0, result.err
+    assert "ring_dilated_fsdp with cpu_offload" in result.out and "optimizer, on the host" in result.out
+    assert "states on the host" in result.out and "is an assumption" in result.out
+    assert kind(result, "parameters") <= kind(plain, "parameters") and "optimizer states" not in result.out
+    lines = [x for x in result.out.splitlines() if x.startswith("  trainer:") or x.startswith("    ")]
+    given = yaml.safe_load("\n".join(lines[lines.index("  trainer:") :]))["trainer"]["strategy"]
+    assert given == {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": True}}
+
+
+@pytest.mark.parametrize("strategy", ["ring_dilated", "single"])
+def test_whole_parameters_stay_on_the_gpu(cli, strategy):
+    result = cli("plan", *SIZES, *BLOCK, "--cpu_offload", "--strategy", strategy)
+    assert result.code == 2 and f"--strategy ring_dilated_fsdp only, not with {strategy}" in result.err
+
+
 def test_many_gpus(cli):
     """512 GPUs of 64 nodes."""
     result = cli("plan", *SIZES[:6], "--geometric", "2K", "--no-compile", *BLOCK, "--tokens", "32M", "--gpus", 512)
@@ -100,6 +119,16 @@ def test_a_recipes_settings_give_way(tmp_path):
     x = asked("--config", tmp_path / "x.yaml", "--tile", 1024, "--nodes", 3)
     assert x.settings == MemorySettings("block", 2, tile=1024)
     assert (x.strategy, x.exchange, x.ranks, x.per_node) == ("ring_dilated_fsdp", "gather", 6, 2)
+    assert not x.cpu_offload
+    for given, want in ((True, True), ({"pin_memory": False}, True), (False, False)):
+        trainer["strategy"]["init_args"]["cpu_offload"] = given
+        (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+        assert asked("--config", tmp_path / "x.yaml").cpu_offload is want
+    assert asked("--config", tmp_path / "x.yaml", "--cpu-offload").cpu_offload
+    trainer["strategy"]["init_args"]["cpu_offload"] = True
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": model, "trainer": trainer}))
+    assert not asked("--config", tmp_path / "x.yaml", "--no-cpu-offload").cpu_offload
+    assert not asked("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
 
 
 @pytest.mark.parametrize("settings", [

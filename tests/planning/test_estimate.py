@@ -14,7 +14,7 @@ from lightning_dilated.planning.advice import advise
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.estimate import HOST_LINK, Facts, estimate, measured_machine, scaled
+from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, Facts, estimate, measured_machine, scaled
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
@@ -133,6 +133,21 @@ def test_sharded_parameters_wait_where_little_is_computed():
     assert few.exposed > 0.3 * few.seconds and many.exposed < 0.05 * many.seconds
 
 
+@pytest.mark.parametrize("tokens", [1 << 12, 1 << 20])
+def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
+    big = facts(dim=4096, num_heads=32, depth=4)
+    dealt = Setup("ring_dilated_fsdp", 8)
+    plain, host = (estimate(big, MemorySettings(), tokens, replace(dealt, cpu_offload=x), H200) for x in (False, True))
+    assert host.optimizer == pytest.approx(7 * 4 * big.parameters / HOST_MEMORY) and plain.optimizer == 0
+    added = host.seconds - plain.seconds - host.optimizer + plain.step.compute["optimizer"]
+    copies = 3 * 4 * big.parameters / 8 / HOST_LINK
+    if tokens == 1 << 20:  # beside the computation, but for the first block's
+        assert host.hidden == pytest.approx(copies) and 0 < added < 0.1 * copies
+    else:
+        assert 0.8 * copies < added < 1.4 * copies
+    assert host.exposed > host.optimizer
+
+
 def test_many_ranks():
     """Up to 4,096, in seconds; heads are joined where there are many, to as many bytes."""
     pattern = DilatedPattern.geometric(2048, 1 << 24)
@@ -167,6 +182,15 @@ def test_advice_takes_the_datas_length_and_the_strategy():
     run._data_connector._datahook_selector = None
     run.datamodule = SimpleNamespace(seq_len=1 << 20)
     assert "1,048,576 tokens" in advise(run, model)
+
+
+def test_advice_of_parameters_on_the_host():
+    """They no longer count against the GPU."""
+    model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
+    strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
+    said = [advise(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
+    assert "do not fit: take RingDilatedFSDPStrategy(cpu_offload=True), or more GPUs" in said[0]
+    assert said[1] is None or "do not fit" not in said[1]
 
 
 def test_advice_amid_a_step(monkeypatch):

@@ -168,6 +168,39 @@ def test_fsdp_deals_parameters(counted):
     assert x.kinds[OPTIMIZER] == -(-2 * whole // 4)
 
 
+def test_cpu_offload_leaves_gathered_blocks(counted):
+    """On the GPU; on the host parameters and gradients are in buffers of powers of two, and states as they are."""
+    whole, block = counted.parameters(8), counted.parameters(8) - counted.parameters(7)
+    edge = whole - 8 * block
+    plain = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
+    assert x.kinds[PARAMETERS] == 2 * block + edge + -(-block // 4) and OPTIMIZER not in x.kinds
+    assert (
+        x.kinds.get(GRADIENTS, 0) in (0, 2 * block + -(-block // 4))
+        and x.kinds[ACTIVATIONS] == plain.kinds[ACTIVATIONS]
+    )
+    assert plain.states == 0 and x.host == plain.host == 0
+    model = lm(depth=8)
+    model.configure_model()
+    locked = lambda p: 1 << (-(-p.shape[0] // 4) * p[0].numel() * 4 - 1).bit_length()  # noqa: E731
+    own = sum(locked(p) for p in model.transformer.blocks.parameters()) + (1 << (-(-edge // 4) - 1).bit_length())
+    assert x.states == 2 * own + 2 * -(-whole // 4)
+    less = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, "adamw8bit", cpu_offload=True))
+    assert less.states < x.states
+
+
+def test_host_memory_limits_cpu_offload():
+    """Where some is named: block inputs get what the states leave."""
+    model = lm(depth=8)
+    subject = subject_of(model)
+    setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
+    case = lambda host: Case(subject, Facts.of(model, subject), setup, GPUS["H200"], host)  # noqa: E731
+    states = case(0).memory(MemorySettings(), 4096).states / 2**30
+    assert case(0).fits(MemorySettings(), 4096) and case(0).room == 0
+    assert not case(states / 2).fits(MemorySettings(), 4096) and case(states / 2).room == 0
+    assert case(states + 1).fits(MemorySettings(), 4096) and case(states + 1).room == pytest.approx(1)
+
+
 def test_eight_bit_states(counted):
     numbers = counted.parameters(8) // 4
     assert memory(counted, 8, 4096, Setup(optimizer="adamw8bit")).kinds[OPTIMIZER] == round(numbers * (2 + 8 / 256))
@@ -272,6 +305,7 @@ def test_gpus():
     ({"strategy": "ddp"}, "strategy must be one of single, ring_dilated"),
     ({"ranks": 2}, "2 GPUs need strategy ring_dilated"),
     ({"optimizer": "sgd"}, "optimizer must be one of adamw"),
+    ({"cpu_offload": True}, "cpu_offload is an option of strategy ring_dilated_fsdp, not of single"),
 ])  # fmt: skip
 def test_refused(options, says):
     with pytest.raises(ValueError, match=says):

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from .test_cpu_offload import HOST, job
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")]
 
 ROOT = Path(__file__).parents[2]
@@ -81,3 +83,62 @@ def test_two_gpus(tmp_path, alone, way):
 def test_first_batch_is_checked(tmp_path, name):
     options = ["--trainer.strategy.check_first_batch=true"]
     assert fit(tmp_path, 2, f"lightning_dilated.{name}", "bf16-mixed", options=options)
+
+
+# -- parameters on the host --------------------------------------------------------------------------------------------
+#: tolerances: AdamW rounds otherwise on a CPU, and of bf16 parameters most of an update is rounded away
+WITHIN = {"32-true": 1e-4, "bf16-mixed": 1e-3, "bf16-true": 1e-2}
+BIG = {"dim": 512, "depth": 6, "num_heads": 8}
+TILES = {"policy": "block", "tile": 512, "offload": 1, "head_chunks": 2}
+PAGED = {"cpu_offload": {"pin_memory": False}}
+#: (precision, strategy, model, memory settings, how it is offloaded)
+OFFLOADED = {
+    "tiles": ("bf16-mixed", {"check_first_batch": True}, BIG, TILES, HOST),
+    "32-true": ("32-true", {}, {}, None, HOST),
+    "paged": ("32-true", {}, {}, None, PAGED),
+    "true": ("bf16-true", {}, {}, None, HOST),
+    "one rank a sequence": ("32-true", {"sequence_size": 1}, {}, None, HOST),
+}
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """What a way leaves without, made once for those that differ in how they offload."""
+
+    @functools.cache
+    def make(run):
+        return job(tmp_path_factory.mktemp("plain"), accelerator="gpu", **json.loads(run))
+
+    return lambda **run: make(json.dumps(run))
+
+
+@pytest.mark.parametrize("way", OFFLOADED)
+def test_offloaded(tmp_path, plain, way):
+    """Losses and clipped norms of plain sharded parameters; all that is trained lies on the host, the rest on the GPU."""
+    precision, strategy, model, memory, how = OFFLOADED[way]
+    run, within = {"precision": precision, "model": model, "memory": memory, "fused": model == BIG}, WITHIN[precision]
+    want = plain(strategy=strategy, **run)
+    got = job(tmp_path, accelerator="gpu", strategy={**strategy, **how}, **run)
+    print(f"| {way} | {want['losses'][-1]:.6f} | {got['losses'][-1]:.6f} | {want['peak']} | {got['peak']} |")
+    for name in ("losses", "norms", "val_loss"):
+        assert got[name] == pytest.approx(want[name], rel=within * (10 if name == "norms" else 1)), name
+    assert {want[x][0] for x in ("parameters", "gradients", "states")} == {"cuda"} and want["module"] == "cuda"
+    assert got["parameters"] == (["cpu"] if how == PAGED else ["cpu", "pinned"])
+    assert (got["gradients"][0], got["states"], got["module"]) == ("cpu", ["cpu"], "cuda")
+    if model == BIG:  # 19M parameters: of fp32 parameters, gradients and AdamW's states a rank has 145 MiB
+        assert want["peak"] - got["peak"] > 100 * 2**20
+
+
+def test_offloaded_checkpoints(tmp_path):
+    """Saved with it, loaded without, and the other way round; as folders and as files."""
+    host, folder = {**HOST, "save_distributed_checkpoint": False}, {}
+    losses = {}
+    for name, before in (("file", host), ("folder", folder)):
+        path = str(tmp_path / name)
+        job(tmp_path, accelerator="gpu", steps=2, save=path, strategy=before)
+        assert Path(path).is_dir() == (name == "folder")
+        for after in (host, folder):
+            losses[name, str(after)] = job(tmp_path, accelerator="gpu", resume=path, strategy=after)["losses"]
+    want = losses["folder", str(folder)]
+    for name, found in losses.items():
+        assert found == pytest.approx(want, rel=1e-4), name
