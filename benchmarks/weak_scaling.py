@@ -4,7 +4,7 @@
     torchrun --nproc-per-node 4 benchmarks/weak_scaling.py --tokens 1048576 --recompute attention-kept
     torchrun --nproc-per-node 1 benchmarks/weak_scaling.py --tokens 65536 262144 --of 4     # the yardstick
     torchrun --nproc-per-node 2 benchmarks/weak_scaling.py --tokens 512 --accelerator cpu --dim 32 --depth 2 --heads 4 \
-        --precision 32-true --no-compile --first 64
+        --precision 32-true --no-compile --first 64 --warm 2
 
 The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
 rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
@@ -29,6 +29,9 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 from lightning_dilated.sequence.exchange.clock import Clock, seconds
 
+#: tokens of a rank that are trained before the clock
+WARM = 2**22
+
 
 def options() -> argparse.Namespace:
     """The command line."""
@@ -46,7 +49,8 @@ def options() -> argparse.Namespace:
     p.add_argument("--precision", default="bf16-mixed", help="the Trainer's")
     p.add_argument("--accelerator", default="auto")
     p.add_argument("--no-compile", action="store_true")
-    p.add_argument("--steps", type=int, default=5, help="measured, after two for warming up")
+    p.add_argument("--steps", type=int, default=5, help="measured")
+    p.add_argument("--warm", type=int, help="steps before (default: 4M tokens, but at least 2)")
     return p.parse_args()
 
 
@@ -70,17 +74,17 @@ class RandomBytes(Dataset):
 
 
 class Watch(pl.Callback):
-    """Seconds of every step but the first two; of one more, what the exchange received and how long it was waited for."""
+    """Seconds of every step but the first `warm`; of one more, what the exchange received and how long it was awaited."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, warm: int, steps: int) -> None:
         self.last, self.seconds, self.loss, self.received, self.exposed = 0.0, [], float("nan"), (0, 0), 0.0
-        self.steps, self.clock = steps, Clock()
+        self.warm, self.steps, self.clock = warm, steps, Clock()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
         """Count this step's bytes only."""
         group = trainer.strategy.sequence
         group.forward_traffic.clear(), group.backward_traffic.clear()
-        if trainer.global_step == 2 + self.steps:
+        if trainer.global_step == self.warm + self.steps:
             group.watch(self.clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *unused: Any) -> None:
@@ -88,9 +92,9 @@ class Watch(pl.Callback):
         if trainer.strategy.root_device.type == "cuda":
             torch.cuda.synchronize()
         now = time.perf_counter()
-        if 2 < trainer.global_step <= 2 + self.steps:
+        if self.warm < trainer.global_step <= self.warm + self.steps:
             self.seconds.append(now - self.last)
-        if trainer.global_step > 2 + self.steps:
+        if trainer.global_step > self.warm + self.steps:
             self.exposed = sum(seconds(wait.begin, wait.end) for wait in self.clock.waits)
         group, self.last = trainer.strategy.sequence, now
         self.loss = float(outputs["loss"])
@@ -109,7 +113,9 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     """Train, and print one row."""
     torch._dynamo.reset()
     pl.seed_everything(0, verbose=False)
-    clock, steps = Watch(args.steps), 3 + args.steps
+    # compiling has left as many processes as cores, which take seconds to start and take them from the ranks
+    warm = max(2, WARM // tokens) if args.warm is None else args.warm
+    clock, steps = Watch(warm, args.steps), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
     trainer = pl.Trainer(

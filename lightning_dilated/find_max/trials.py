@@ -86,7 +86,13 @@ class Trials:
                     process.wait()
 
     def _start(self, folder: Path, tokens: int, rank: int, port: int) -> subprocess.Popen:
-        told = {"folder": str(folder), "tokens": tokens, "limit": self.limit, "ranks": self.ranks}
+        told = {
+            "folder": str(folder),
+            "tokens": tokens,
+            "limit": self.limit,
+            "ranks": self.ranks,
+            "parent": os.getpid(),
+        }
         env = dict(os.environ)
         expandable_segments(env)
         if self.ranks > 1:  # as torchrun sets them, so that Lightning starts no further processes

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +82,20 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     return found
 
 
+def _where(error: BaseException) -> str:
+    """The last line of ours that an error passed: torch's own words do not say what was being done."""
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
+    return f"{Path(mine[-1].filename).name}:{mine[-1].lineno}, {mine[-1].name}"
+
+
+def _end_with(parent: int) -> None:
+    """Leave when the process that started this one is gone, however it went: a GPU would stay full for nobody."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
+
+
 def main(told: dict[str, Any], arguments: list[str]) -> None:
     """Train, and leave a file that says how it went."""
     if told["limit"] is not None:
@@ -93,7 +109,7 @@ def main(told: dict[str, Any], arguments: list[str]) -> None:
     except RuntimeError as error:
         if not any(words in str(error).lower() for words in WORDS):
             raise
-        said = {"missing": str(error).splitlines()[0]}
+        said = {"missing": f"{str(error).splitlines()[0]} (in {_where(error)})"}
     place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
     place.with_suffix(".part").write_text(json.dumps(said))
     place.with_suffix(".part").rename(place)
@@ -103,4 +119,6 @@ def main(told: dict[str, Any], arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     given, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI is told its arguments, and warns of any others
-    main(json.loads(given[1]), given[2:])
+    asked = json.loads(given[1])
+    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
+    main(asked, given[2:])

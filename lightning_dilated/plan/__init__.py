@@ -15,7 +15,8 @@ def run(argv: list[str]) -> None:
 
         find_max([word for word in argv if word not in FIND_MAX])
         return
-    from lightning_dilated.plan.options import parser, settled  # what they import takes seconds to load
+    from lightning_dilated.plan.asked import settled  # what it imports takes seconds to load
+    from lightning_dilated.plan.options import parser
     from lightning_dilated.plan.report import report
     from lightning_dilated.planning.memory_plot import memory_plot
 

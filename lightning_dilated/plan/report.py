@@ -12,7 +12,7 @@ from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.models.slide_mae import SlidePretrainer
-from lightning_dilated.plan.options import Asked
+from lightning_dilated.plan.asked import Asked
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
@@ -253,7 +253,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
         "lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, which the command line sets.",
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
-        "linear layers by FLOPs, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
+        "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
     notes += _counted(asked.model)
     if setup.ranks > 1:

@@ -39,9 +39,12 @@ HOST_MEMORY = 200e9
 ADAMW_PASSES = 7
 #: bytes/s of an H200's memory, as copies reach it
 BANDWIDTH = 4.1e12
-#: passes over the hidden states of a block: of a window's norm and products, of their gradients, and what windows of heads
-#: took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
-WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS = 4, 8, 105
+#: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
+#: the measured machine, by a trace of its step: those grow with the width, and products with its square
+PASSES = 0.28
+#: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
+#: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
+WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
 #: fields of a Machine whose seconds follow from heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
 FILE = Path(__file__).with_name("h200.json")
@@ -159,7 +162,8 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None) -> Machine:
     """The measured machine, as if it had run another model."""
     base, call = base or measured_machine(), facts.call
     slower = GPUS["H200"].flops / gpu.flops
-    linear = facts.block_parameters / base.block_parameters * slower
+    products, passes = facts.block_parameters / base.block_parameters, facts.dim / base.dim
+    linear = ((1 - PASSES) * products + PASSES * passes) * slower
     wide = call.head_dim / base.head_dim * slower
     heads = call.heads / base.heads * wide
     parts = tuple(_parts(facts, base, p, linear, wide, slower) for p in base.parts)
@@ -255,11 +259,11 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> 
 
 
 def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
-    """Seconds of what each window of heads reads and writes once more of all hidden states."""
+    """Seconds of what tiles, and each window of heads, read and write once more of all hidden states."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
-    if windows == 1:
-        return 0.0
-    passes = (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
+    passes = TILES if memory.tile is not None else 0
+    if windows > 1:
+        passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
     size = 4 if facts.precision.startswith("32") else 2
     slower = GPUS["H200"].flops / gpu.flops  # their memory is not known; as much slower as their products
     return facts.depth * passes * own * facts.dim * size / BANDWIDTH * slower

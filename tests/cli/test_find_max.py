@@ -1,6 +1,12 @@
 """The longest sequence: the search against every answer there can be, and true trials on the CPU with little memory."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,6 +156,34 @@ def test_another_error_is_none_of_memory(recipe):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
 
 
+STARTER = """
+import json, subprocess, sys, time
+told = {"parent": __import__("os").getpid()}
+print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.find_max.worker", json.dumps(told)]).pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_workers_end_with_who_started_them(monkeypatch, tmp_path):
+    """Also with one that was killed: nobody else would free their GPU. This one waits for a recipe that is a pipe."""
+    code = STARTER.replace("json.dumps(told)]", 'json.dumps(told), "--config", "pipe"]')
+    os.mkfifo(tmp_path / "pipe")
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    starter = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=env, stdout=subprocess.PIPE, text=True)
+    pid = int(starter.stdout.readline())
+    state = lambda: Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]  # noqa: E731
+    time.sleep(2)
+    assert state() != "Z"
+    starter.kill()
+    starter.wait()
+    for _ in range(300):
+        if not Path(f"/proc/{pid}").exists() or state() == "Z":
+            return
+        time.sleep(0.1)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the worker went on")
+
+
 @pytest.mark.parametrize(
     "words, missing",
     [
@@ -170,7 +204,8 @@ def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
     told = {"folder": str(tmp_path), "limit": None}
     if missing:
         worker.main(told, [])
-        assert json.loads((tmp_path / "0.json").read_text())["missing"] == words.splitlines()[0]
+        said = json.loads((tmp_path / "0.json").read_text())["missing"]
+        assert said.startswith(words.splitlines()[0]) and said.endswith(", main)")  # the last line of ours
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             worker.main(told, [])

@@ -7,7 +7,8 @@ import yaml
 
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.plan.options import number, parser, settled
+from lightning_dilated.plan.asked import settled
+from lightning_dilated.plan.options import number, parser
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.longest import yaml_lines

@@ -14,7 +14,15 @@ from lightning_dilated.planning.advice import advise
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, Facts, estimate, measured_machine, scaled
+from lightning_dilated.planning.estimate import (
+    HOST_LINK,
+    HOST_MEMORY,
+    PASSES,
+    Facts,
+    estimate,
+    measured_machine,
+    scaled,
+)
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
@@ -62,8 +70,9 @@ def test_scales():
     """Twice the blocks, twice the width, no mask, another GPU: each part by what it follows from."""
     base, wide = measured_machine(), facts(dim=1536, num_heads=24)
     found = scaled(wide, H200)
-    linear = wide.block_parameters / MINE.block_parameters
-    assert 3.9 < linear < 4.1
+    products = wide.block_parameters / MINE.block_parameters
+    assert 3.9 < products < 4.1
+    linear = (1 - PASSES) * products + PASSES * 2
     assert found.parts[0].rest_forward == pytest.approx(linear * base.parts[0].rest_forward)
     assert found.parts[0].attention_backward == pytest.approx(2 * base.parts[0].attention_backward)
     assert found.parts[0].edge_forward == pytest.approx(2 * base.parts[0].edge_forward)
@@ -86,22 +95,28 @@ def test_settings_cost():
     base = seconds()
     kept, block = seconds(policy="attention-kept"), seconds(policy="block")
     assert base < kept < block < seconds(policy="block", every=2) < base + 2 * (block - base)
-    assert seconds(policy="block", tile=4096) == block and base < seconds(tile=4096) < kept
+    # 0.25 of 2.40 s were measured at 1,048,576 tokens; without recomputation the feed-forward is computed once more, too
+    tiles = seconds(policy="block", tile=4096) - block
+    assert 0.05 * block < tiles < 0.12 * block and base + tiles < seconds(tile=4096) < block
     assert block < seconds(policy="block", head_chunks=4) < seconds(policy="block", every=2, head_chunks=4)
 
 
-#: seconds on one H200 of a model of 12 blocks of 768, to which the estimate was fitted (of code before products of windows
-#: were written out); benchmarks/results/2026-11-22_h200_longest.md
-WINDOWED = [
-    (MemorySettings("block", tile=32768, head_chunks=4), 1048576, 3.40),
-    (MemorySettings("block", tile=32768, head_chunks=4), 4980736, 16.36),
-    (MemorySettings("block", every=2, offload=1, tile=32768, head_chunks=12), 11534336, 54.21),
+#: (sizes, settings, tokens, seconds) that the estimate was fitted to, benchmarks/results/2026-11-22_h200_longest.md
+BLOCK = MemorySettings("block")
+FITTED = [
+    ({}, BLOCK, 1048576, 2.47),
+    ({}, replace(BLOCK, tile=32768), 1048576, 2.65),
+    ({}, replace(BLOCK, tile=32768, head_chunks=4), 1048576, 3.09),
+    ({}, replace(BLOCK, tile=32768, head_chunks=6), 3145728, 9.91),
+    ({}, replace(BLOCK, tile=32768, head_chunks=4), 4980736, 14.79),
+    ({"dim": 1024, "depth": 24, "num_heads": 16}, replace(BLOCK, every=2, tile=32768, head_chunks=8), 3670016, 39.03),
+    ({"dim": 2048, "depth": 24, "num_heads": 16}, replace(BLOCK, every=2, tile=16384, head_chunks=8), 1703936, 48.85),
 ]
 
 
-@pytest.mark.parametrize("settings, tokens, seconds", WINDOWED)
-def test_windows_of_heads_stay_at_what_was_measured(settings, tokens, seconds):
-    assert estimate(MINE, settings, tokens, ONE, H200).seconds == pytest.approx(seconds, rel=0.15)
+@pytest.mark.parametrize("sizes, settings, tokens, seconds", FITTED)
+def test_stays_at_what_was_measured(sizes, settings, tokens, seconds):
+    assert estimate(facts(**sizes), settings, tokens, ONE, H200).seconds == pytest.approx(seconds, rel=0.05)
 
 
 def test_each_window_costs():

@@ -6,7 +6,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dilated import RingDilatedStrategy
-from lightning_dilated.strategy import strategies
+from lightning_dilated.strategy import ddp
 from lightning_dilated.strategy.mesh import MeshSizes
 
 from .runs import trainer
@@ -78,7 +78,7 @@ def test_the_other_lightning_does_not_know_the_name():
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
     """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
     made = []
-    monkeypatch.setattr(strategies, "gradient_group", lambda timeout, beside: made.append(beside) or "a group")
+    monkeypatch.setattr(ddp, "gradient_group", lambda timeout, beside: made.append(beside) or "a group")
     monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: self._ddp_kwargs)
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
     strategy.num_nodes = nodes

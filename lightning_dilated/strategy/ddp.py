@@ -1,0 +1,123 @@
+"""ring_dilated: every sequence on several ranks, the parameters on each."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any, Literal
+
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
+from typing_extensions import override
+
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.strategy.mesh import gradient_group
+from lightning_dilated.strategy.names import Exchange, Layout
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_folder import checked, read_whole
+from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+
+
+class _Whole:
+    """Every rank holds all parameters: who asks for `cpu_offload` is told where it is."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Whole:
+        if "cpu_offload" in kwargs:
+            raise TypeError(
+                f"{cls.__name__} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
+                f"cpu_offload={kwargs['cpu_offload']!r})."
+            )
+        return super().__new__(cls)
+
+
+class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
+    """Every sequence on several ranks, the parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
+
+    Args:
+        sequence_size: ranks that share a sequence; "auto": all of them. The others hold other samples (data parallel).
+        head_size: of these, neighbours that trade tokens for heads.
+        exchange: how rows travel between ranks; "auto" is the planner's cheapest.
+        layout: which positions a rank holds.
+        ranks_per_node: ranks with fast links; None: those of a node.
+        timeout: seconds after which a rank that waits in vain for another gives up.
+        allow: names of modules that mix tokens or samples and are right nevertheless.
+        process_group_backend: "nccl" or "gloo"; None fits the device.
+        start_method: how further processes are started: "popen" runs the script again.
+        check_first_batch: compare one rank with all on the head of the first batch (see `strategy.first_batch`).
+        find_unused_parameters: for models some of whose parameters take no part in a step.
+        links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
+        bucket_cap_mb: MiB of gradients that are summed at a time, while the backward goes on (DDP's). None: on GPUs of one
+            node all at once when it is done, which costs less than sums beside it; else DDP's own, 25.
+
+    Raises:
+        OSError: when made, where the file of links is not there.
+        TypeError, ValueError: when made, or (sizes that do not divide the number of ranks) in `Trainer(...)`.
+        MisconfigurationException: in `Trainer(...)`, in an interactive session with start_method="popen".
+    """
+
+    def __init__(
+        self,
+        sequence_size: int | Literal["auto"] = "auto",
+        head_size: int = 1,
+        exchange: Exchange = "auto",
+        layout: Layout = "contiguous",
+        ranks_per_node: int | None = None,
+        timeout: int = 1800,
+        allow: list[str] | None = None,
+        process_group_backend: str | None = None,
+        start_method: Literal["popen", "spawn", "fork"] = "popen",
+        find_unused_parameters: bool = False,
+        check_first_batch: bool = False,
+        links: str | None = None,
+        bucket_cap_mb: int | None = None,
+    ) -> None:
+        self._configure_sequence(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
+        )
+        if bucket_cap_mb is not None:
+            integer(bucket_cap_mb, "bucket_cap_mb", 1)
+        if start_method not in ("popen", "spawn", "fork"):
+            # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
+            raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
+        super().__init__(
+            process_group_backend=process_group_backend,
+            timeout=self._seconds,
+            start_method=start_method,
+            find_unused_parameters=find_unused_parameters,
+            **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        interactive = hasattr(sys, "ps1")
+        if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
+            # Lightning would send users to a strategy of its own, which shares no sequence
+            raise MisconfigurationException(
+                "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook', or "
+                "RingDilatedStrategy(start_method='fork', ...), before CUDA is first used; or run a script."
+            )
+
+    @override
+    def _setup_model(self, model: Module) -> DistributedDataParallel:
+        """Lightning's; on GPUs with a communicator of its own for the gradients, and those of one node's in one bucket.
+
+        Why one: sums beside the backward wait for the slowest rank again and again, in kernels that take multiprocessors
+        from the backward (benchmarks/results/2026-11-22_h200_scaling.md).
+        """
+        if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
+            beside = "bucket_cap_mb" in self._ddp_kwargs or self.num_nodes > 1
+            if not beside:
+                self._ddp_kwargs["bucket_cap_mb"] = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
+            self._ddp_kwargs["process_group"] = gradient_group(self._seconds, beside)
+        return super()._setup_model(model)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
+        if not Path(checkpoint_path).is_dir():
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        found = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        return read_whole(found, kwargs.get("weights_only"))

@@ -1,0 +1,178 @@
+"""ring_dilated_fsdp: every sequence on several ranks, and the parameters dealt to all of them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Literal
+
+import torch.distributed as dist
+from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.fsdp import CPUOffloadPolicy
+from typing_extensions import override
+
+from lightning_dilated.strategy import host_parameters
+from lightning_dilated.strategy.names import Exchange, Layout
+from lightning_dilated.strategy.parameters import shard_parameters
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_folder import checked
+from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+
+
+class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
+    """Every sequence on several ranks, and the parameters, gradients and optimizer states dealt to all of them (FSDP2).
+
+    The layers in each `nn.ModuleList` of the module are sharded one by one, then the rest; a module that shards itself in
+    `configure_model` (with `self.device_mesh`) is left alone. Checkpoints are folders that any number of ranks can load.
+
+    Args:
+        sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
+            links: as in `RingDilatedStrategy`.
+        save_distributed_checkpoint: False assembles one file on rank 0.
+        cpu_offload: True keeps each rank's part of parameters, gradients and optimizer states in page-locked memory of the
+            host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
+            Before they are dealt out, each rank makes the whole model there.
+            Accumulated gradients are dealt out after every micro-batch, or they would wait whole on the GPU. A
+            `CPUOffloadPolicy(pin_memory=False)` does without page-locked memory.
+
+    Raises:
+        OSError, TypeError, ValueError: as `RingDilatedStrategy`; also for precision 16-mixed, whose scaler knows no shards;
+            with cpu_offload, as training begins, for optimizers that need a GPU, process groups without a backend for the
+            host, and modules that were sharded otherwise.
+    """
+
+    deals_parameters = True
+    _holds = False  # whether gradients wait for further micro-batches
+
+    def __init__(
+        self,
+        sequence_size: int | Literal["auto"] = "auto",
+        head_size: int = 1,
+        exchange: Exchange = "auto",
+        layout: Layout = "contiguous",
+        ranks_per_node: int | None = None,
+        timeout: int = 1800,
+        allow: list[str] | None = None,
+        process_group_backend: str | None = None,
+        save_distributed_checkpoint: bool = True,
+        check_first_batch: bool = False,
+        links: str | None = None,
+        cpu_offload: bool | CPUOffloadPolicy = False,
+    ) -> None:
+        self._configure_sequence(
+            sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
+        )
+        self._offload = host_parameters.check_offload(cpu_offload)
+        super().__init__(
+            save_distributed_checkpoint=save_distributed_checkpoint,
+            process_group_backend=process_group_backend,
+            timeout=self._seconds,
+        )
+
+    @override
+    def _configure_launcher(self) -> None:
+        if hasattr(sys, "ps1"):
+            raise MisconfigurationException(
+                "ring_dilated_fsdp cannot start processes from an interactive session: run a script, or take "
+                "strategy='ring_dilated_notebook'."
+            )
+        if getattr(self.precision_plugin, "precision", None) == "16-mixed":
+            raise ValueError(
+                "ring_dilated_fsdp takes no precision='16-mixed': use 'bf16-mixed', or strategy='ring_dilated'."
+            )
+        super()._configure_launcher()
+
+    @override
+    def _find_processes(self) -> None:
+        found = dist.is_initialized()
+        self._setup_distributed()  # Lightning's setup_environment would make a mesh of its own, (data, tensor)
+        if self._offload is not None:
+            host_parameters.join_host(self.root_device, found)
+
+    @override
+    def _get_process_group_backend(self) -> str:
+        backend = super()._get_process_group_backend()
+        return backend if self._offload is None else host_parameters.with_host(backend, self.root_device)
+
+    @override
+    def setup(self, trainer: Any) -> None:
+        """Shards the parameters before Lightning takes the module over."""
+        module = self.lightning_module
+        shard_parameters(module, self.device_mesh, host_parameters.fitting(self._offload, self.root_device))
+        host_parameters.place(module, self.root_device, self._offload is not None)
+        own = is_overridden("configure_model", module)
+        if not own:  # Lightning asks for one, to shard the parameters in, which was done
+            module.configure_model = _nothing_left  # type: ignore[method-assign]
+        try:
+            super().setup(trainer)
+        finally:
+            if not own:
+                del module.configure_model
+        if self._offload is not None:
+            host_parameters.keep_optimizers(self.optimizers)
+
+    @override
+    def model_to_device(self) -> None:
+        """Lightning's; with `cpu_offload` parameters stay where they are."""
+        if self._offload is None:
+            super().model_to_device()
+        else:
+            host_parameters.rest_to_device(self.lightning_module, self.root_device)
+
+    @override
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """As the mixin's; what is logged of parameters on the host is added up on the GPU."""
+        given = tensor if self._offload is None else host_parameters.on_gpu(tensor, self.root_device)
+        return super().reduce(given, group, reduce_op)
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
+        if Path(checkpoint_path).is_dir():
+            checkpoint_path = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        try:
+            # Lightning 2.5 has no such argument
+            known = "weights_only" in inspect.signature(super().load_checkpoint).parameters
+            return super().load_checkpoint(checkpoint_path, **({"weights_only": weights_only} if known else {}))
+        except UnpicklingError as error:
+            raise UnpicklingError(
+                f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "
+                "it, name their classes in torch.serialization.add_safe_globals([...]), or set "
+                "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; weights_only=False of Trainer.fit does not reach this strategy."
+            ) from error
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Gradients stay where they are while micro-batches accumulate; Lightning knows this of DDP only.
+
+        With `cpu_offload` they go to the host at once.
+        """
+        if self._offload is not None:
+            yield
+            return
+        self._holds = True
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._holds = False
+            self.model.set_requires_gradient_sync(True)
+
+    @override
+    def _check_first_batch(self, batch: Any) -> None:
+        """As the mixin's; its gradients are reduced at once, also where those of the step wait for further micro-batches."""
+        if self._unchecked:
+            self.model.set_requires_gradient_sync(True)
+            super()._check_first_batch(batch)
+            self.model.set_requires_gradient_sync(not self._holds)
+
+
+def _nothing_left() -> None:
+    """Stands in for `configure_model`."""
