@@ -121,7 +121,7 @@ class _Chunked(torch.autograd.Function):
         chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
-        parameters = read_again(pieces.modules, ctx.weights, len(kept) - count - ctx.count)
+        parameters = read_again(pieces.modules, ctx.weights)
         totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
         # the gradient of the normed rows, until all windows are done
         dx = torch.empty_like(x, memory_format=torch.contiguous_format)

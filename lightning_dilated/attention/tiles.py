@@ -65,34 +65,34 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
         )
 
 
-def weights(modules: Sequence[nn.Module]) -> tuple[nn.Parameter, ...]:
-    """Their parameters, each once."""
-    return tuple(dict.fromkeys(p for m in modules for p in m.parameters()))
+def weights(modules: Sequence[nn.Module]) -> dict[nn.Parameter, bool]:
+    """Their parameters, and whether each gets a gradient."""
+    return {p: p.requires_grad for m in modules for p in m.parameters()}
 
 
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
     """Their parameters that get gradients, each once."""
-    return [p for p in weights(modules) if p.requires_grad]
+    return [p for p, gets in weights(modules).items() if gets]
 
 
-def read_again(modules: Sequence[nn.Module], before: Sequence[nn.Parameter], count: int) -> list[nn.Parameter]:
+def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
     """`trained` in the backward, where the pieces run again and read what the modules hold by then.
 
     Args:
         before: `weights` in the forward; they may have been away since, as FSDP's are, but are the same objects.
-        count: how many of them were trained.
 
     Raises:
         RuntimeError: where others are read, or others are trained, than in the forward.
     """
-    found = trained(modules)
-    if len(found) != count:
+    found, now = trained(modules), weights(modules)
+    count = sum(before.values())
+    if len(found) != count or any(now[p] != gets for p, gets in before.items() if p in now):
         raise RuntimeError(
-            f"{count} parameters were trained in the forward and {len(found)} are in its backward. Freeze or thaw none in "
-            "between; with tile or head_chunks shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+            f"{count} parameters were trained in the forward, and not the same {len(found)} are in its backward. Freeze or "
+            "thaw none in between; with tile or head_chunks shard by fully_shard (FSDP2) and not by "
+            "FullyShardedDataParallel."
         )
-    now = weights(modules)
-    if len(now) != len(before) or any(a is not b for a, b in zip(now, before, strict=True)):
+    if now.keys() != before.keys():
         raise RuntimeError(
             "with tile or head_chunks the backward computes parts of the forward again, and the modules hold other "
             "parameters by now. Where torch.func.functional_call put them there, run the backward within that call (return "
@@ -117,7 +117,7 @@ class _Tiled(torch.autograd.Function):
         saved = ctx.saved_tensors  # raises if one was changed in place
         rows = saved[: ctx.count]
         wanted = ctx.needs_input_grad[6 : 6 + ctx.count]
-        parameters = read_again(ctx.modules, ctx.weights, len(saved) - ctx.count)
+        parameters = read_again(ctx.modules, ctx.weights)
         made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
         with ctx.replay.again():
             sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, made)

@@ -120,7 +120,12 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
     cls = class_of(args.config, of.get("class_path", "LongNetLM"), "lightning_dilated")
     takes = inspect.signature(cls).parameters
     given = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
-    given |= {"ffn_dim": args.ffn_dim, "vocab_size": args.vocab, "residual_dtype": args.residual_dtype}
+    given |= {
+        "causal": args.causal,
+        "ffn_dim": args.ffn_dim,
+        "vocab_size": args.vocab,
+        "residual_dtype": args.residual_dtype,
+    }
     given = {k: v for k, v in given.items() if v is not None}
     for name, value in given.items():
         if name not in takes and not any(x.kind is x.VAR_KEYWORD for x in takes.values()):

@@ -185,6 +185,10 @@ def _details(case: Case, row: Row) -> list[str]:
             lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
         elif t.step.compute.get(kind):
             lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
+    told = sum(t.step.compute.values()) + t.exposed
+    told -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if t.seconds - told > 5e-5:
+        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - told) * 1e3:>9.1f} ms")
     lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
     return [*lines, *_exchange(case, x, t)]
 
@@ -225,13 +229,15 @@ def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
-        hint = (
-            " Take --cpu_offload."
-            if case.setup.strategy == "ring_dilated_fsdp"
-            else " Take --strategy ring_dilated_fsdp."
-        )
-        if case.setup.cpu_offload:
-            hint = ""
+        dealt = case.setup.strategy == "ring_dilated_fsdp"
+        hint = f" Take {'--cpu_offload' if dealt else '--strategy ring_dilated_fsdp'}."
+        states = best.memory.states if best.memory else 0
+        if case.host and states > case.host * GIB:
+            return (
+                f"Parameters, gradients and states take {states / GIB:.1f} GiB of the host on each rank, which has "
+                f"{case.host:.1f} of --host_memory. More GPUs, more host memory, or --no-cpu_offload."
+            )
+        hint = "" if case.setup.cpu_offload else hint
         return (
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )

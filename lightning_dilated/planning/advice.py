@@ -53,9 +53,9 @@ def _otherwise(case: Case, able: list[MemorySettings], tokens: int, model: Dilat
     longest = {x: case.longest(x) for x in able}
     most = max(longest, key=longest.__getitem__)
     if not longest[most]:
-        dealt = case.setup.strategy == "ring_dilated_fsdp" and not case.setup.cpu_offload
-        take = "RingDilatedFSDPStrategy(cpu_offload=True)" if dealt else "strategy='ring_dilated_fsdp'"
-        return f" Parameters and states alone do not fit: take {take}, or more GPUs."
+        dealt = case.setup.strategy == "ring_dilated_fsdp"
+        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if dealt else "strategy='ring_dilated_fsdp', or"
+        return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
     return (
         f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take about "
         f"{-(-tokens * case.setup.ranks // longest[most])} GPUs{narrow} or offload block inputs to the host (offload=GIB)."

@@ -208,7 +208,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
-    machines, own, facts = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks), stacks[0]
+    machines, own, parameters = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks), facts.parameters
+    facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     run = functools.partial(
@@ -225,7 +226,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     waits = _parameters_late(machines, setup, busy) if fsdp else 0.0
     copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
     if setup.cpu_offload:
-        part = facts.parameters * machines[0].parameter_size / setup.ranks
+        part = parameters * machines[0].parameter_size / setup.ranks
         copies += 3 * part / HOST_LINK
         busy += waits  # for parameters, whose copies these are
         there = ADAMW_PASSES * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
@@ -261,7 +262,7 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> 
 def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
     """Seconds of what tiles, and each window of heads, read and write once more of all hidden states."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
-    passes = TILES if memory.tile is not None else 0
+    passes = TILES if memory.tile is not None and memory.tile < own else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
     size = 4 if facts.precision.startswith("32") else 2

@@ -152,7 +152,8 @@ def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = No
 
 
 def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
-    yield "trainer:"
+    if setup.strategy != "single" or settings != MemorySettings():
+        yield "trainer:"
     if setup.cpu_offload:
         yield "  strategy:"
         yield "    class_path: lightning_dilated.RingDilatedFSDPStrategy"
@@ -167,13 +168,14 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
     if settings != MemorySettings():
         yield "  callbacks:"
         yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
-        yield "      init_args:"
         given = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
         given |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
         usual = MemorySettings("block")
+        given = {name: value for name, value in given.items() if value != getattr(usual, name)}
+        if given:
+            yield "      init_args:"
         for name, value in given.items():
-            if value != getattr(usual, name):
-                yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
+            yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
     if residual is not None or setup.optimizer == "adamw8bit":
         yield "model:"
         yield "  init_args:"

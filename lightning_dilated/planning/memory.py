@@ -17,6 +17,8 @@ from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
 from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
+from lightning_dilated.planning.counting.subjects import blank
+from lightning_dilated.planning.counting.trial import MAIN
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.sequence.plan import DEFAULTS, Links
 
@@ -145,17 +147,19 @@ def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
     if not setup.cpu_offload:
         return 0
     size = found.parameter_size
-    edge = found.parameters(depth) - depth * (found.parameters(depth) - found.parameters(depth - 1))
-    own = [size * math.prod((-(-rows // setup.ranks), *rest)) for rows, *rest in _shapes(found.subject.make)]
-    locked = depth * sum(map(_power_of_two, own)) + _power_of_two(-(-edge // setup.ranks))
+    of_block, others = _shapes(found.subject.make)
+    part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
+    locked = sum(n * sum(_power_of_two(part(*x)) for x in shapes) for n, shapes in ((depth, of_block), (1, others)))
     return 2 * locked + _states(-(-found.parameters(depth) // setup.ranks), size, setup)
 
 
 @functools.cache
-def _shapes(make: Callable[[int], DilatedModule]) -> tuple[torch.Size, ...]:
-    """Of the parameters of a block."""
-    with torch.device("meta"):
-        return tuple(p.shape for p in make(1)._transformer(depth=1).blocks[0].parameters())
+def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[torch.Size], list[torch.Size]]:
+    """Of the parameters of a block of the first stack, and of all others."""
+    found: tuple[list[torch.Size], list[torch.Size]] = ([], [])
+    for name, p in blank(make).named_parameters():
+        found[not name.startswith(f"{MAIN}.blocks.")].append(p.shape)
+    return found
 
 
 def _power_of_two(size: int) -> int:
@@ -219,6 +223,10 @@ def _static(
     widest = max(block, inner)
     whole = 2 * widest + edge
     leaving = 2 * widest if moment.phase in ("backward", "first", "after") else 0
+    if leaving:  # what the output projection and the last norm have got is whole until all is done
+        last = next(m for m in found.moments if m.part[:2] == ("backward", "last"))
+        of_edge = max(0, found.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
+        leaving += of_edge if setup.cpu_offload else of_edge - share(of_edge)
     if setup.cpu_offload:  # and a block's parts on their way from the host and to it
         mine = share(widest)
         return {PARAMETERS: whole + mine, GRADIENTS: leaving + (mine if leaving else 0), OPTIMIZER: 0}

@@ -19,6 +19,9 @@ from lightning_dilated.strategy.peers import Peers
 from lightning_dilated.strategy.saved_folder import checked, read_whole
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
+#: MiB of a bucket that takes all gradients
+ONE_BUCKET = 2**20
+
 
 class _Whole:
     """Every rank holds all parameters: who asks for `cpu_offload` is told where it is."""
@@ -110,7 +113,7 @@ class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
         if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
             beside = "bucket_cap_mb" in self._ddp_kwargs or self.num_nodes > 1
             if not beside:
-                self._ddp_kwargs["bucket_cap_mb"] = 1 + sum(p.nbytes for p in model.parameters()) // 2**20
+                self._ddp_kwargs["bucket_cap_mb"] = ONE_BUCKET
             self._ddp_kwargs["process_group"] = gradient_group(self._seconds, beside)
         return super()._setup_model(model)
 

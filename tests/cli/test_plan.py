@@ -1,6 +1,7 @@
 """`plan`: of sizes and of recipes, its numbers those of `planning`, lines that a recipe takes, and what it refuses."""
 
 import argparse
+import json
 
 import pytest
 import yaml
@@ -209,3 +210,17 @@ def test_says_what_to_do_where_nothing_fits(cli, tmp_path):
     assert "GPUs, or --host_memory to offload to" in slides.out
     small = cli("plan", *SIZES, "--tokens", "1K", "--dim", "4K", "--heads", 32, "--gpu-memory", 2, *BLOCK)
     assert "Parameters, gradients and states alone do not fit. Take --strategy ring_dilated_fsdp" in small.out
+
+
+@pytest.mark.parametrize("strategy", ["single", "ring_dilated", "ring_dilated_fsdp"])
+@pytest.mark.parametrize("settings", [MemorySettings(), MemorySettings("block"), MemorySettings(tile=4096)], ids=str)
+def test_no_line_is_left_empty(settings, strategy):
+    """`init_args:` with nothing below is no recipe that can be run."""
+    lines = "\n".join(yaml_lines(settings, Setup(strategy, 1, 1)))
+    assert "null" not in json.dumps(yaml.safe_load(lines)) or not lines
+
+
+def test_causal_of_a_recipe():
+    """It is the model's own; a classifier takes it as an argument."""
+    with pytest.raises(ValueError, match=r"--causal False: a LongNetLM has no causal\. Leave the option out"):
+        settled(parser().parse_args(["--config", "recipes/quickstart.yaml", "--no-causal"]))

@@ -109,6 +109,19 @@ def test_parameters_frozen_between_forward_and_backward(chosen):
         out.sum().backward()
 
 
+@pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings("block", tile=5, head_chunks=2)], ids=str)
+def test_as_many_others_trained_in_the_backward(chosen):
+    """One would get the other's gradient where only their number is looked at."""
+    block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+    block.memory = chosen
+    block.ffn.gate.requires_grad_(False)
+    out = block(torch.randn(1, 21, 16, requires_grad=True))
+    block.ffn.gate.requires_grad_(True)
+    block.ffn.fc1.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"not the same \d are in its backward"):
+        out.sum().backward()
+
+
 @pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_parameters_of_a_functional_call(chosen, frozen):

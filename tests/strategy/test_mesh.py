@@ -68,7 +68,7 @@ def test_the_other_lightning_does_not_know_the_name():
 @pytest.mark.parametrize(
     "backend, nodes, given, bucket, beside",
     [
-        ("nccl", 1, None, 3, False),  # 2 MiB of parameters, in one bucket
+        ("nccl", 1, None, ddp.ONE_BUCKET, False),
         ("nccl", 2, None, None, True),
         ("nccl", 1, 25, 25, True),
         ("gloo", 1, None, None, None),
