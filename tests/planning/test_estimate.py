@@ -15,6 +15,7 @@ from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import (
+    ADAMW_PASSES,
     HOST_LINK,
     HOST_MEMORY,
     PASSES,
