@@ -1,0 +1,149 @@
+"""What a rank holds of the step's memory: replicated and dealt parameters, parts on the host, rows of other ranks."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.exchange_memory import exchanged
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.estimate import Facts
+from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.longest import Case
+from lightning_dilated.planning.memory import Setup, _static, memory
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.plan import make_problem
+
+GIB = 2**30
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+SMALL = DilatedPattern.longnet([64, 128], [1, 2])
+
+
+def lm(pattern=SMALL, **sizes):
+    return ld.LongNetLM(pattern, **{"dim": 64, "depth": 3, "num_heads": 4, **sizes})
+
+
+@pytest.fixture(scope="module")
+def counted():
+    return footprint(
+        subject_of(lm(DilatedPattern.geometric(64, 1 << 14), depth=8), "bf16-mixed", MemorySettings("block")),
+        (1024, 2048),
+    )
+
+
+def test_ddp_has_buckets(counted):
+    one, two = (memory(counted, 8, 1 << 14, Setup(s, 1)) for s in ("single", "ring_dilated"))
+    assert two.kinds[GRADIENTS] - one.kinds.get(GRADIENTS, 0) == one.kinds[PARAMETERS]
+    assert {k: v for k, v in one.kinds.items() if k != GRADIENTS} == {
+        k: v for k, v in two.kinds.items() if k != GRADIENTS
+    }
+
+
+def test_fsdp_deals_parameters(counted):
+    whole = counted.parameters(8)
+    block = counted.parameters(8) - counted.parameters(7)
+    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    assert x.kinds[PARAMETERS] == -(-whole // 4) + 2 * block + (whole - 8 * block)
+    assert x.kinds[OPTIMIZER] == -(-2 * whole // 4)
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_output_projection_has_its_whole_gradient(offload):
+    """From the head's backward until FSDP deals out what is in no block, after all blocks."""
+    model = lm(vocab_size=4096, tie_embeddings=False)
+    found = footprint(subject_of(model, "bf16-mixed", MemorySettings("block")), (1024, 2048))
+    setup, size = Setup("ring_dilated_fsdp", 4, 4, cpu_offload=offload), 4096 * 64 * 4
+    parts = {m.part[:2]: m for m in found.moments}
+    late, early = parts["backward", "last"], parts[("head",)]
+    gradients = [_static(found, 3, found.parameters(3), g, m, setup)[GRADIENTS] for m, g in ((late, size), (early, 0))]
+    assert gradients[0] >= size and gradients[1] == 0
+
+
+def test_cpu_offload_leaves_gathered_blocks(counted):
+    """On the GPU; on the host parameters and gradients are in buffers of powers of two, and states as they are."""
+    whole, block = counted.parameters(8), counted.parameters(8) - counted.parameters(7)
+    edge = whole - 8 * block
+    plain = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4))
+    x = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, cpu_offload=True))
+    assert x.kinds[PARAMETERS] == 2 * block + edge + -(-block // 4) and OPTIMIZER not in x.kinds
+    norm = 64 * 4  # the last norm's gradient is whole until the backward is done
+    assert x.kinds.get(GRADIENTS, 0) in (0, 2 * block + -(-block // 4) + norm)
+    assert x.kinds[ACTIVATIONS] == plain.kinds[ACTIVATIONS]
+    assert plain.states == 0 and x.host == plain.host == 0
+    model = lm(depth=8)
+    model.configure_model()
+    locked = lambda p: 1 << (-(-p.shape[0] // 4) * p[0].numel() * 4 - 1).bit_length()  # noqa: E731
+    own = sum(locked(p) for p in model.parameters())
+    assert x.states == 2 * own + 2 * -(-whole // 4)
+    less = memory(counted, 8, 1 << 14, Setup("ring_dilated_fsdp", 4, 4, "adamw8bit", cpu_offload=True))
+    assert less.states < x.states
+
+
+def test_host_memory_limits_cpu_offload():
+    """Where some is named: block inputs get what the states leave."""
+    model = lm(depth=8)
+    subject = subject_of(model)
+    setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
+    case = lambda host: Case(subject, Facts.of(model, subject), setup, GPUS["H200"], host)  # noqa: E731
+    states = case(0).memory(MemorySettings(), 4096).states / 2**30
+    assert case(0).fits(MemorySettings(), 4096) and case(0).room == 0
+    assert not case(states / 2).fits(MemorySettings(), 4096) and case(states / 2).room == 0
+    assert case(states + 1).fits(MemorySettings(), 4096) and case(states + 1).room == pytest.approx(1)
+
+
+def test_eight_bit_states(counted):
+    numbers = counted.parameters(8) // 4
+    assert memory(counted, 8, 4096, Setup(optimizer="adamw8bit")).kinds[OPTIMIZER] == round(numbers * (2 + 8 / 256))
+
+
+@pytest.mark.parametrize("exchange", ["gather", "butterfly"])
+def test_kept_rows_are_the_plans(exchange):
+    pattern, n = DilatedPattern.geometric(64, 1 << 12), 1 << 12
+    found = exchanged(pattern, n, (4, 4, 16), True, 4, 4, 2, exchange)
+    problem = make_problem(pattern, n, 4, ranks=4, causal=True)
+    assert found.name == exchange
+    assert found.kept == max(EXCHANGES[exchange].count(problem, r, 4).kept for r in range(4)) * 16 * 2 > 0
+
+
+def test_kept_rows_by_policy():
+    pattern = DilatedPattern.geometric(64, 1 << 14)
+    under_way = lambda x: {0, x.exchange.forward, x.exchange.backward}  # noqa: E731 - outside of the op, or in it
+    for name, layers in (("attention-kept", 8), ("block", 1)):
+        found = footprint(subject_of(lm(pattern, depth=8), "bf16-mixed", MemorySettings(name)), (1024, 2048))
+        x = memory(found, 8, 1 << 14, Setup("ring_dilated", 4, 4))
+        assert x.exchange.kept > 0 and x.kinds[EXCHANGE] - layers * x.exchange.kept in under_way(x)
+
+
+@pytest.mark.parametrize("offload, every", [(0.5, 1), (1.0, 1), (1.0, 2), (0.0, 1)])
+def test_host_memory_is_what_training_takes(offload, every):
+    """Beside the buffers that a real step has taken."""
+    settings = MemorySettings("block", every, offload)
+    model = lm(depth=4)
+    model.configure_model()
+    model.transformer.memory = settings
+    tokens = torch.zeros(1, 256, dtype=torch.int64)
+    model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
+    found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
+    assert memory(found, 4, 256).host == model.transformer._host.bytes
+
+
+def test_offloading_frees_the_gpu(counted):
+    here = memory(counted, 8, 1 << 18)
+    subject = replace(counted.subject, memory=MemorySettings("block", offload=0.5))
+    away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    one = counted.hidden << 18
+    assert away.host == 4 * one and here.peak - away.peak == 3 * one  # one is still on its way
+    assert here.kinds[ACTIVATIONS] == 8 * one and away.kinds[ACTIVATIONS] == 5 * one
+    subject = replace(counted.subject, memory=MemorySettings("block", offload=1.0))
+    all_away = memory(replace(counted, subject=subject), 8, 1 << 18)
+    assert all_away.host == 8 * one and all_away.kinds[ACTIVATIONS] == 2 * one  # one is used, the next on its way back
+    # as much waits for the second block, which finds the gradients of six more
+    gradients = 6 * (counted.parameters(8) - counted.parameters(7))
+    assert all_away.moment[:2] == ("backward", "second") and here.moment[:2] == ("backward", "last")
+    assert all_away.kinds[GRADIENTS] - here.kinds[GRADIENTS] == gradients
+    assert here.peak - all_away.peak == 6 * one - gradients
