@@ -185,7 +185,7 @@ def row(number: int, point: Point, planned: Future[Planned], args: argparse.Name
     words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
     cells = [number, point.name, f"{strategy_of(point, args)} x {args.gpus}", f"{tokens:,}", words]
     if found is None or not found.fits:
-        peak = [f"{plan.peak / GIB:.1f}", found.message[:150] if found else "", ""]
+        peak = [f"{plan.peak / GIB:.1f}", found.message[:400] if found else "", ""]
         time = [f"{plan.seconds:.2f}", "", "", ""]
     else:
         off = [f"{100 * (a / b - 1):+.1f} %" for a, b in ((plan.peak, found.allocated), (plan.seconds, found.seconds))]

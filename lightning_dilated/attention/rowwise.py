@@ -9,16 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_dilated import kernels
 from lightning_dilated.attention.blockwise import Call
 from lightning_dilated.attention.dropout import BatchDropout
 from lightning_dilated.attention.engines import ENGINES, for_rows
 from lightning_dilated.attention.engines.base import Engine
 from lightning_dilated.attention.merge import attend_pads
 from lightning_dilated.sequence.exchange.indices import Batch
-from lightning_dilated.sequence.exchange.rows import take
-
-#: keys up to which K and V are taken in one launch and lie beside each other; causal cuDNN is a third slower over such rows
-BESIDE = 2**17
+from lightning_dilated.sequence.exchange.rows import add_at, take, take_apart
 
 
 def _parts(call: Call, batch: Batch) -> tuple[Engine, BatchDropout | None]:
@@ -28,10 +26,8 @@ def _parts(call: Call, batch: Batch) -> tuple[Engine, BatchDropout | None]:
 
 def _keys(rows: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """K and V of a batch, (G, 1, m, D) each."""
-    if batch.keys.numel() > BESIDE:
-        return rows[:, 0][batch.keys][:, None], rows[:, 1][batch.keys][:, None]
-    found = rows[batch.keys]
-    return found[:, None, :, 0], found[:, None, :, 1]
+    k, v = take_apart(rows, batch.keys)
+    return k[:, None], v[:, None]
 
 
 def _lse_index(lse: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,8 +51,19 @@ def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, 
     merge_rows(batch.queries, part[:, 0], part_lse[:, 0], out, lse)
 
 
+def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
+    """Whether the kernel serves, which reads and writes every row once."""
+    plain = out.dtype == lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
+    return plain and part.stride(-1) == 1 and kernels.available(out.device)
+
+
 def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge parts (..., D) and their log-sum-exp (...) into flat rows (...) of out and lse; no row may occur twice."""
+    if _merges(out, lse, part):
+        from lightning_dilated.kernels.rows import merge
+
+        part, part_lse = (x if rows.dim() > 1 else x[None] for x in (part, part_lse))
+        return merge(rows.view(part_lse.shape), part, part_lse, out, lse)
     at, flat = _lse_index(lse, rows), out.view(-1, out.shape[-1])
     before, part_lse = lse[at], part_lse.to(lse.dtype)
     total = torch.logaddexp(before, part_lse)
@@ -74,7 +81,5 @@ def add_batch(
     grad, q, out = (take(x, batch.queries)[:, None] for x in tensors)
     rows_lse = (lse[0, 0, batch.queries] if lse.shape[:2] == (1, 1) else lse[_lse_index(lse, batch.queries)])[:, None]
     part, *key_parts = engine.backward(grad, q, k, v, out, rows_lse, batch.causal, call.scale, keep)
-    # no query row occurs twice in a batch
-    dq.view(-1, dq.shape[-1]).index_add_(0, batch.queries.flatten(), part[:, 0].flatten(0, 1).to(dq.dtype))
-    share = torch.stack([x[:, 0].flatten(0, 1) for x in key_parts], 1).to(grads.dtype)
-    grads.index_add_(0, batch.keys.flatten(), share)
+    add_at(dq.view(-1, dq.shape[-1]), batch.queries, [part[:, 0]], distinct=True)
+    add_at(grads, batch.keys, [x[:, 0] for x in key_parts], batch.distinct)

@@ -89,6 +89,14 @@ def _where(error: BaseException) -> str:
     return f"{Path(mine[-1].filename).name}:{mine[-1].lineno}, {mine[-1].name}"
 
 
+def _free() -> str:
+    """What the GPU had left; torch's allocator says so by itself, others do not."""
+    if not torch.cuda.is_initialized():
+        return ""
+    free, held = torch.cuda.mem_get_info()[0] / 2**30, torch.cuda.memory_reserved() / 2**30
+    return f"; {free:.2f} GiB of the GPU were free, {held:.2f} GiB were with torch's allocator"
+
+
 def _end_with(parent: int) -> None:
     """Leave when the process that started this one is gone, however it went: a GPU would stay full for nobody."""
     while os.getppid() == parent:
@@ -109,7 +117,7 @@ def main(told: dict[str, Any], arguments: list[str]) -> None:
     except RuntimeError as error:
         if not any(words in str(error).lower() for words in WORDS):
             raise
-        said = {"missing": f"{str(error).splitlines()[0]} (in {_where(error)})"}
+        said = {"missing": f"{str(error).splitlines()[0]} (in {_where(error)}{_free()})"}
     place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
     place.with_suffix(".part").write_text(json.dumps(said))
     place.with_suffix(".part").rename(place)

@@ -1,10 +1,13 @@
-"""Rows picked by number from two tensors into one buffer, in one launch: what the exchange sends.
+"""Rows picked by number, in one launch: into a buffer that the exchange sends, before an engine, and back into sums.
 
 Shape letters: B batch, L tokens, J heads, D head dim; rows are numbered as in a contiguous (B, L, J) tensor.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -22,34 +25,124 @@ def _locate(numbers, length, heads):
 
 
 @triton.jit(do_not_specialize=["count", "length", "heads"])
-def _pack(
-    buffer, a, a_sb, a_sn, a_sh, b, b_sb, b_sn, b_sh, rows, at, count, length, heads,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr,
+def _pick(
+    first, second, step, a, a_sb, a_sn, a_sh, b, b_sb, b_sn, b_sh, rows, at, count, length, heads,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ORDERED: tl.constexpr, PAIR: tl.constexpr,
 ):  # fmt: skip
     i, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     sample, token, head = _locate(tl.load(rows + i, mask=i < count, other=0), length, heads)
     place = i
     if not ORDERED:
         place = tl.load(at + i, mask=i < count, other=0)
-    target = buffer + place[:, None] * (2 * DIM) + column[None, :]
+    target = place[:, None] * step + column[None, :]
     mask = (i < count)[:, None] & (column < DIM)[None, :]
-    first = tl.load(a + (sample * a_sb + token * a_sn + head * a_sh)[:, None] + column[None, :], mask=mask)
-    second = tl.load(b + (sample * b_sb + token * b_sn + head * b_sh)[:, None] + column[None, :], mask=mask)
-    tl.store(target, first, mask=mask)
-    tl.store(target + DIM, second, mask=mask)
+    row = tl.load(a + (sample * a_sb + token * a_sn + head * a_sh)[:, None] + column[None, :], mask=mask)
+    tl.store(first + target, row, mask=mask)
+    if PAIR:
+        row = tl.load(b + (sample * b_sb + token * b_sn + head * b_sh)[:, None] + column[None, :], mask=mask)
+        tl.store(second + target, row, mask=mask)
 
 
-def pack(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Tensor) -> None:
-    """buffer[at] = (a[rows], b[rows]) of a and b (B, L, J, D), any strides but 1 along D; buffer (n, 2, D), contiguous.
+@triton.jit(do_not_specialize=["count", "length"])
+def _add(
+    first, second, step, rows, a, a_sb, a_sn, b, b_sb, b_sn, count, length,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DISTINCT: tl.constexpr, PAIR: tl.constexpr,
+):  # fmt: skip
+    i, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    mask = (i < count)[:, None] & (column < DIM)[None, :]
+    target = tl.load(rows + i, mask=i < count, other=0)[:, None] * step + column[None, :]
+    sample, token = i // length, i % length
+    row = tl.load(a + (sample * a_sb + token * a_sn)[:, None] + column[None, :], mask=mask)
+    row = row.to(first.dtype.element_ty)
+    if DISTINCT:
+        tl.store(first + target, tl.load(first + target, mask=mask) + row, mask=mask)
+    else:
+        tl.atomic_add(first + target, row, mask=mask, sem="relaxed")
+    if PAIR:
+        row = tl.load(b + (sample * b_sb + token * b_sn)[:, None] + column[None, :], mask=mask)
+        row = row.to(second.dtype.element_ty)
+        if DISTINCT:
+            tl.store(second + target, tl.load(second + target, mask=mask) + row, mask=mask)
+        else:
+            tl.atomic_add(second + target, row, mask=mask, sem="relaxed")
 
-    Without `at`, row after row.
-    """
-    dim, count = a.shape[3], len(rows)
+
+@triton.jit(do_not_specialize=["count", "wants", "length", "heads"])
+def _merge(
+    out, lse, rows, part, part_sb, part_sn, part_lse, count, wants, length, heads,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    i, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
+    number = tl.load(rows + i, mask=i < count, other=0)
+    sample, token, head = _locate(number, length, heads)
+    at = (sample * heads + head) * length + token
+    before = tl.load(lse + at, mask=i < count, other=0.0)
+    coming = tl.load(part_lse + i, mask=i < count, other=0.0).to(before.dtype)
+    most = tl.maximum(before, coming)
+    most = tl.where(most == float("-inf"), 0.0, most)
+    total = most + tl.log(tl.exp(before - most) + tl.exp(coming - most))
+    kept = tl.where(total == float("-inf"), 0.0, total)
+    mask = (i < count)[:, None] & (column < DIM)[None, :]
+    target = out + number[:, None] * DIM + column[None, :]
+    row = tl.load(part + (i // wants * part_sb + i % wants * part_sn)[:, None] + column[None, :], mask=mask)
+    held = tl.load(target, mask=mask)
+    held = held * tl.exp(before - kept)[:, None] + row.to(held.dtype) * tl.exp(coming - kept)[:, None]
+    tl.store(target, held, mask=mask)
+    tl.store(lse + at, total, mask=i < count)
+
+
+def _sizes(dim: int) -> dict[str, int]:
+    """Of a program, and its warps."""
     block = triton.next_power_of_2(dim)
-    size = max(1, ELEMENTS // block)
+    return {"DIM": dim, "BLOCK": block, "ROWS": max(1, ELEMENTS // block), "num_warps": WARPS}
+
+
+def pick(sources: Sequence[Tensor], rows: Tensor, at: Tensor | None, into: Sequence[Tensor]) -> None:
+    """into[i][at] = sources[i][rows], of one or two (B, L, J, D) tensors alike, any strides but 1 along D.
+
+    Args:
+        rows: (n,) numbers.
+        at: (n,) places; None: row after row.
+        into: (m, D) tensors, 1 along D, of equal row strides.
+    """
+    a, b, count, sizes = sources[0], sources[-1], rows.numel(), _sizes(sources[0].shape[3])
     if count:
         with kernels.on(a.device):
-            _pack[(triton.cdiv(count, size),)](
-                buffer, a, *a.stride()[:3], b, *b.stride()[:3], rows, rows if at is None else at, count,
-                a.shape[1], a.shape[2], DIM=dim, BLOCK=block, ROWS=size, ORDERED=at is None, num_warps=WARPS,
+            _pick[(triton.cdiv(count, sizes["ROWS"]),)](
+                into[0], into[-1], into[0].stride(0), a, *a.stride()[:3], b, *b.stride()[:3], rows,
+                rows if at is None else at, count, a.shape[1], a.shape[2],
+                ORDERED=at is None, PAIR=len(sources) == 2, **sizes,
+            )  # fmt: skip
+
+
+def add(totals: Sequence[Tensor], rows: Tensor, parts: Sequence[Tensor], distinct: bool) -> None:
+    """totals[i][rows] += parts[i], rounded to their dtype; one or two.
+
+    Args:
+        totals: (m, D) tensors, 1 along D, of equal row strides.
+        rows: (G, n) numbers, contiguous.
+        parts: (G, n, D) tensors, 1 along D.
+        distinct: that no number occurs twice; sums then do not depend on an order.
+    """
+    count, sizes = rows.numel(), _sizes(parts[0].shape[-1])
+    a, b = parts[0], parts[-1]
+    if count:
+        with kernels.on(a.device):
+            _add[(triton.cdiv(count, sizes["ROWS"]),)](
+                totals[0], totals[-1], totals[0].stride(0), rows, a, *a.stride()[:2], b, *b.stride()[:2],
+                count, rows.shape[1], DISTINCT=distinct, PAIR=len(parts) == 2, **sizes,
+            )  # fmt: skip
+
+
+def merge(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Merge parts (G, n, D), 1 along D, and their log-sum-exp (G, n) into rows of out (B, L, J, D) and lse (B, J, L).
+
+    `rows` (G, n), out and lse are contiguous; no number may occur twice.
+    """
+    count, sizes = rows.numel(), _sizes(part.shape[-1])
+    if count:
+        with kernels.on(out.device):
+            _merge[(triton.cdiv(count, sizes["ROWS"]),)](
+                out, lse, rows, part, *part.stride()[:2], part_lse.to(torch.float32).contiguous(), count, rows.shape[1],
+                out.shape[1], out.shape[2], **sizes,
             )  # fmt: skip

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from lightning_dilated import kernels
 from lightning_dilated.attention.rotary import Rotary
 from lightning_dilated.attention.turn import rotate, turn
 from lightning_dilated.sequence.exchange import rows as exchanged
@@ -85,7 +86,7 @@ def packed(rank, group, number, examples, device="cpu"):
         a, b = torch.randn(batch, n, 2 * heads, dim, generator=made, device=device).to(dtype).split(heads, 2)
         rows = torch.randint(0, batch * n * heads, (chosen.randint(0, 40),), generator=made, device=device)
         want = torch.stack([x.reshape(-1, dim)[rows] for x in (a, b)], 1)
-        assert exchanged._packs(a, b)
+        assert exchanged._pairs(a, b)
         assert torch.equal(exchanged.pair(a, b, rows), want)
         at, buffer = (
             torch.randperm(len(rows) + 5, generator=made, device=device)[: len(rows)],
@@ -104,3 +105,73 @@ def test_pack(interpreter, number, examples):
 @pytest.mark.gpu
 def test_pack_on_a_gpu():
     packed(0, None, 2, 20, "cuda")
+
+
+def moved(rank, group, number, examples, device="cpu"):
+    """Rows taken from any strides, taken apart, added where numbers repeat and where they do not, and merged."""
+    from lightning_dilated.attention import rowwise
+    from lightning_dilated.kernels import rows as kernel
+
+    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    torch.use_deterministic_algorithms(False)  # it leaves sums of repeated numbers to torch
+    some = lambda *shape: torch.randn(*shape, generator=made, device=device)  # noqa: E731
+    for _ in range(examples):
+        kernel.ELEMENTS = chosen.choice([16, 64])
+        batch, n, heads = (chosen.randint(1, most) for most in (3, 9, 3))
+        dim = chosen.choice([1, 3, 8])
+        dtype, total = chosen.choice([torch.float32, torch.bfloat16]), batch * n * heads
+        groups = chosen.randint(1, 2)
+        numbers = torch.randint(0, total, (groups, chosen.randint(1, 20)), generator=made, device=device)
+        x = some(batch, heads, n, 2 * dim)[..., :dim].to(dtype).transpose(1, 2)
+        assert torch.equal(exchanged.take(x, numbers), x.reshape(-1, dim)[numbers])
+        store = some(total, 2, dim).to(dtype)
+        for i, half in enumerate(exchanged.take_apart(store, numbers)):
+            assert torch.equal(half, store[:, i][numbers])
+            assert half.is_contiguous() or not kernels.available(half.device)
+        once = torch.randperm(total, generator=made, device=device)[: total - total % groups].view(groups, -1)
+        for rows, distinct in ((numbers, False), (once, False), (once, True)):
+            parts = [some(groups, rows.shape[1], 2, dim).to(dtype)[:, :, i] for i in range(2)]
+            for given, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
+                got = some(*shape)
+                want, given_once = got.double(), got.clone()
+                wide = torch.stack([p.double() for p in given], 2) if len(given) == 2 else given[0].double()
+                want.index_add_(0, rows.flatten(), wide.flatten(0, 1))
+                exchanged.add_at(got, rows, given, distinct)
+                close(f"{tuple(rows.shape)}, distinct {distinct}", got, want.float(), 1e-6, 1.0)
+                assert torch.equal(got, given_once) == (not rows.numel())
+        merged(rowwise.merge_rows, once, some, (batch, n, heads, dim), dtype)
+
+
+def merged(merge_rows, rows, some, shape, dtype):
+    """Against the sums written out in fp64; among rows that nothing was merged into before."""
+    batch, n, heads, dim = shape
+    out, lse = some(*shape), some(batch, heads, n) * 3
+    out[:, :1], lse[:, :, :1] = 0, -torch.inf
+    part, part_lse = some(*rows.shape, dim + 1)[..., :dim].to(dtype), some(*rows.shape) * 3
+    before = lse.transpose(1, 2).reshape(-1).double()
+    weights = [before.exp(), torch.zeros_like(before)]
+    weights[1][rows.flatten()] = part_lse.flatten().double().exp()
+    coming = torch.zeros(len(before), dim, dtype=torch.float64, device=out.device)
+    coming[rows.flatten()] = part.flatten(0, 1).double()
+    both = sum(weights)
+    want = (out.reshape(-1, dim).double() * weights[0][:, None] + coming * weights[1][:, None]) / both[:, None]
+    reached = both > 0
+    merge_rows(rows, part, part_lse, out, lse)
+    close("merged", out.view(-1, dim)[reached], want[reached].float(), 1e-5, 1.0)
+    close("log-sum-exp", lse.transpose(1, 2).reshape(-1)[reached], both[reached].log().float(), 1e-5, 1.0)
+    assert not out.view(-1, dim)[~reached].any()
+    assert (lse.transpose(1, 2).reshape(-1)[~reached] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("number, examples", [(0, 8), pytest.param(1, 100, marks=pytest.mark.slow)])
+def test_moved(interpreter, number, examples):
+    interpreter.run(1, moved, number, examples)
+
+
+@pytest.mark.gpu
+def test_moved_on_a_gpu():
+    moved(0, None, 2, 20, "cuda")
+
+
+def test_moved_without_kernels():
+    moved(0, None, 3, 20)

@@ -128,7 +128,7 @@ class Batch:
     """Wants of one branch with as many queries and keys each: one engine call.
 
     queries (G, n) are numbers in the queries' tensor (flat, or among some of its rows), keys (G, m) numbers in the store; no
-    query row occurs twice.
+    query row occurs twice, and no row of the store where the keys are `distinct`.
     """
 
     branch: int
@@ -137,6 +137,7 @@ class Batch:
     queries: Tensor
     keys: Tensor
     wants: list[Want]
+    distinct: bool = False
 
     def to(self, device: torch.device) -> Batch:
         """The same on a device."""
@@ -180,13 +181,15 @@ def _batch(problem: Problem, group: list[Want], queries: Own | Store, store: Sto
                     keys.append(there)
                 k_base += len(wanted)
     count = sum(want.document.samples for want in group)
+    read = _placed(key_at, keys, k_base)
     return Batch(
         branch=first.branch,
         causal=first.causal,
         pads=first.pads,
         queries=_placed(query_at, rows, q_base).view(count, -1),
-        keys=_placed(key_at, keys, k_base).view(count, -1),
+        keys=read.view(count, -1),
         wants=group,
+        distinct=int(torch.zeros(store.size, dtype=torch.bool).index_fill_(0, read, True).sum()) == len(read),
     )
 
 

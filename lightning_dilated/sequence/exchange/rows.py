@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -66,15 +67,32 @@ FEW = 0.25
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """Rows (..., D) of a (B, L, heads, D) tensor of any strides, by their flat numbers."""
+    if _moves(x):
+        found = x.new_empty(*rows.shape, x.shape[3])
+        _kernel().pick([x], rows.contiguous(), None, [found.view(-1, x.shape[3])])
+        return found
     if x.is_contiguous():
         return x.view(-1, x.shape[-1])[rows]
     heads, length = x.shape[2], x.shape[1]
     return x[rows // (heads * length), rows // heads % length, rows % heads]
 
 
+def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and second halves, (..., D) each, of rows of a (n, 2, D) store.
+
+    On a GPU in memory of their own: causal cuDNN is a third slower over rows that lie beside each other.
+    """
+    if not _moves(store):
+        return store[rows].unbind(-2)
+    found = store.new_empty(2, *rows.shape, store.shape[2])
+    halves = [store[None, :, None, i] for i in range(2)]
+    _kernel().pick(halves, rows, None, list(found.view(2, -1, store.shape[2])))
+    return found[0], found[1]
+
+
 def pair(a: Tensor, b: Tensor, rows: Tensor) -> Tensor:
     """(n, 2, D): rows of two tensors side by side."""
-    if not _packs(a, b):
+    if not _pairs(a, b):
         return torch.stack([take(a, rows), take(b, rows)], 1)
     buffer = a.new_empty(len(rows), 2, a.shape[3])
     pack_rows(a, b, rows, None, buffer)
@@ -83,15 +101,36 @@ def pair(a: Tensor, b: Tensor, rows: Tensor) -> Tensor:
 
 def pack_rows(a: Tensor, b: Tensor, rows: Tensor, at: Tensor | None, buffer: Tensor) -> None:
     """buffer[at] = (a[rows], b[rows]), side by side; buffer (n, 2, D), filled from its first row on without `at`."""
-    if _packs(a, b):
-        from lightning_dilated.kernels.rows import pack
-
-        return pack(a, b, rows, at, buffer)
+    if _pairs(a, b):
+        return _kernel().pick([a, b], rows, at, buffer.unbind(1))
     for i, x in enumerate((a, b)):
         buffer[slice(len(rows)) if at is None else at, i] = take(x, rows)
 
 
-def _packs(a: Tensor, b: Tensor) -> bool:
-    """Whether the kernel serves: it moves the rows of both in one launch."""
-    alike = a.shape == b.shape and a.dtype == b.dtype and a.stride(-1) == b.stride(-1) == 1
-    return alike and a.dtype != torch.float64 and kernels.available(a.device)
+def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool = False) -> None:
+    """Add parts (G, n, D), rounded to its dtype, to rows of a total: one part to (m, D), two to (m, 2, D).
+
+    Args:
+        rows: (G, n) numbers.
+        distinct: that no number occurs twice.
+    """
+    bare = not distinct and torch.are_deterministic_algorithms_enabled()  # a sum in an order of its own
+    if not bare and total.is_contiguous() and _moves(total) and all(x.stride(-1) == 1 for x in parts):
+        return _kernel().add(total.unbind(1) if len(parts) == 2 else [total], rows.contiguous(), parts, distinct)
+    flat = [x.flatten(0, 1).to(total.dtype) for x in parts]
+    total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
+
+
+def _moves(x: Tensor) -> bool:
+    """Whether the kernels serve, which move rows in one launch."""
+    return x.stride(-1) == 1 and x.dtype != torch.float64 and kernels.available(x.device)
+
+
+def _pairs(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and _moves(a) and _moves(b)
+
+
+def _kernel() -> ModuleType:
+    from lightning_dilated.kernels import rows
+
+    return rows

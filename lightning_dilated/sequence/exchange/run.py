@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
-from lightning_dilated.sequence.exchange.rows import Rows, add_rows, numbered, pack_rows
+from lightning_dilated.sequence.exchange.rows import Rows, add_at, add_rows, numbered, pack_rows
 from lightning_dilated.sequence.exchange.wire import Posted, Wire, abandon, beside, rejoin
 from lightning_dilated.sequence.problem import Problem, Want, wants
 from lightning_dilated.sequence.progressions import intersect
@@ -279,9 +279,9 @@ class BackwardRun(Run):
         while self._coming:
             number, posted = self._coming.pop(0)
             back, pack = (posted.follow if self._ahead else posted.wait)(), self.compiled.steps[number].home.packing
-            self._sum.index_add_(0, pack.own, back if pack.own_at is None else back[pack.own_at])
+            add_at(self._sum, pack.own[None], _halves(back if pack.own_at is None else back[pack.own_at]))
             if len(pack.store):
-                self._grads.index_add_(0, pack.store, back[pack.store_at])
+                add_at(self._grads, pack.store[None], _halves(back[pack.store_at]))
             if self.compiled.keep and number:
                 self._return(
                     number - 1, self._grads, self._rooms[number - 1] if self._ahead else self._room(number - 1)
@@ -293,3 +293,8 @@ class BackwardRun(Run):
         rejoin(self.k.device, self.wire.traffic, "gradients")
         add_rows(self.compiled.keys, dk, self._sum[:, 0])
         add_rows(self.compiled.keys, dv, self._sum[:, 1])
+
+
+def _halves(rows: Tensor) -> tuple[Tensor, ...]:
+    """(1, n, D) each of (n, 2, D) rows."""
+    return rows[None].unbind(2)
