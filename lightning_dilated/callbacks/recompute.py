@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 
+from lightning_dilated.allocator import leave_room
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
@@ -60,6 +61,10 @@ class ActivationRecompute(pl.Callback):
         self._before = [(m, m.memory) for m in (*stacks, *alone)]
         for m, _ in self._before:
             m.memory = self.settings
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Memory is taken to its end, but for what others than torch need."""
+        leave_room(trainer.strategy.root_device)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
+from lightning_dilated.allocator import leave_room
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.plan import check_exchange
@@ -230,6 +231,7 @@ class SequenceStrategy:
         if not self._compared:
             self._compared = True
             alike.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
+            leave_room(self.root_device)  # by now NCCL is connected
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():
             return super().training_step(*args, **kwargs)

@@ -43,11 +43,18 @@ class Shortage:
     unused: int | None = None
 
     @property
+    def room(self) -> int | None:
+        """Bytes that torch could still have had: what is free, but no more than the process is allowed."""
+        if self.free is None or self.allowed is None or self.allocated is None:
+            return self.free
+        return max(0, min(self.free, self.allowed - self.allocated - (self.unused or 0)))
+
+    @property
     def missing(self) -> int | None:
-        """Bytes by which the free memory was short, at least; None where that is not said, or was not so."""
-        if self.asked is None or self.free is None or self.asked <= self.free:
+        """Bytes by which there was too little, at least; None where that is not said, or was not so."""
+        if self.asked is None or self.room is None or self.asked <= self.room:
             return None
-        return self.asked - self.free
+        return self.asked - self.room
 
 
 def find_shortage(error: BaseException) -> BaseException | None:
@@ -102,15 +109,15 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
 def _missing(short: Shortage) -> str:
     """How much there was, and how much was missing."""
     told = []
-    if short.free is not None:
+    if short.room is not None:
         of = "" if short.total is None else f" of {in_words(short.total)}"
-        told.append(f"{in_words(short.free)}{of} was free")
+        told.append(f"{in_words(short.room)}{of} was free")
     if short.missing is not None:
         told.append(f"{in_words(short.missing)} at least was missing")
     if short.unused:
         told.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
     said = f"{'; '.join(told)}." if told else ""
-    if short.asked is not None and short.unused and short.asked <= short.unused + (short.free or 0):
+    if short.asked is not None and short.unused and short.asked <= short.unused + (short.room or 0):
         said += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
     return said
 
