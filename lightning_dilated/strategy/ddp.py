@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
@@ -116,6 +119,17 @@ class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
                 self._ddp_kwargs["bucket_cap_mb"] = ONE_BUCKET
             self._ddp_kwargs["process_group"] = gradient_group(self._seconds, beside)
         return super()._setup_model(model)
+
+    @override
+    @contextmanager
+    def _within(self, *args: Any) -> Iterator[None]:
+        """As for every strategy; compiled blocks stay whole.
+
+        Within DDP's forward torch.compile cuts graphs wherever a bucket is full, so that gradients leave in between. A block
+        is short enough to be waited for, and its pieces are slower, and hold more between them.
+        """
+        with torch._dynamo.config.patch(optimize_ddp=False), super()._within(*args):
+            yield
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -1,0 +1,51 @@
+"""Blocks under DDP are compiled as they are elsewhere: whole."""
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch._dynamo.backends.distributed import DDPOptimizer
+from torch.utils.data import DataLoader
+
+import lightning_dilated as ld
+
+
+class Compiled(ld.LongNetLM):
+    """With blocks compiled by a backend that notes its graphs and generates no code."""
+
+    def __init__(self, graphs):
+        super().__init__(ld.DilatedPattern.dense(), dim=768, depth=2, num_heads=12, compile_blocks=False)
+        self.graphs = graphs
+
+    def configure_model(self):
+        made = hasattr(self, "transformer")
+        super().configure_model()
+        for block in () if made else self.transformer.blocks:
+            block.compile(fullgraph=True, backend=self.note)
+
+    def note(self, graph, inputs):
+        self.graphs.append(graph)
+        return graph
+
+
+def train(strategy, memory):
+    torch._dynamo.reset()
+    graphs = []
+    sample = {name: torch.zeros(16, dtype=torch.int64) for name in ("tokens", "labels")}
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, max_steps=2, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=memory,
+    )  # fmt: skip
+    trainer.fit(Compiled(graphs), DataLoader([sample, sample]), DataLoader([sample]))
+    return len(graphs)
+
+
+@pytest.mark.parametrize("settings", [None, {"policy": "block", "tile": 8, "head_chunks": 4}])
+def test_blocks_stay_whole(settings, monkeypatch):
+    """A block's parameters are more than DDP's first bucket, by which torch.compile would cut it."""
+    asked = []
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", lambda self, graph, inputs: asked.append(graph) or graph)
+    memory = lambda: [ld.callbacks.ActivationRecompute(**settings)] if settings else []  # noqa: E731
+    alone = train("auto", memory())
+    assert train(ld.RingDilatedStrategy(), memory()) == alone > 0
+    assert not asked
+    assert torch._dynamo.config.optimize_ddp
