@@ -263,7 +263,9 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
     ]
     notes += _counted(asked.model)
     if setup.ranks > 1:
-        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
+        sums = f" Gradients are summed {setup.bucket_cap_mb} MiB at a time beside the backward; its slowing is not planned."
+        sums = sums if setup.bucket_cap_mb is not None else ""
+        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
         notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
     if setup.strategy == "ring_dilated_fsdp":

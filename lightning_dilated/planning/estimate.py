@@ -215,6 +215,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     run = functools.partial(
         simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
+        bucket_cap_mb=setup.bucket_cap_mb,
         inner=machines[1] if len(machines) > 1 else None,
     )  # fmt: skip
     step = run(recompute=memory.policy)

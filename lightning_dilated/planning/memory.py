@@ -14,6 +14,7 @@ import torch
 
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern.branch import integer
 from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
 from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
@@ -45,6 +46,8 @@ class Setup:
         exchange: as the strategy takes it.
         links: what "auto" reckons with.
         cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
+        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
+            as large as the gradients, whatever it is: memory does not follow from it.
     """
 
     strategy: str = "single"
@@ -54,6 +57,7 @@ class Setup:
     exchange: str = "auto"
     links: Links = DEFAULTS
     cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -63,6 +67,10 @@ class Setup:
             raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
         if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
             raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
+        if self.bucket_cap_mb is not None:
+            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
+            if self.strategy != "ring_dilated":
+                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
 
 
 @dataclass(frozen=True)

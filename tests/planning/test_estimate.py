@@ -27,6 +27,7 @@ from lightning_dilated.planning.estimate import (
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
+from lightning_dilated.sequence.plan import DEFAULTS
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 H200, ONE = GPUS["H200"], Setup()
@@ -162,6 +163,19 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
     else:
         assert 0.8 * copies < added < 1.4 * copies
     assert host.exposed > host.optimizer
+
+
+def test_buckets_of_gradients_are_the_setups():
+    """On one node one bucket waits for the whole backward; smaller ones pass beside it, but for the first block's two."""
+    of = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # nothing else is exchanged
+    whole, parts = (
+        estimate(of, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200) for x in (None, 25)
+    )
+    sums = lambda size: size / DEFAULTS.near + DEFAULTS.round + 2 * DEFAULTS.message  # noqa: E731
+    assert whole.step.bytes("gradients") == parts.step.bytes("gradients") == (4 * of.parameters, 0)
+    assert whole.exposed == pytest.approx(sums(4 * of.parameters))
+    assert sums(25 * 2**20) < parts.exposed < 2 * sums(25 * 2**20)
+    assert whole.seconds - parts.seconds == pytest.approx(whole.exposed - parts.exposed)
 
 
 def test_many_ranks():
