@@ -118,7 +118,7 @@ def memory(
     rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     own = -(-tokens // setup.ranks)
     size = found.hidden * own
-    away = offloaded(found.subject.memory, depth, size)
+    away = _away(found, depth, size)
     of_rank = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
         of_rank.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
@@ -135,16 +135,23 @@ def memory(
 def on_host(found: Footprint, depth: int, tokens: int) -> int:
     """Bytes of block inputs that wait on the host, with L tokens; each stack has a budget of its own."""
     settings, decoder = found.subject.memory, found.subject.decoder
-    sizes = [(depth, found.hidden * tokens)] + ([(decoder.depth, found.inner * tokens)] if decoder else [])
-    return sum(offloaded(settings, blocks, size) * size for blocks, size in sizes)
+    inner = found.inner * tokens
+    there = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
+    return _away(found, depth, found.hidden * tokens) * found.hidden * tokens + there
 
 
-def offloaded(settings: MemorySettings, depth: int, size: int) -> int:
-    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them."""
+def _away(found: Footprint, depth: int, size: int) -> int:
+    """How many block inputs of the first stack wait on the host."""
+    return offloaded(found.subject.memory, depth, size, found.first_kept)
+
+
+def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
+    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them; none of the first
+    `first_kept`, which no gradient goes to."""
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
-        return round(settings.offload * groups)
-    return min(groups, int(settings.offload * GIB) // max(1, size))
+        return max(0, round(settings.offload * groups) - first_kept)
+    return min(groups - first_kept, int(settings.offload * GIB) // max(1, size))
 
 
 def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
@@ -157,16 +164,17 @@ def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
     size = found.parameter_size
     of_block, others = _shapes(found.subject.make)
     part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
-    locked = sum(n * sum(_power_of_two(part(*x)) for x in shapes) for n, shapes in ((depth, of_block), (1, others)))
-    return 2 * locked + _states(-(-found.parameters(depth) // setup.ranks), size, setup)
+    buffers = lambda shapes: sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)  # noqa: E731
+    locked = depth * buffers(of_block) + buffers(others)
+    return locked + _states(-(-found.trained(depth) // setup.ranks), size, setup)
 
 
 @functools.cache
-def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[torch.Size], list[torch.Size]]:
-    """Of the parameters of a block of the first stack, and of all others."""
-    found: tuple[list[torch.Size], list[torch.Size]] = ([], [])
+def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
+    """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""
+    found: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
     for name, p in blank(make).named_parameters():
-        found[not name.startswith(f"{MAIN}.blocks.")].append(p.shape)
+        found[not name.startswith(f"{MAIN}.blocks.")].append((p.shape, p.requires_grad))
     return found
 
 
@@ -195,7 +203,7 @@ def _at(
     """Bytes by kind at a moment; `second`: at that of the second group of blocks, which is told of the last."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
-        flying = 2 if host >= -(-depth // found.subject.period) * size else 1
+        flying = 2 if host >= (-(-depth // found.subject.period) - found.first_kept) * size else 1
         if moment.part[0] == "backward" and moment.part[2] > 0:  # the next one comes beside a group's first block
             flying -= 1
         less = max(0, host - flying * size)
@@ -203,7 +211,7 @@ def _at(
     parameters = found.parameters(depth)
     gradients = found.static(moment, depth) - parameters
     if second:
-        gradients += (depth - 2 * found.subject.period) * (parameters - found.parameters(depth - 1))
+        gradients += (depth - 2 * found.subject.period) * (found.trained(depth) - found.trained(depth - 1))
     kinds = _static(found, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
     kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
@@ -218,9 +226,10 @@ def _static(
     found: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
 ) -> dict[str, int]:
     """Parameters, gradients and states on a rank."""
-    states = _states(parameters, found.parameter_size, setup)
+    trained = found.trained(depth)
+    states = _states(trained, found.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
-        buckets = parameters if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
+        buckets = trained if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     block = found.parameters(depth) - found.parameters(depth - 1)
     decoder = found.subject.decoder
@@ -230,14 +239,14 @@ def _static(
     # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
     widest = max(block, inner)
     whole = 2 * widest + edge
-    leaving = 2 * widest if moment.phase in ("backward", "first", "after") else 0
+    learns = max(trained - found.trained(depth - 1), inner)
+    leaving = 2 * learns if moment.phase in ("backward", "first", "after") else 0
     if leaving:  # what the output projection and the last norm have got is whole until all is done
         last = next(m for m in found.moments if m.part[:2] == ("backward", "last"))
         of_edge = max(0, found.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
         leaving += of_edge if setup.cpu_offload else of_edge - share(of_edge)
     if setup.cpu_offload:  # and a block's parts on their way from the host and to it
-        mine = share(widest)
-        return {PARAMETERS: whole + mine, GRADIENTS: leaving + (mine if leaving else 0), OPTIMIZER: 0}
+        return {PARAMETERS: whole + share(widest), GRADIENTS: leaving + (share(learns) if leaving else 0), OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
 
 

@@ -238,7 +238,6 @@ def test_longest_fits_and_no_more(kind):
 @pytest.mark.parametrize("model, says", [
     (lambda: vit(task=None, num_classes=None), "this LongViT has no task"),
     (lambda: vit(freeze_encoder=True), "a LongViT with freeze_encoder trains only some .* Leave freeze_encoder out"),
-    (lambda: COUNTED["encoder"]().__class__(**SIZES, task="regression", lora_rank=2), "a SlideEncoder with lora_rank"),
 ])  # fmt: skip
 def test_models_that_cannot_be_counted(model, says):
     with pytest.raises(ValueError, match=says):
