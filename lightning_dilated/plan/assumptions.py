@@ -67,7 +67,7 @@ def _counted(model: DilatedModule) -> list[str]:
     if isinstance(model, SlidePretrainer):
         return [
             f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
-            "told as temporary, and is on the GPU also where it could wait on the host."
+            "told as temporary."
         ]
     if isinstance(model, LongViT):
         cells = model.image_size // model.patch_size

@@ -102,7 +102,7 @@ def memory(
 ) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
-    What a second stack keeps is counted as temporary, and on the GPU also where it waits on the host.
+    What a second stack keeps is counted as temporary.
 
     Args:
         found: of the model and its memory settings.
@@ -152,6 +152,23 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
     if settings.offload <= 1:
         return max(0, round(settings.offload * groups) - first_kept)
     return min(groups - first_kept, int(settings.offload * GIB) // max(1, size))
+
+
+def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
+    """Bytes of the second stack's block inputs that are not on the GPU at a moment: as `models.offload.Host` has it, but for
+    the last one that left, the one that is used, and the one before it on its way back."""
+    decoder, settings = found.subject.decoder, found.subject.memory
+    if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
+        return 0
+    size = found.inner * tokens
+    left = offloaded(settings, decoder.depth, size) - 1
+    if moment.decoding:
+        if moment.phase == "first":  # its backward is done
+            return 0
+        group, within = divmod(moment.part[2], settings.every)
+        back, beside = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
+        left = min(left, group - beside) if back else min(left, group) - 1
+    return max(0, left) * size
 
 
 def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
@@ -208,6 +225,7 @@ def _at(
             flying -= 1
         less = max(0, host - flying * size)
         held, kept = held - less, kept - less
+    held -= _decoder_away(found, moment, tokens)
     parameters = found.parameters(depth)
     gradients = found.static(moment, depth) - parameters
     if second:
