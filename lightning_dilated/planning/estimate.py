@@ -1,10 +1,10 @@
 """Estimate: seconds of a step of any model on any number of GPUs, from the one machine that was measured.
 
 What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
-and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width, and products of a wider
-output projection, or of features, at the speed of the linear layers; the optimizer by parameters; a second stack of blocks
-likewise. Another GPU is taken to be as much slower
-as its products in bf16 are. Communication is simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
+and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width; a wider output
+projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
+second stack of blocks likewise. Another GPU is taken to be as much slower as its products in bf16 are. Communication is
+simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
 Shape letters: L tokens of a rank, R ranks, E embedding dim, V vocabulary, D head dim.
 """
 
@@ -34,6 +34,9 @@ BANDWIDTH = 4.1e12
 #: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
+#: bytes that the loss reads and writes of a logit, in fp32: log-softmax, what was picked of it, and its gradient; and of the
+#: cast to it, and back, where products give 16 bits
+LOSS_FORWARD, LOSS_BACKWARD, LOSS_CAST = 8, 16, 6
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
@@ -102,7 +105,7 @@ def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: 
     of = lambda h, k, causal: pairs(measured_pattern(base, tokens), tokens, h, k, causal)  # noqa: E731
     attention = of(call.heads, call.kv_heads, call.causal) / of(base.heads, base.kv_heads, base.causal) * wide
     width = facts.dim / base.dim * slower
-    more = max(0, facts.vocab - base.vocab) * facts.dim / base.block_parameters * slower  # of the output projection
+    head = _head(facts, base, parts, slower)
     each = tokens * _size(facts) / BANDWIDTH * slower  # of a number a token that updates read or write
     return replace(
         parts,
@@ -110,9 +113,20 @@ def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: 
         attention_backward=parts.attention_backward * attention,
         rest_forward=parts.rest_forward * block[0] + facts.trained.forward * each,
         rest_backward=parts.rest_backward * block[1] + facts.trained.backward * each,
-        edge_forward=parts.edge_forward * width + parts.rest_forward * more,
-        edge_backward=parts.edge_backward * width + parts.rest_backward * more,
+        edge_forward=parts.edge_forward * width + head[0],
+        edge_backward=parts.edge_backward * width + head[1],
     )
+
+
+def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[float, float]:
+    """Seconds, forward and backward, of what a projection is wider than the measured one: its products at the speed of a
+    block's, which has passes beside, and the loss's passes over the logits."""
+    more = max(0, facts.vocab - base.vocab)
+    products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
+    cast = LOSS_CAST if _size(facts) < 4 else 0
+    each = more * parts.tokens / BANDWIDTH * slower * facts.logits
+    back = facts.whole * parts.rest_backward  # a frozen projection of features has none
+    return products * parts.rest_forward + (LOSS_FORWARD + cast) * each, products * back + (LOSS_BACKWARD + cast) * each
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:

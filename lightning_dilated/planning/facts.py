@@ -12,6 +12,7 @@ from torch import nn
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.classifier import LongNetClassifier
+from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.planning.counting.footprint import Subject
 from lightning_dilated.planning.counting.subjects import blank
@@ -72,6 +73,7 @@ class Facts:
         call: the op's.
         precision: the Trainer's.
         trained: what of it learns.
+        logits: whether a token's loss goes over V logits.
         decoder: of a second stack of blocks, if the model has one.
     """
 
@@ -86,6 +88,7 @@ class Facts:
     call: OpCall
     precision: str
     trained: Trained
+    logits: bool = False
     decoder: Facts | None = None
 
     @property
@@ -127,7 +130,7 @@ class Facts:
                 inner.blocks[0], subject.decoder.depth, widths[1], [0, 0], subject, subject.decoder.call
             )
         made = cls._of_block(built.transformer.blocks[0], model.depth, widths[0], edge, subject, subject.call)
-        return replace(made, decoder=decoder)
+        return replace(made, logits=isinstance(model, TokenModel), decoder=decoder)
 
     @classmethod
     def _of_block(

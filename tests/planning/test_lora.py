@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
@@ -20,6 +18,7 @@ from lightning_dilated.planning.facts import UPDATE_BACKWARD, UPDATE_FORWARD
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.longest import candidates
 from lightning_dilated.planning.memory import Setup, memory
+from tests.planning.passes import Passes
 from tests.planning.test_memory import SETTINGS, check
 from tests.planning.test_slides_images import SIZES, image, slide
 
@@ -147,21 +146,6 @@ def test_trained_numbers():
     assert of.trained.weights == numbers(block, False) - update
 
 
-class Passes(TorchDispatchMode):
-    """Counts the numbers of activations, of so many tokens, that operators read and write."""
-
-    def __init__(self, tokens):
-        super().__init__()
-        self.tokens, self.seen = tokens, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        if not any(r.alias_info is not None for r in func._schema.returns):
-            both = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-            self.seen += sum(x.numel() for x in both if self.tokens in x.shape)
-        return out
-
-
 @pytest.mark.filterwarnings("ignore:target_parameters=")
 def test_passes_of_an_update():
     """Beside those of the layer alone."""
@@ -175,7 +159,7 @@ def test_passes_of_an_update():
             y = layer["fc1"](x)
         with Passes(tokens) as backward:
             y.backward(torch.ones_like(y))
-        seen.append((forward.seen / tokens, backward.seen / tokens))
+        seen.append((forward.seen / tokens / 4, backward.seen / tokens / 4))
     for i, (into, out) in enumerate((UPDATE_FORWARD, UPDATE_BACKWARD)):
         assert seen[1][i] - seen[0][i] == pytest.approx(into * 96 + out * 160, rel=0.05)
 
