@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.checkpoint import model_config, read_checkpoint
 from lightning_dilated.complaints import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.consolidate import run as run_consolidate
+from lightning_dilated.data import ByteDataModule
 from lightning_dilated.encode import run as run_tokenize
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
@@ -110,7 +112,12 @@ class DilatedCLI(LightningCLI):
             self.check_data()
 
     def check_data(self) -> None:
-        """Let the data say what is wrong with them."""
+        """Let the data say what is wrong with them, and see that a text's bytes are what the model takes."""
+        taken = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
+        texts = isinstance(self.datamodule, ByteDataModule)
+        labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
+        if texts and taken is not None and ("tokens" not in taken or labelled):
+            raise ValueError(_other_data(self.model, taken))
         check = getattr(self.datamodule, "check", None)
         if callable(check):
             check()
@@ -145,6 +152,16 @@ class DilatedCLI(LightningCLI):
         there, here = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
         found = [f"{k} is {there[k]!r} there and {here[k]!r} here" for k in there if k in here and there[k] != here[k]]
         return f" {'; '.join(found)}." if found else ""
+
+
+def _other_data(model: DilatedModule, taken: Mapping[str, int]) -> str:
+    """What to do about bytes of a text under a model of something else."""
+    entries = ", ".join([*taken, *(["label"] if isinstance(model, PooledModule) else [])])
+    return (
+        f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "
+        f"labels. A {type(model).__name__} takes {entries}. Set data.class_path to a LightningDataModule that brings them: "
+        "lightning_dilated.data.SlideDataModule for slides, else one of your own."
+    )
 
 
 def with_checkpoint(argv: list[str]) -> list[str]:

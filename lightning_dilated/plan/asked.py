@@ -40,7 +40,7 @@ class Asked:
         host: GiB of host memory of a rank.
         strategy: None: to be chosen.
         batch: sequences of the recipe's batches; one is planned.
-        cpu_offload: of the strategy.
+        cpu_offload, bucket_cap_mb: of the strategy.
     """
 
     model: DilatedModule
@@ -59,10 +59,14 @@ class Asked:
     residual: str | None
     batch: int = 1
     cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
 
     def setup(self, strategy: str) -> Setup:
         """How it is run with a strategy."""
-        return Setup(strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload)
+        bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
+        return Setup(
+            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
+        )  # fmt: skip
 
 
 def settled(args: argparse.Namespace) -> Asked:
@@ -75,7 +79,7 @@ def settled(args: argparse.Namespace) -> Asked:
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange, offload = _strategy(trainer.get("strategy"))
+    strategy, exchange, offload, bucket = _strategy(trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
     given = args.strategy or strategy
     offload = offload and given == strategy if args.cpu_offload is None else args.cpu_offload
@@ -97,7 +101,7 @@ def settled(args: argparse.Namespace) -> Asked:
         args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
         Links.load(args.links) if args.links else Links(), getattr(getattr(model, "options", None), "residual_dtype", None),
         _batch(config.get("data")),
-        offload,
+        offload, bucket,
     )  # fmt: skip
 
 
@@ -191,13 +195,14 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(found: Any) -> tuple[str | None, str, bool]:
-    """(one of STRATEGIES or None, exchange, whether parameters are on the host) of a Trainer's."""
+def _strategy(found: Any) -> tuple[str | None, str, bool, int | None]:
+    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket) of a Trainer's."""
     given = (found.get("init_args") or {}) if isinstance(found, dict) else {}
     name = str(found.get("class_path") if isinstance(found, dict) else found or "")
     kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
     kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
-    return kind, given.get("exchange", "auto"), given.get("cpu_offload", False) is not False
+    offload = given.get("cpu_offload", False) is not False
+    return kind, given.get("exchange", "auto"), offload, given.get("bucket_cap_mb")
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:

@@ -13,11 +13,10 @@ from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.asked import Asked
-from lightning_dilated.planning.counting.exchange_memory import lighter
+from lightning_dilated.plan.assumptions import assumptions
 from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
-from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, Facts, Time, measured_machine
-from lightning_dilated.planning.gpus import CONTEXT, MARGIN
+from lightning_dilated.planning.estimate import Facts, Time
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
 from lightning_dilated.planning.memory import GIB, Memory, Setup
 from lightning_dilated.planning.memory_plot import Bar
@@ -56,7 +55,7 @@ def report(asked: Asked) -> Told:
     subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
     facts = Facts.of(asked.model, subject)
     case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
-    wanted = [asked.settings] if asked.settings else candidates(facts.call.kv_heads, case.room, facts.depth)
+    wanted = [asked.settings] if asked.settings else candidates(facts.windows, case.room, facts.depth)
     rows = [row_of(case, x, asked.tokens) for x in wanted]
     best = recommended(case, wanted, asked.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
@@ -97,13 +96,17 @@ def _head(asked: Asked, case: Case) -> list[str]:
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
     return [
-        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters, {facts.depth} blocks of "
-        f"{facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
+        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
         f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
     ]
+
+
+def _trained(facts: Facts) -> str:
+    return "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
 
 
 def _decoder(facts: Facts) -> str:
@@ -118,22 +121,6 @@ def token_of(model: DilatedModule) -> str:
     if isinstance(model, LongViT):
         return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
     return ""
-
-
-def _counted(model: DilatedModule) -> list[str]:
-    """What a count of the model takes for granted."""
-    if isinstance(model, SlidePretrainer):
-        return [
-            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
-            "told as temporary, and is on the GPU also where it could wait on the host."
-        ]
-    if isinstance(model, LongViT):
-        cells = model.image_size // model.patch_size
-        return [
-            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
-            "they are for images of another size."
-        ]
-    return []
 
 
 def in_numbers(n: int) -> str:
@@ -246,48 +233,6 @@ def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
         f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
         f"GPUs, {narrow}or --host_memory to offload to."
     )
-
-
-def assumptions(asked: Asked, case: Case) -> list[str]:
-    """What the numbers rest on."""
-    base, setup = measured_machine(), case.setup
-    own = asked.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
-    notes = [
-        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
-        "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
-        "kernels are modelled.",
-        f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
-        "lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, which the command line sets.",
-        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
-        "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
-    ]
-    notes += _counted(asked.model)
-    if setup.ranks > 1:
-        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.")
-    if lighter(case.subject.call, setup.ranks) != case.subject.call:
-        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
-    if setup.strategy == "ring_dilated_fsdp":
-        notes.append(
-            "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
-        )
-    if asked.batch > 1:
-        notes.append(
-            f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
-            f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
-        )
-    if setup.cpu_offload:
-        notes.append(
-            "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "
-            f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
-            f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
-        )
-    if asked.host:
-        notes.append(
-            f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."
-        )
-    if not case.subject.compile_blocks:
-        notes.append("time is that of compiled blocks; uncompiled ones take longer.")
-    return notes
 
 
 def _caption(asked: Asked, case: Case) -> str:

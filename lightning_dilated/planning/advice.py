@@ -37,7 +37,7 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
         return None
     case = Case(subject, Facts.of(pl_module, subject), setup, gpu)
     now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
-    able = candidates(case.facts.call.kv_heads, 0.0, case.facts.depth)
+    able = candidates(case.facts.windows, 0.0, case.facts.depth)
     best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first, and none is counted in vain
     needs = case.memory(now, tokens).peak / GIB
     said = f"planned: {tokens:,} tokens on {setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"

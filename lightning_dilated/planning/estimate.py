@@ -1,10 +1,10 @@
 """Estimate: seconds of a step of any model on any number of GPUs, from the one machine that was measured.
 
 What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
-and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width, and products of a wider
-output projection, or of features, at the speed of the linear layers; the optimizer by parameters; a second stack of blocks
-likewise. Another GPU is taken to be as much slower
-as its products in bf16 are. Communication is simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
+and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width; a wider output
+projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
+second stack of blocks likewise. Another GPU is taken to be as much slower as its products in bf16 are. Communication is
+simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
 Shape letters: L tokens of a rank, R ranks, E embedding dim, V vocabulary, D head dim.
 """
 
@@ -14,18 +14,10 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from torch import nn
-
-from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.classifier import LongNetClassifier
-from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.exchange_memory import lighter, of_call
-from lightning_dilated.planning.counting.footprint import Subject
-from lightning_dilated.planning.counting.subjects import blank
-from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.facts import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
@@ -42,6 +34,9 @@ BANDWIDTH = 4.1e12
 #: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
+#: bytes that the loss reads and writes of a logit, in fp32: log-softmax, what was picked of it, and its gradient; and of the
+#: cast to it, and back, where products give 16 bits
+LOSS_FORWARD, LOSS_BACKWARD, LOSS_CAST = 8, 16, 6
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
@@ -54,80 +49,6 @@ FILE = Path(__file__).with_name("h200.json")
 def measured_machine() -> Machine:
     """One H200 and a model of 12 blocks of 768."""
     return Machine.load(FILE)
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a model's time follows from.
-
-    Attributes:
-        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, V (outputs of the head; of a model of features or
-            patches, the numbers that a token brings or is told by).
-        block_parameters, edge_parameters: numbers of a block, and outside of all blocks.
-        projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
-        call: the op's.
-        precision: the Trainer's.
-        decoder: of a second stack of blocks, if the model has one.
-    """
-
-    dim: int
-    depth: int
-    hidden: int
-    vocab: int
-    block_parameters: int
-    edge_parameters: int
-    projection: int
-    feed_forward: int
-    call: OpCall
-    precision: str
-    decoder: Facts | None = None
-
-    @property
-    def stacks(self) -> list[Facts]:
-        """Of each stack of blocks."""
-        return [replace(self, decoder=None), *([self.decoder] if self.decoder else [])]
-
-    @property
-    def parameters(self) -> int:
-        """Numbers of all parameters."""
-        return sum(x.depth * x.block_parameters + x.edge_parameters for x in self.stacks)
-
-    @classmethod
-    def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; its layers are made without memory, one of each stack."""
-        built = blank(subject.make)
-        edge = _numbers(built) - _numbers(built.transformer.blocks)
-        widths, decoder = [_width(model)], None
-        if subject.decoder is not None:
-            inner = built.decoder
-            edge -= _numbers(inner.blocks)
-            widths = [model.feature_dim + model.decoder_dim, round(model.hiding.p * model.feature_dim)]
-            decoder = cls._of_block(inner.blocks[0], subject.decoder.depth, widths[1], 0, subject, subject.decoder.call)
-        made = cls._of_block(built.transformer.blocks[0], model.depth, widths[0], edge, subject, subject.call)
-        return replace(made, decoder=decoder)
-
-    @classmethod
-    def _of_block(
-        cls, block: TransformerBlock, depth: int, vocab: int, edge: int, subject: Subject, call: OpCall
-    ) -> Facts:
-        attention = block.attention.in_proj_weight
-        return cls(
-            attention.shape[1], depth, block.ffn.fc1.out_features, vocab, _numbers(block), edge, attention.numel(),
-            _numbers(block.ffn), call, subject.precision,
-        )  # fmt: skip
-
-
-def _numbers(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-def _width(model: DilatedModule) -> int:
-    """What a token brings, or what it is told by."""
-    if isinstance(model, LongViT):
-        return model.in_channels * model.patch_size**2
-    if isinstance(model, LongNetClassifier):
-        return model.width if model.input == "features" else 1
-    return getattr(model, "feature_dim", None) or model.vocab_size
 
 
 @dataclass(frozen=True)
@@ -162,38 +83,50 @@ def scaled(facts: Facts, gpu: Gpu, base: Machine | None = None) -> Machine:
     """The measured machine, as if it had run another model."""
     base, call = base or measured_machine(), facts.call
     slower = GPUS["H200"].flops / gpu.flops
-    products, passes = facts.block_parameters / base.block_parameters, facts.dim / base.dim
-    linear = ((1 - PASSES) * products + PASSES * passes) * slower
+    products, passes = facts.trained.weights / base.block_parameters, facts.dim / base.dim
+    block = [((1 - PASSES) * products * x + PASSES * passes) * slower for x in (1.0, facts.trained.backward_products)]
     wide = call.head_dim / base.head_dim * slower
     heads = call.heads / base.heads * wide
-    parts = tuple(_parts(facts, base, p, linear, wide, slower) for p in base.parts)
+    parts = tuple(_parts(facts, base, p, block, wide, slower) for p in base.parts)
     line = lambda x: Line(x.fixed, x.each * wide)  # noqa: E731
     return Machine(
         f"{gpu.name}, scaled from {base.name}", facts.dim, facts.depth, call.heads, call.head_dim, call.kv_heads,
-        facts.hidden, facts.vocab, facts.precision, call.causal, base.first, facts.block_parameters,
-        facts.edge_parameters, tuple(replace(p, wide_forward=p.wide_forward * heads, wide_backward=p.wide_backward * heads)
+        facts.hidden, facts.vocab, facts.precision, call.causal, base.first, facts.trained.block,
+        facts.trained.edge, tuple(replace(p, wide_forward=p.wide_forward * heads, wide_backward=p.wide_backward * heads)
                                      for p in parts),
-        base.optimizer * facts.parameters / (base.depth * base.block_parameters + base.edge_parameters), base.again,
+        base.optimizer * facts.trained_parameters / (base.depth * base.block_parameters + base.edge_parameters), base.again,
         *(line(getattr(base, n)) for n in LINES),
     )  # fmt: skip
 
 
-def _parts(facts: Facts, base: Machine, parts: Parts, linear: float, wide: float, slower: float) -> Parts:
+def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: float, slower: float) -> Parts:
     """Seconds of the parts of L tokens."""
     call, tokens = facts.call, parts.tokens
     of = lambda h, k, causal: pairs(measured_pattern(base, tokens), tokens, h, k, causal)  # noqa: E731
     attention = of(call.heads, call.kv_heads, call.causal) / of(base.heads, base.kv_heads, base.causal) * wide
     width = facts.dim / base.dim * slower
-    more = max(0, facts.vocab - base.vocab) * facts.dim / base.block_parameters * slower  # of the output projection
+    head = _head(facts, base, parts, slower)
+    each = tokens * _size(facts) / BANDWIDTH * slower  # of a number a token that updates read or write
     return replace(
         parts,
         attention_forward=parts.attention_forward * attention,
         attention_backward=parts.attention_backward * attention,
-        rest_forward=parts.rest_forward * linear,
-        rest_backward=parts.rest_backward * linear,
-        edge_forward=parts.edge_forward * width + parts.rest_forward * more,
-        edge_backward=parts.edge_backward * width + parts.rest_backward * more,
+        rest_forward=parts.rest_forward * block[0] + facts.trained.forward * each,
+        rest_backward=parts.rest_backward * block[1] + facts.trained.backward * each,
+        edge_forward=parts.edge_forward * width + head[0],
+        edge_backward=parts.edge_backward * width + head[1],
     )
+
+
+def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[float, float]:
+    """Seconds, forward and backward, of what a projection is wider than the measured one: its products at the speed of a
+    block's, which has passes beside, and the loss's passes over the logits."""
+    more = max(0, facts.vocab - base.vocab)
+    products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
+    cast = LOSS_CAST if _size(facts) < 4 else 0
+    each = more * parts.tokens / BANDWIDTH * slower * facts.logits
+    back = facts.whole * parts.rest_backward  # a frozen projection of features has none
+    return products * parts.rest_forward + (LOSS_FORWARD + cast) * each, products * back + (LOSS_BACKWARD + cast) * each
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:
@@ -208,13 +141,15 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
-    machines, own, parameters = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks), facts.parameters
+    machines, own = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks)
+    parameters, trained = facts.parameters, facts.trained_parameters
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     run = functools.partial(
         simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
+        bucket_cap_mb=setup.bucket_cap_mb,
         inner=machines[1] if len(machines) > 1 else None,
     )  # fmt: skip
     step = run(recompute=memory.policy)
@@ -223,13 +158,13 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     again += sum(_again(x, m, memory, own) for x, m in zip(stacks, machines, strict=True))
     again += sum(_windowed(x, memory, own, gpu) for x in stacks)
     busy = step.seconds - step.exposed + again
-    waits = _parameters_late(machines, setup, busy) if fsdp else 0.0
+    waits = _parameters_late(stacks, machines[0].parameter_size, setup, busy) if fsdp else 0.0
     copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
     if setup.cpu_offload:
-        part = parameters * machines[0].parameter_size / setup.ranks
-        copies += 3 * part / HOST_LINK
+        part = machines[0].parameter_size / setup.ranks
+        copies += (2 * parameters + trained) * part / HOST_LINK
         busy += waits  # for parameters, whose copies these are
-        there = ADAMW_PASSES * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
+        there = ADAMW_PASSES * trained * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
         spared = step.compute.get("optimizer", 0.0)
     late = max(0.0, copies - busy)
     flops, waits = sum(_flops(x, tokens) for x in stacks) / setup.ranks, waits + late + there
@@ -265,26 +200,31 @@ def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float
     passes = TILES if memory.tile is not None and memory.tile < own else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
-    size = 4 if facts.precision.startswith("32") else 2
     slower = GPUS["H200"].flops / gpu.flops  # their memory is not known; as much slower as their products
-    return facts.depth * passes * own * facts.dim * size / BANDWIDTH * slower
+    return facts.depth * passes * own * facts.dim * _size(facts) / BANDWIDTH * slower
 
 
-def _parameters_late(machines: list[Machine], setup: Setup, busy: float) -> float:
+def _size(facts: Facts) -> int:
+    """Bytes of a number of activations."""
+    return 4 if facts.precision.startswith("32") else 2
+
+
+def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) -> float:
     """Seconds that sharded parameters and gradients are on their way and nothing is left to compute: of each block they are
     gathered twice, and its gradients are dealt out once, beside another block's computation."""
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
-    sizes = [m.block_parameters * m.parameter_size for m in machines]
-    each = [size * part + links.round for size in sizes]
     if setup.cpu_offload:  # a rank's part comes from the host before it is gathered, and its gradients go there
-        each = [x + size / ranks / HOST_LINK for x, size in zip(each, sizes, strict=True)]
-    return max(0.0, 3 * sum(m.depth * x for m, x in zip(machines, each, strict=True)) - busy) + each[0]
+        part += 1 / ranks / HOST_LINK
+    of = lambda numbers: numbers * size * part + links.round  # noqa: E731
+    all_ = sum(x.depth * (2 * of(x.block_parameters) + of(x.trained.block)) for x in stacks)
+    return max(0.0, all_ - busy) + of(stacks[0].block_parameters)
 
 
 def _flops(facts: Facts, tokens: int) -> float:
     call = facts.call
     attended = pairs(call.pattern, tokens, call.heads, call.kv_heads, call.causal)
-    linear = facts.depth * facts.block_parameters + facts.vocab * facts.dim
-    return 6.0 * linear * tokens + 14.0 * call.head_dim * attended * facts.depth
+    linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
+    linear += facts.vocab * facts.dim * 3 if facts.whole else facts.vocab * facts.dim - facts.projection
+    return 2.0 * linear * tokens + 14.0 * call.head_dim * attended * facts.depth

@@ -154,11 +154,11 @@ def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = No
 def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
     if setup.strategy != "single" or settings != MemorySettings():
         yield "trainer:"
-    if setup.cpu_offload:
+    if setup.cpu_offload or setup.bucket_cap_mb is not None:
         yield "  strategy:"
-        yield "    class_path: lightning_dilated.RingDilatedFSDPStrategy"
+        yield f"    class_path: lightning_dilated.RingDilated{'FSDP' if setup.cpu_offload else ''}Strategy"
         yield "    init_args:"
-        yield "      cpu_offload: true"
+        yield "      cpu_offload: true" if setup.cpu_offload else f"      bucket_cap_mb: {setup.bucket_cap_mb}"
     elif setup.strategy != "single":
         yield f"  strategy: {setup.strategy}"
     if setup.strategy != "single":

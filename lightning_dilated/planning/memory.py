@@ -14,6 +14,7 @@ import torch
 
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern.branch import integer
 from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
 from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
@@ -45,6 +46,8 @@ class Setup:
         exchange: as the strategy takes it.
         links: what "auto" reckons with.
         cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
+        bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
+            as large as the gradients, whatever it is: memory does not follow from it.
     """
 
     strategy: str = "single"
@@ -54,6 +57,7 @@ class Setup:
     exchange: str = "auto"
     links: Links = DEFAULTS
     cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
@@ -63,6 +67,10 @@ class Setup:
             raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
         if self.cpu_offload and self.strategy != "ring_dilated_fsdp":
             raise ValueError(f"cpu_offload is an option of strategy ring_dilated_fsdp, not of {self.strategy}.")
+        if self.bucket_cap_mb is not None:
+            integer(self.bucket_cap_mb, "bucket_cap_mb", 1)
+            if self.strategy != "ring_dilated":
+                raise ValueError(f"bucket_cap_mb is an option of strategy ring_dilated, not of {self.strategy}.")
 
 
 @dataclass(frozen=True)
@@ -94,7 +102,7 @@ def memory(
 ) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
-    What a second stack keeps is counted as temporary, and on the GPU also where it waits on the host.
+    What a second stack keeps is counted as temporary.
 
     Args:
         found: of the model and its memory settings.
@@ -110,7 +118,7 @@ def memory(
     rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     own = -(-tokens // setup.ranks)
     size = found.hidden * own
-    away = offloaded(found.subject.memory, depth, size)
+    away = _away(found, depth, size)
     of_rank = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
         of_rank.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
@@ -127,16 +135,40 @@ def memory(
 def on_host(found: Footprint, depth: int, tokens: int) -> int:
     """Bytes of block inputs that wait on the host, with L tokens; each stack has a budget of its own."""
     settings, decoder = found.subject.memory, found.subject.decoder
-    sizes = [(depth, found.hidden * tokens)] + ([(decoder.depth, found.inner * tokens)] if decoder else [])
-    return sum(offloaded(settings, blocks, size) * size for blocks, size in sizes)
+    inner = found.inner * tokens
+    there = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
+    return _away(found, depth, found.hidden * tokens) * found.hidden * tokens + there
 
 
-def offloaded(settings: MemorySettings, depth: int, size: int) -> int:
-    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them."""
+def _away(found: Footprint, depth: int, size: int) -> int:
+    """How many block inputs of the first stack wait on the host."""
+    return offloaded(found.subject.memory, depth, size, found.first_kept)
+
+
+def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
+    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them; none of the first
+    `first_kept`, which no gradient goes to."""
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
-        return round(settings.offload * groups)
-    return min(groups, int(settings.offload * GIB) // max(1, size))
+        return max(0, round(settings.offload * groups) - first_kept)
+    return min(groups - first_kept, int(settings.offload * GIB) // max(1, size))
+
+
+def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
+    """Bytes of the second stack's block inputs that are not on the GPU at a moment: as `models.offload.Host` has it, but for
+    the last one that left, the one that is used, and the one before it on its way back."""
+    decoder, settings = found.subject.decoder, found.subject.memory
+    if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
+        return 0
+    size = found.inner * tokens
+    left = offloaded(settings, decoder.depth, size) - 1
+    if moment.decoding:
+        if moment.phase == "first":  # its backward is done
+            return 0
+        group, within = divmod(moment.part[2], settings.every)
+        back, beside = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
+        left = min(left, group - beside) if back else min(left, group) - 1
+    return max(0, left) * size
 
 
 def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
@@ -149,16 +181,17 @@ def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
     size = found.parameter_size
     of_block, others = _shapes(found.subject.make)
     part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
-    locked = sum(n * sum(_power_of_two(part(*x)) for x in shapes) for n, shapes in ((depth, of_block), (1, others)))
-    return 2 * locked + _states(-(-found.parameters(depth) // setup.ranks), size, setup)
+    buffers = lambda shapes: sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)  # noqa: E731
+    locked = depth * buffers(of_block) + buffers(others)
+    return locked + _states(-(-found.trained(depth) // setup.ranks), size, setup)
 
 
 @functools.cache
-def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[torch.Size], list[torch.Size]]:
-    """Of the parameters of a block of the first stack, and of all others."""
-    found: tuple[list[torch.Size], list[torch.Size]] = ([], [])
+def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
+    """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""
+    found: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
     for name, p in blank(make).named_parameters():
-        found[not name.startswith(f"{MAIN}.blocks.")].append(p.shape)
+        found[not name.startswith(f"{MAIN}.blocks.")].append((p.shape, p.requires_grad))
     return found
 
 
@@ -187,15 +220,16 @@ def _at(
     """Bytes by kind at a moment; `second`: at that of the second group of blocks, which is told of the last."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
-        flying = 2 if host >= -(-depth // found.subject.period) * size else 1
+        flying = 2 if host >= (-(-depth // found.subject.period) - found.first_kept) * size else 1
         if moment.part[0] == "backward" and moment.part[2] > 0:  # the next one comes beside a group's first block
             flying -= 1
         less = max(0, host - flying * size)
         held, kept = held - less, kept - less
+    held -= _decoder_away(found, moment, tokens)
     parameters = found.parameters(depth)
     gradients = found.static(moment, depth) - parameters
     if second:
-        gradients += (depth - 2 * found.subject.period) * (parameters - found.parameters(depth - 1))
+        gradients += (depth - 2 * found.subject.period) * (found.trained(depth) - found.trained(depth - 1))
     kinds = _static(found, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
     kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
@@ -210,9 +244,10 @@ def _static(
     found: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
 ) -> dict[str, int]:
     """Parameters, gradients and states on a rank."""
-    states = _states(parameters, found.parameter_size, setup)
+    trained = found.trained(depth)
+    states = _states(trained, found.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
-        buckets = parameters if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
+        buckets = trained if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
     block = found.parameters(depth) - found.parameters(depth - 1)
     decoder = found.subject.decoder
@@ -222,14 +257,14 @@ def _static(
     # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
     widest = max(block, inner)
     whole = 2 * widest + edge
-    leaving = 2 * widest if moment.phase in ("backward", "first", "after") else 0
+    learns = max(trained - found.trained(depth - 1), inner)
+    leaving = 2 * learns if moment.phase in ("backward", "first", "after") else 0
     if leaving:  # what the output projection and the last norm have got is whole until all is done
         last = next(m for m in found.moments if m.part[:2] == ("backward", "last"))
         of_edge = max(0, found.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
         leaving += of_edge if setup.cpu_offload else of_edge - share(of_edge)
     if setup.cpu_offload:  # and a block's parts on their way from the host and to it
-        mine = share(widest)
-        return {PARAMETERS: whole + mine, GRADIENTS: leaving + (mine if leaving else 0), OPTIMIZER: 0}
+        return {PARAMETERS: whole + share(widest), GRADIENTS: leaving + (share(learns) if leaving else 0), OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
 
 

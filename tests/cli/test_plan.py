@@ -133,6 +133,31 @@ def test_a_recipes_settings_give_way(tmp_path):
     assert not asked("--config", tmp_path / "x.yaml", "--strategy", "ring_dilated").cpu_offload
 
 
+def test_a_recipes_buckets(cli, tmp_path):
+    """As `RingDilatedStrategy` takes them; with other strategies there are none."""
+    model = {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}, "dim": 64,
+                                                      "depth": 2, "num_heads": 4}}  # fmt: skip
+    strategy = {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"bucket_cap_mb": 25}}
+    write = lambda: (tmp_path / "x.yaml").write_text(  # noqa: E731
+        yaml.safe_dump({"model": model, "trainer": {"strategy": strategy, "devices": 2}})
+    )
+    write()
+    x = asked("--config", tmp_path / "x.yaml")
+    assert x.setup("ring_dilated") == Setup("ring_dilated", 2, 2, bucket_cap_mb=25)
+    assert x.setup("ring_dilated_fsdp").bucket_cap_mb is None
+    told = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", "64K")
+    assert told.code == 0 and "Gradients are summed 25 MiB at a time" in told.out, told.err
+    given = yaml.safe_load("\n".join(yaml_lines(MemorySettings(), x.setup("ring_dilated"))))
+    assert given["trainer"]["strategy"] == strategy
+    strategy["init_args"]["bucket_cap_mb"] = 0
+    write()
+    refused = cli("plan", "--config", "x.yaml", *BLOCK, "--tokens", "64K")
+    assert refused.code == 2 and "bucket_cap_mb must be at least 1, got 0" in refused.err
+    del strategy["init_args"]["bucket_cap_mb"]
+    write()
+    assert asked("--config", tmp_path / "x.yaml").setup("ring_dilated").bucket_cap_mb is None
+
+
 @pytest.mark.parametrize("settings", [
     MemorySettings("attention-kept"),
     MemorySettings("block"),

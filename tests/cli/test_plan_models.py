@@ -99,3 +99,16 @@ def test_refused(cli, recipe, more, options, says):
         of = {"class_path": "SlideEncoder", "init_args": {**SIZES, **own}}
     result = cli("plan", "--config", recipe(of), *options)
     assert result.code == 2 and says in " ".join(result.err.split()) and result.out == "", result.err
+
+
+def test_low_rank_updates(cli, recipe):
+    pytest.importorskip("peft")
+    of = {**IMAGES, "init_args": {**IMAGES["init_args"], "lora_rank": 2}}
+    result = cli("plan", "--config", recipe(of), "--tokens", "1M")
+    assert result.code == 0, result.err
+    out = " ".join(result.out.split())
+    assert "head_chunks" not in out and "weights that stay as they are have neither gradients nor states" in out
+    model = asked("--config", recipe(of)).model
+    model.configure_model()
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert f"({trained / 1e3:.3g}K trained)" in out

@@ -16,8 +16,12 @@ from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import (
     ADAMW_PASSES,
+    BANDWIDTH,
     HOST_LINK,
     HOST_MEMORY,
+    LOSS_BACKWARD,
+    LOSS_CAST,
+    LOSS_FORWARD,
     PASSES,
     Facts,
     estimate,
@@ -27,6 +31,8 @@ from lightning_dilated.planning.estimate import (
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
+from lightning_dilated.sequence.plan import DEFAULTS
+from tests.planning.passes import Passes
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 H200, ONE = GPUS["H200"], Setup()
@@ -84,12 +90,40 @@ def test_scales():
     assert seconds(facts(depth=24)) == pytest.approx(2 * seconds(), rel=0.02)
 
 
-def test_a_wide_vocabulary_costs_its_products():
+def test_a_wide_vocabulary_costs_its_products_and_its_loss():
     more = scaled(facts(vocab_size=1 << 17), H200).parts[1]
     base = measured_machine()
-    rate = base.block_parameters / base.parts[1].rest_forward
-    want = base.parts[1].edge_forward + ((1 << 17) - 256) * 768 / rate
-    assert more.edge_forward == pytest.approx(want)
+    rate = base.block_parameters / ((1 - PASSES) * base.parts[1].rest_forward)
+    wide = (1 << 17) - 256
+    loss = wide * base.parts[1].tokens * (LOSS_FORWARD + LOSS_CAST) / BANDWIDTH
+    assert more.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
+
+
+@pytest.mark.parametrize("dim, passes", [(768, False), (2048, True), (4096, True), (4096, False)])
+@pytest.mark.parametrize("tokens", [1 << 16, 1 << 18, 1 << 20])
+def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
+    """And at most 2.5 times as long: its products, and with those of the loss where they are much of it."""
+    more = 1 << 17
+    of = facts(dim=dim, num_heads=dim // 64)
+    wide, small = (replace(of, vocab=256 + x, logits=passes) for x in (more, 0))
+    seconds = [estimate(x, MemorySettings(), tokens, ONE, H200).step.compute["edge"] for x in (wide, small)]
+    least = 6 * dim * more * tokens / H200.flops
+    assert least < seconds[0] - seconds[1] < least / 0.4
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+def test_passes_of_the_loss(narrow):
+    """Beside what operators read and write of the logits."""
+    size, model = 1009, ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=1, vocab_size=1009)
+    model.configure_model()
+    x, labels = torch.randn(1, 257, 64, requires_grad=True), torch.zeros(1, 257, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16, enabled=narrow), Passes(257, size, products=False) as forward:
+        losses = model._losses(x, labels)
+    with Passes(257, size, products=False) as backward:
+        losses.sum().backward()
+    cast = LOSS_CAST if narrow else 0
+    for seen, want in ((forward, LOSS_FORWARD), (backward, LOSS_BACKWARD)):
+        assert seen.seen / (257 * size) == pytest.approx(want + cast, rel=0.01)
 
 
 def test_settings_cost():
@@ -162,6 +196,19 @@ def test_cpu_offload_takes_copies_and_an_optimizer_on_the_host(tokens):
     else:
         assert 0.8 * copies < added < 1.4 * copies
     assert host.exposed > host.optimizer
+
+
+def test_buckets_of_gradients_are_the_setups():
+    """On one node one bucket waits for the whole backward; smaller ones pass beside it, but for the first block's two."""
+    of = replace(MINE, call=replace(MINE.call, pattern=DilatedPattern.dense(2048)))  # nothing else is exchanged
+    whole, parts = (
+        estimate(of, MemorySettings(), 1 << 18, Setup("ring_dilated", 2, 2, bucket_cap_mb=x), H200) for x in (None, 25)
+    )
+    sums = lambda size: size / DEFAULTS.near + DEFAULTS.round + 2 * DEFAULTS.message  # noqa: E731
+    assert whole.step.bytes("gradients") == parts.step.bytes("gradients") == (4 * of.parameters, 0)
+    assert whole.exposed == pytest.approx(sums(4 * of.parameters))
+    assert sums(25 * 2**20) < parts.exposed < 2 * sums(25 * 2**20)
+    assert whole.seconds - parts.seconds == pytest.approx(whole.exposed - parts.exposed)
 
 
 def test_many_ranks():

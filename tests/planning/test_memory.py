@@ -191,6 +191,8 @@ def test_gpus():
     ({"ranks": 2}, "2 GPUs need strategy ring_dilated"),
     ({"optimizer": "sgd"}, "optimizer must be one of adamw"),
     ({"cpu_offload": True}, "cpu_offload is an option of strategy ring_dilated_fsdp, not of single"),
+    ({"bucket_cap_mb": 25}, "bucket_cap_mb is an option of strategy ring_dilated, not of single"),
+    ({"strategy": "ring_dilated", "bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
 ])  # fmt: skip
 def test_refused(options, says):
     with pytest.raises(ValueError, match=says):

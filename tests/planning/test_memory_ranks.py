@@ -44,6 +44,11 @@ def test_ddp_has_buckets(counted):
     }
 
 
+def test_buckets_hold_the_gradients_whatever_their_size(counted):
+    few, many = (memory(counted, 8, 1 << 14, Setup("ring_dilated", 2, 2, bucket_cap_mb=x)) for x in (None, 1))
+    assert few.kinds == many.kinds and few.peak == many.peak
+
+
 def test_fsdp_deals_parameters(counted):
     whole = counted.parameters(8)
     block = counted.parameters(8) - counted.parameters(7)

@@ -130,6 +130,25 @@ def test_bucket_sizes(monkeypatch):
     assert [x / 2**20 for x in sizes] == [63]
 
 
+@pytest.mark.parametrize("per_node", [1, 2])
+def test_bucket_sizes_that_are_asked_for(monkeypatch, per_node):
+    """All alike, the first one too, within a node and between nodes."""
+    sizes = []
+    monkeypatch.setattr(Clock, "reduce", lambda self, size: sizes.append(size) if self.ranks > 1 else None)
+    model = machine(block_parameters=10 * 2**18, edge_parameters=3 * 2**18, depth=6)
+    simulate(model, geometric(2, last=64), 64, 2, ranks_per_node=per_node, bucket_cap_mb=20)
+    assert [x / 2**20 for x in sizes] == [20, 20, 20, 3]
+
+
+def test_buckets_within_a_node():
+    """A block's 1 MiB passes during the next one's backward, where one bucket would wait for both."""
+    links = replace(FREE, near=2**20 / (10 * MS))
+    model = machine(block_parameters=2**18, edge_parameters=0)
+    step = simulate(model, geometric(2, last=64), 64, 2, links=links, bucket_cap_mb=1)
+    assert step.seconds / MS == pytest.approx(108 + 10 + 7) and step.exposed / MS == pytest.approx(10)
+    assert step.bytes("gradients") == (2 * 2**20, 0)
+
+
 @pytest.mark.parametrize("ranks, per_node, seconds", [
     (2, 2, 1 + 2 * 10 + 100 / 50),
     (8, 8, 1 + 6 * 10 + 2 * 7 / 8 * 100 / 50),
@@ -259,6 +278,7 @@ def test_a_billion_tokens(exchange):
     ({"watched": 4}, "watched=4 is none of the ranks 0..3"),
     ({"ranks": 0}, "ranks must be"),
     ({"tokens": 0}, "tokens must be"),
+    ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
 ])  # fmt: skip
 def test_refused(options, message):
     given = {"tokens": 64, "ranks": 4, **options}

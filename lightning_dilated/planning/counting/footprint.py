@@ -127,6 +127,16 @@ class Footprint:
         head = next(m for m in self.moments if m.part == ("head",))  # gradients were let go, and none is there yet
         return self.static(head, depth)
 
+    def trained(self, depth: int) -> int:
+        """Bytes of those that are trained, and of their gradients."""
+        begun = next(m for m in self.moments if m.part[0] == "forward")  # with the gradients of the step before
+        return self.static(begun, depth) - self.parameters(depth)
+
+    @property
+    def first_kept(self) -> int:
+        """Inputs of blocks that never leave for the host: the first, where nothing before it is trained."""
+        return 0 if any(m.part == ("first",) for m in self.moments) else 1
+
     @property
     def parameter_size(self) -> int:
         """Bytes of a parameter."""

@@ -69,6 +69,8 @@ def subject_of(
         capability=capability,
     )  # fmt: skip
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
+    if compiled and getattr(model, "lora_rank", None) is not None:
+        raise ValueError("blocks with low-rank updates are not compiled: leave --compile out beside lora_rank.")
     return Subject(
         make, partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled), call, _grain(model),
         _decoder(model, make, call),
@@ -90,12 +92,11 @@ def _check_trained(model: DilatedModule) -> None:
     name = type(model).__name__
     if model.task is None:
         raise ValueError(f"this {name} has no task, so it is not trained: give it a task to plan for.")
-    given = "freeze_encoder" if model.freeze_encoder else "lora_rank" if model.lora_rank is not None else None
-    if given is not None:
+    if model.freeze_encoder:
         raise ValueError(
-            f"a {name} with {given} trains only some of its weights, and a step is counted as it trains all of them: its "
-            f"memory and time would be told too high. Leave {given} out of the recipe to plan full training, which takes "
-            "more."
+            f"a {name} with freeze_encoder trains only some of its weights, and a step is counted as it goes back through "
+            "all blocks: it would be told too high. Leave freeze_encoder out of the recipe to plan full training, which "
+            "takes more."
         )
 
 

@@ -102,7 +102,7 @@ def step(
     with FakeTensorMode(), _alone(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=said)
-        with _default(dtype):
+        with _default(dtype), _not_moved():
             model = make()
             model.configure_model()
         model.train()
@@ -188,6 +188,12 @@ def _alone() -> Iterator[None]:
         torch.enable_grad(),
     ):
         yield
+
+
+def _not_moved() -> contextlib.AbstractContextManager[Any]:
+    """Within, modules stay as they are made, in the default dtype: torch cannot move those of fake tensors, as peft asks to
+    where updates and their weights are alike already."""
+    return mock.patch.object(nn.Module, "to", lambda self, *where, **how: self)
 
 
 @contextlib.contextmanager

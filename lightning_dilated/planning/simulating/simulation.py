@@ -95,6 +95,7 @@ def simulate(
     recompute: str = "none",
     overhead: float = 0.0,
     average: bool = True,
+    bucket_cap_mb: int | None = None,
     watched: int | None = None,
     inner: Machine | None = None,
 ) -> Step:
@@ -110,7 +111,9 @@ def simulate(
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
         overhead: seconds of every step that are in no part of it.
-        average: whether gradients are averaged over the ranks: of one node all at once, else in DDP's buckets.
+        average: whether gradients are averaged over the ranks.
+        bucket_cap_mb: MiB that are averaged at a time, beside the backward; None: of one node all at once after it, else in
+            DDP's own buckets.
         watched: the rank whose events are returned.
         inner: what a second stack of blocks needs, which stands between the first one's forward and its backward.
 
@@ -122,6 +125,8 @@ def simulate(
     if watched is not None and not 0 <= watched < ranks:
         raise ValueError(f"watched={watched} is none of the ranks 0..{ranks - 1}.")
     check_policy(recompute)
+    if bucket_cap_mb is not None:
+        integer(bucket_cap_mb, "bucket_cap_mb", 1)
     if not 0 <= overhead < math.inf:
         raise ValueError(f"overhead must be a finite number of seconds, at least 0; got {overhead!r}.")
     narrow = _narrow(pattern, tokens, ranks)
@@ -131,7 +136,7 @@ def simulate(
     clock = Clock(ranks, per_node, links, watched)
     if overhead:
         clock.work("overhead", overhead)
-    _run(clock, stacks, tokens, recompute, average)
+    _run(clock, stacks, tokens, recompute, _Buckets(clock, average, bucket_cap_mb))
     spent = sum(clock.spent.values())
     busiest = int(np.argmax(spent))
     seconds = float(clock.free["compute"].max())
@@ -156,7 +161,7 @@ def simulate(
     )
 
 
-def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute: str, average: bool) -> None:
+def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute: str, buckets: _Buckets) -> None:
     """Forward of the stacks in order, backward in reverse, and optimizer."""
     half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
     for machine, op in stacks:
@@ -166,7 +171,6 @@ def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute:
             op.forward(clock)
             half(parts.rest_forward)
         clock.work("edge", parts.edge_forward)
-    buckets = _Buckets(clock, average, clock.ranks > clock.per_node)
     for machine, op in reversed(stacks):
         parts = machine.at(tokens)
         clock.work("edge", parts.edge_backward)
@@ -189,17 +193,19 @@ def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute:
 class _Buckets:
     """Gradients gathered until a bucket is full, as DDP does; a block's are all there when its backward is done.
 
-    Without `beside` one bucket takes all of them, as under `RingDilatedStrategy` on one node.
+    Without a size one bucket takes all of them on one node, as under `RingDilatedStrategy`; DDP's own first one is smaller.
     """
 
-    def __init__(self, clock: Clock, average: bool, beside: bool) -> None:
-        self.clock, self.average, self.size, self.limit = clock, average, 0, FIRST_BUCKET if beside else math.inf
+    def __init__(self, clock: Clock, average: bool, mib: int | None) -> None:
+        self.clock, self.average, self.size = clock, average, 0
+        usual = FIRST_BUCKET if clock.ranks > clock.per_node else math.inf
+        self.limit, self.later = (usual, BUCKET) if mib is None else (mib * 2**20, mib * 2**20)
 
     def add(self, size: int) -> None:
         self.size += size
         while self.size >= self.limit:
             self._send(self.limit)
-            self.size, self.limit = self.size - self.limit, BUCKET
+            self.size, self.limit = self.size - self.limit, self.later
 
     def finish(self) -> None:
         """Send the rest, and wait for all."""

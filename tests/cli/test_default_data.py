@@ -1,0 +1,41 @@
+"""`data` without a class_path is texts as bytes: refused before any work where the model takes something else."""
+
+import pytest
+import yaml
+
+SIZES = {"dim": 16, "depth": 1, "num_heads": 2}
+SLIDES = {**SIZES, "segment_lengths": [8], "dilation_rates": [1], "feature_dim": 8}
+TASK = {"task": "classification", "num_classes": 2}
+PATTERN = {"pattern": {"segment_lengths": [8], "dilation_rates": [1]}}
+MODELS = {
+    "LongViT": ({**SIZES, **TASK, "segment_lengths": [8], "dilation_rates": [1]}, "takes patches, label. Set"),
+    "SlideEncoder": ({**SLIDES, **TASK}, "takes features, coords, label. Set"),
+    "SlidePretrainer": ({**SLIDES, "decoder_dim": 16}, "takes features, coords. Set"),
+    "LongNetClassifier": ({**SIZES, **TASK, **PATTERN, "vocab_size": 256}, "takes features, tokens, label. Set"),
+}
+TRAINER = {"max_steps": 1, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
+
+
+@pytest.mark.parametrize("data", [None, {"seq_len": 32}, {"batch_size": 1}])
+@pytest.mark.parametrize("name", MODELS)
+def test_refused(cli, tmp_path, name, data):
+    given, says = MODELS[name]
+    recipe = {"model": {"class_path": name, "init_args": given}, "trainer": TRAINER}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump(recipe | ({"data": data} if data else {})))
+    result = cli("fit", "--config", "x.yaml")
+    said = " ".join(result.err.split())
+    assert result.code == 2 and f"A {name} {says}" in said and "Traceback" not in said, result.err
+    assert "Set data.class_path to a LightningDataModule" in said and "data names no class_path" in said.replace(
+        "`", ""
+    )
+    assert "Total params" not in result.out + result.err  # nothing was built
+
+
+def test_predictions_of_texts(cli, tmp_path):
+    """A classifier of tokens needs labels to train, and none to predict."""
+    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
+    data = {"paths": "text.txt", "seq_len": 32}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    result = cli("predict", "--config", "x.yaml")
+    assert result.code == 0, result.err
