@@ -62,6 +62,7 @@ def test_long_sequence(engine, causal):
     assert 128 * MIB < got < 2048 * MIB
 
 
+@pytest.mark.slow
 def test_ten_branches_peak_like_one():
     """q, k, v, out of 16 MiB each: ten equal branches may hold one branch's parts at a time, not ten."""
     peaks = {}

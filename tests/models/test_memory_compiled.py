@@ -23,6 +23,7 @@ def test_groups_within_a_compiled_stack(offload):
     same(*found)
 
 
+@pytest.mark.slow
 def test_compiled_pieces_of_many_lengths():
     """Each length has a last tile of its own, and validation runs without gradients."""
     torch._dynamo.reset()

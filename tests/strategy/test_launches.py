@@ -22,11 +22,13 @@ def test_plain_python(tmp_path, alone):
     assert status == 0 and losses(text) == pytest.approx([alone] * 2, rel=1e-5), text[-3000:]
 
 
+@pytest.mark.slow
 def test_by_name_with_sharded_parameters(tmp_path, alone):
     status, text = start(tmp_path, "nothing", 0, 2, strategy="ring_dilated_fsdp")
     assert status == 0 and losses(text) == pytest.approx([alone] * 2, rel=1e-5), text[-3000:]
 
 
+@pytest.mark.slow
 def test_slurm(tmp_path, alone):
     """Two tasks of a job step, as srun starts them."""
     with socket.socket() as free:
