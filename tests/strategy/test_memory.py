@@ -36,7 +36,9 @@ def test_sharded_parameters(pools, policy):
     check(pools(2).run(2, fit, plain.but(fsdp=True, memory=memory)), want, 1e-9, 3e-7)
 
 
-@pytest.mark.parametrize("precision, tol", [("32-true", 1e-6), pytest.param("bf16-mixed", 1e-2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "precision, tol", [("32-true", 1e-6), pytest.param("bf16-mixed", 1e-2, marks=pytest.mark.slow)]
+)
 def test_twenty_steps(pools, precision, tol):
     run = Run(steps=20, precision=precision, model={"depth": 3, "num_kv_heads": 2})
     want = pools(1).run(1, fit, run)[0]

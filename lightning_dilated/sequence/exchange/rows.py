@@ -67,7 +67,7 @@ FEW = 0.25
 
 def take(x: Tensor, rows: Tensor) -> Tensor:
     """Rows (..., D) of a (B, L, heads, D) tensor of any strides, by their flat numbers."""
-    if _moves(x):
+    if _moves(x, rows):
         found = x.new_empty(*rows.shape, x.shape[3])
         _kernel().pick([x], rows.contiguous(), None, [found.view(-1, x.shape[3])])
         return found
@@ -80,9 +80,9 @@ def take(x: Tensor, rows: Tensor) -> Tensor:
 def take_apart(store: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
     """The first and second halves, (..., D) each, of rows of a (n, 2, D) store.
 
-    On a GPU in memory of their own: causal cuDNN is a third slower over rows that lie beside each other.
+    Many rows of a GPU in memory of their own: causal cuDNN is a third slower over rows that lie beside each other.
     """
-    if not _moves(store):
+    if not _moves(store, rows):
         return store[rows].unbind(-2)
     found = store.new_empty(2, *rows.shape, store.shape[2])
     halves = [store[None, :, None, i] for i in range(2)]
@@ -115,19 +115,28 @@ def add_at(total: Tensor, rows: Tensor, parts: Sequence[Tensor], distinct: bool 
         distinct: that no number occurs twice.
     """
     bare = not distinct and torch.are_deterministic_algorithms_enabled()  # a sum in an order of its own
-    if not bare and total.is_contiguous() and _moves(total) and all(x.stride(-1) == 1 for x in parts):
+    if not bare and total.is_contiguous() and _moves(total, rows) and all(x.stride(-1) == 1 for x in parts):
         return _kernel().add(total.unbind(1) if len(parts) == 2 else [total], rows.contiguous(), parts, distinct)
     flat = [x.flatten(0, 1).to(total.dtype) for x in parts]
     total.index_add_(0, rows.flatten(), torch.stack(flat, 1) if len(parts) == 2 else flat[0])
 
 
-def _moves(x: Tensor) -> bool:
-    """Whether the kernels serve, which move rows in one launch."""
+#: from so many rows on they are moved by our kernels: torch's take longer there, but less of the host to be launched
+MANY = 2**17
+
+
+def _moves(x: Tensor, rows: Tensor) -> bool:
+    """Whether rows of x by their numbers are moved by our kernels."""
+    return rows.numel() >= MANY and _serves(x)
+
+
+def _serves(x: Tensor) -> bool:
     return x.stride(-1) == 1 and x.dtype != torch.float64 and kernels.available(x.device)
 
 
 def _pairs(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and _moves(a) and _moves(b)
+    """Whether a kernel moves the rows of both in one launch."""
+    return a.shape == b.shape and a.dtype == b.dtype and _serves(a) and _serves(b)
 
 
 def _kernel() -> ModuleType:
