@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
@@ -124,6 +125,22 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             super().model_to_device()
         else:
             host_parameters.rest_to_device(self.lightning_module, self.root_device)
+
+    @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; what an optimizer compiles, as torchao's do, is not shared between ranks through files.
+
+        torch's cache of such graphs knows a dealt parameter by its whole shape: where its rows do not divide evenly, a rank
+        was given another's graph, of another number of rows, and raised while the others waited.
+        """
+        usual = functorch_config.enable_autograd_cache
+
+        def closed() -> Any:  # forward and backward, whose parameters are whole
+            with functorch_config.patch(enable_autograd_cache=usual):
+                return closure()
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            return super().optimizer_step(optimizer, closed, *args, **kwargs)
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
