@@ -129,9 +129,8 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def on_gpu(tensor: Any, device: torch.device) -> Any:
-    """A tensor moved to the ranks' device, where they reduce it as they do without `cpu_offload`; anything else as it is.
+    """A tensor on the ranks' device, copied there if need be; anything else as it is.
 
-    On GPUs, what lies on the host would be reduced by gloo: Lightning asks it for `ReduceOp.AVG`, as it tells gloo only by
-    the name of the whole backend, and not every torch's gloo has that. On CPUs nothing moves.
+    On GPUs NCCL then reduces what lies on the host, as it does without `cpu_offload`, and not gloo. On CPUs nothing moves.
     """
     return tensor.to(device) if isinstance(tensor, Tensor) else tensor
