@@ -137,6 +137,10 @@ class SequenceGroup:
     def close(self) -> None:
         """Forget the group, and all that it holds: its name is no longer known to the op, nor to backwards still to come."""
         _groups.pop(self.name, None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of routes and places of earlier calls, which hold device memory; later calls make theirs anew."""
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -111,9 +111,10 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
-        if not Path(checkpoint_path).is_dir():
+        peers = Peers(self.global_rank, self.world_size)
+        if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        found = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        found = checked(Path(checkpoint_path), peers)
         return read_whole(found, kwargs.get("weights_only"))
 
 

@@ -151,8 +151,9 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
-        if Path(checkpoint_path).is_dir():
-            checkpoint_path = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        peers = Peers(self.global_rank, self.world_size)
+        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
+            checkpoint_path = checked(Path(checkpoint_path), peers)
         try:
             # Lightning 2.5 has no such argument
             known = "weights_only" in inspect.signature(super().load_checkpoint).parameters
