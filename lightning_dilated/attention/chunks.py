@@ -122,9 +122,10 @@ class _Chunked(torch.autograd.Function):
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
         parameters = read_again(pieces.modules, ctx.weights)
-        totals = [torch.empty_like(y) if y is not None else None for y in (weight, bias)]
+        wants_x, *wants = ctx.needs_input_grad[3:6]
+        totals = [torch.empty_like(y) if want else None for y, want in zip((weight, bias), wants, strict=True)]
         # the gradient of the normed rows, until all windows are done
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_x or parameters else None
         for i, window in enumerate(chunks.windows):
             with ctx.replay.again(grad=False):
                 made = projection.forward(window, x, weight, bias, tables)
@@ -135,9 +136,11 @@ class _Chunked(torch.autograd.Function):
                 projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
             del grads
         norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
-        with ctx.replay.again():
-            sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [dx])
-        return None, None, None, dx, *totals, *[None] * ctx.count, *sums
+        made, sums = dx if wants_x else None, []
+        if dx is not None:
+            with ctx.replay.again():
+                sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [made])
+        return None, None, None, made, *totals, *[None] * ctx.count, *sums
 
 
 @dataclass(frozen=True)
@@ -180,10 +183,11 @@ class _Projection:
         weight: Tensor,
         tables: Sequence[Tensor],
         totals: list[Tensor | None],
-        dx: Tensor,
+        dx: Tensor | None,
         add: bool,
     ) -> None:
-        """From gradients of q, k and v (a list, emptied) to those of weight and bias (`totals`) and of the norm (`dx`)."""
+        """From gradients of q, k and v (a list, emptied) to those of weight and bias (`totals`) and of the norm (`dx`); None
+        is not asked for."""
         groups = self._groups(window, bool(tables))
         if tables:
             dq, dk = grads[0], grads.pop(1)
@@ -191,11 +195,13 @@ class _Projection:
             del dq, dk
         found = [y.flatten(2) for y in grads]
         grads.clear()
-        sums = products_backward(self._norm, x, self._some(weight, groups), found, dx, self.step, add)
+        some, trained = self._some(weight, groups), totals[0] is not None
+        sums = products_backward(self._norm, x, some, found, dx, self.step, add, trained)
         for group, grad, part in zip(groups, found, sums, strict=True):
-            _put(totals[0], group, part)
+            if part is not None:
+                _put(totals[0], group, part)
             if totals[1] is not None:
-                _put(totals[1], group, grad.sum((0, 1), dtype=part.dtype))
+                _put(totals[1], group, grad.sum((0, 1), dtype=torch.promote_types(self.dtype, torch.float32)))
 
 
 def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:

@@ -47,26 +47,29 @@ def products_backward(
     x: Tensor,
     weights: Sequence[Tensor],
     grads: Sequence[Tensor],
-    into: Tensor,
+    into: Tensor | None,
     step: int,
     add: bool,
-) -> list[Tensor]:
+    trained: bool = True,
+) -> list[Tensor | None]:
     """Gradients of the weights, at least fp32; that of the normed rows is written into (with `add`: added to) `into`.
 
     Args:
         grads: (B, N, R) of each product.
-        into: (B, N, E) of any dtype.
+        into: (B, N, E) of any dtype; None: nobody asks for it.
+        trained: whether the weights are; else their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
-    sums = [torch.zeros_like(w, dtype=wide) for w in weights]
+    sums = [torch.zeros_like(w, dtype=wide) if trained else None for w in weights]
     for cut in cuts(x.shape[1], step):
-        rows = normed(x[:, cut].detach())
-        for i, sample in enumerate(rows):
-            for total, grad in zip(sums, grads, strict=True):
-                total.add_(grad[i, cut].t() @ sample)
+        rows = normed(x[:, cut].detach()) if trained else None
+        for i in range(len(x)):
             for j, (w, grad) in enumerate(zip(weights, grads, strict=True)):
-                _multiply(grad[i, cut], w, into[i, cut], add or j > 0)
-        rows = sample = None  # before the next tile's are made
+                if trained:
+                    sums[j].add_(grad[i, cut].t() @ rows[i])
+                if into is not None:
+                    _multiply(grad[i, cut], w, into[i, cut], add or j > 0)
+        rows = None  # before the next tile's are made
     return sums
 
 

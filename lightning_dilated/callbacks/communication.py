@@ -106,7 +106,8 @@ class CommunicationProfiler(pl.Callback):
         """Begin anew. Every fit has its own connection between hosts: an earlier one may have ended with words unheard."""
         self._reset()
         self._group = group = trainer.strategy.sequence
-        self._quiet = Quiet(group.group, None, f"communication-{next(_fits)}") if group.ranks > 1 else None
+        channel = f"communication-{next(_fits)}"
+        self._quiet = Quiet(group.group, group.timeout, channel) if group.ranks > 1 else None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Have a clock note what this batch exchanges, if its turn has come."""
@@ -122,6 +123,11 @@ class CommunicationProfiler(pl.Callback):
             self._unread.append((trainer.fit_loop.epoch_loop._batches_that_stepped, self._clock))
             self._clock = None
         self._read(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Log what is left: a rank that asked now would wait as long as the validation takes, maybe beyond the timeout."""
+        if self._group is not None:
+            self._read(trainer, last=True)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Log what is left, while loggers are open."""

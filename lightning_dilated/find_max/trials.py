@@ -113,18 +113,24 @@ class Trials:
             if all(found):
                 most = {name: max(said[name] for said in found) for name in ("allocated", "reserved", "seconds")}
                 return Outcome(tokens, True, **most, line=found[0]["line"])
-            for rank, process in enumerate(ranks):
-                if process.poll() == -signal.SIGKILL and not _read(folder / f"{rank}.json"):
-                    return Outcome(tokens, False, message=f"rank {rank}: killed, as by a host without memory left")
-                if process.poll() is not None and not found[rank] and not _read(folder / f"{rank}.json"):
-                    lines = (folder / f"{rank}.txt").read_text().splitlines()[-SHOWN:]
-                    raise RuntimeError(
-                        f"rank {rank} ended with exit code {process.returncode} in a trial of {tokens:,} tokens, and not "
-                        "for want of memory. Its last lines:\n  " + "\n  ".join(lines)
-                    )
+            # a killed rank's connections end the others with errors of their own: it is looked for before these
+            gone = [process.poll() for process in ranks]
+            silent = [rank for rank, code in enumerate(gone) if code is not None and not _read(folder / f"{rank}.json")]
+            killed = [rank for rank in silent if gone[rank] == -signal.SIGKILL]
+            if killed:
+                return Outcome(tokens, False, message=f"rank {killed[0]}: killed, as by a host without memory left")
+            if silent and not any("missing" in (_read(folder / f"{rank}.json") or {}) for rank in range(self.ranks)):
+                raise RuntimeError(self._failed(folder, tokens, silent[0], gone[silent[0]]))
             time.sleep(0.1)
         raise TimeoutError(
             f"a trial of {tokens:,} tokens took more than {self.timeout:g} s. Allow more by --timeout, or begin with fewer."
+        )
+
+    def _failed(self, folder: Path, tokens: int, rank: int, code: int) -> str:
+        lines = (folder / f"{rank}.txt").read_text().splitlines()[-SHOWN:]
+        return (
+            f"rank {rank} ended with exit code {code} in a trial of {tokens:,} tokens, and not for want of memory. Its last "
+            "lines:\n  " + "\n  ".join(lines)
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 GIB = 2**30
+#: bytes of all buffers, in those that were in use at a time, beyond which free ones are given up for one of another length
+ROOM = 4
 
 
 def check_offload(offload: Any) -> float:
@@ -39,8 +41,8 @@ class Host:
     def __init__(self, budget: float) -> None:
         self.budget = check_offload(budget)
         self._free: list[_Buffer] = []
-        self._held = 0  # bytes of all buffers
-        self._order: list[weakref.ref[_Away]] = []
+        self._held, self._most = 0, 0  # bytes of all buffers; of those in use, the most at a time
+        self._order: list[Callable[[], _Away | None]] = []  # by their numbers in the forward
         self._leaving: _Away | None = None
         self._stream: torch.cuda.Stream | None = None
 
@@ -58,13 +60,22 @@ class Host:
             self._order.clear()
         budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
         saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
-        return self._hooks(x, later) if budgeted and saved else contextlib.nullcontext()
+        if not (budgeted and saved):
+            return contextlib.nullcontext()
+        self._order += [_nobody] * (number - len(self._order))  # of those that stay
+        return self._hooks(x, later)
 
     def _fits(self, x: Tensor) -> bool:
         if self._fitting(x.nbytes) is None and self._held + x.nbytes > self.budget * GIB:
-            self._held -= sum(buffer.size for buffer in self._free)
-            self._free.clear()  # of other lengths
+            self._give_up()  # of other lengths
         return self._fitting(x.nbytes) is not None or self._held + x.nbytes <= self.budget * GIB
+
+    def _give_up(self) -> None:
+        """Free buffers go back to the system, when no copy that was asked for reads or writes them any more."""
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._held -= sum(buffer.size for buffer in self._free)
+        self._free.clear()
 
     def _fitting(self, size: int) -> _Buffer | None:
         """The smallest free buffer for so many bytes that is not far too large."""
@@ -108,7 +119,11 @@ class Host:
     def take(self, size: int) -> _Buffer:
         """Host memory of so many bytes."""
         found = self._fitting(size)
+        used = self._held - sum(buffer.size for buffer in self._free) + (size if found is None else found.size)
+        self._most = max(self._most, used)
         if found is None:
+            if self._held + size > ROOM * self._most:  # as sequences grow longer, none before would ever fit
+                self._give_up()
             found = _Buffer(size, self.on_gpu)
             self._held += size
         else:
@@ -126,6 +141,10 @@ class Host:
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
+
+
+def _nobody() -> None:
+    """In place of a tensor that did not leave."""
 
 
 class _Buffer:

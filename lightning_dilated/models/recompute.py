@@ -5,10 +5,12 @@ Shape letters: B batch, N tokens, E embedding dim.
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,8 +80,32 @@ def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: 
     if policy == "block":
         more = {"context_fn": _contexts} if marked else {}
         return checkpoint(run, x, use_reentrant=False, **more)
-    kept = [torch.ops.lightning_dilated.attention.default]
-    return checkpoint(run, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept))
+    # torch.compile takes nothing but torch's own contexts, and keeps for each backward by itself
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    context_fn = kept if torch.compiler.is_compiling() else partial(_keeping, kept)
+    return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
+
+
+def _keeping(contexts: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    first, second = contexts()
+    return first, _Retained(second)
+
+
+class _Retained(AbstractContextManager):
+    """torch's mode of the second run, which takes out what was kept; of a graph that is retained it is put back, for the
+    backwards still to come."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode, self._before = mode, []
+
+    def __enter__(self) -> None:
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._before.append({op: copy.copy(found) for op, found in self._mode.storage.items()} if retained else {})
+        self._mode.__enter__()
+
+    def __exit__(self, *about: object) -> None:
+        self._mode.__exit__(*about)
+        self._mode.storage.update(self._before.pop())
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:

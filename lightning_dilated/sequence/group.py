@@ -42,7 +42,7 @@ class SequenceGroup:
         head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
         ranks_per_node: ranks that share fast links; None: all of them.
         loss_group: the ranks whose losses are added (data parallel ones, too); None: those of the sequence.
-        timeout: after which agreeing gives up on a rank; None is torch's own.
+        timeout: after which agreeing gives up on a rank, and what else ranks tell each other; None is torch's own.
         links: the speeds that "auto" reckons with, equal on all ranks; None: `Links.of_this_machine()`.
 
     Attributes:
@@ -102,7 +102,7 @@ class SequenceGroup:
         self.shares = 0  # how often `loss_share` was asked for one
         self.unshared: str | None = None  # why losses cannot be added now
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self._table = Table(self.group, timeout)
+        self.timeout, self._table = timeout, Table(self.group, timeout)
         self._trusted = False
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
@@ -137,6 +137,10 @@ class SequenceGroup:
     def close(self) -> None:
         """Forget the group, and all that it holds: its name is no longer known to the op, nor to backwards still to come."""
         _groups.pop(self.name, None)
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of routes and places of earlier calls, which hold device memory; later calls make theirs anew."""
         self._remembered.clear()
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -26,19 +26,7 @@ from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 ONE_BUCKET = 2**20
 
 
-class _Whole:
-    """Every rank holds all parameters: who asks for `cpu_offload` is told where it is."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> _Whole:
-        if "cpu_offload" in kwargs:
-            raise TypeError(
-                f"{cls.__name__} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
-                f"cpu_offload={kwargs['cpu_offload']!r})."
-            )
-        return super().__new__(cls)
-
-
-class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
+class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
     """Every sequence on several ranks, the parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
 
     Args:
@@ -56,6 +44,7 @@ class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
         bucket_cap_mb: MiB of gradients that are summed at a time, while the backward goes on (DDP's). None: on GPUs of one
             node all at once when it is done, which costs less than sums beside it; else DDP's own, 25.
+        cpu_offload: not for a strategy that holds all parameters on every GPU; False is the same as not asking.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -78,7 +67,9 @@ class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
         check_first_batch: bool = False,
         links: str | None = None,
         bucket_cap_mb: int | None = None,
+        cpu_offload: Any = False,
     ) -> None:
+        _refuse_offload(type(self).__name__, cpu_offload)
         self._configure_sequence(
             sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow or [], check_first_batch, links
         )
@@ -134,7 +125,17 @@ class RingDilatedStrategy(_Whole, SequenceStrategy, DDPStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
-        if not Path(checkpoint_path).is_dir():
+        peers = Peers(self.global_rank, self.world_size)
+        if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        found = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        found = checked(Path(checkpoint_path), peers)
         return read_whole(found, kwargs.get("weights_only"))
+
+
+def _refuse_offload(name: str, asked: Any) -> None:
+    """Who asks for `cpu_offload` is told where it is."""
+    if asked is not False:
+        raise TypeError(
+            f"{name} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
+            f"cpu_offload={asked!r})."
+        )

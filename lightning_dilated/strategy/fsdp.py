@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import CPUOffloadPolicy
 from typing_extensions import override
 
@@ -126,6 +127,22 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             host_parameters.rest_to_device(self.lightning_module, self.root_device)
 
     @override
+    def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
+        """Lightning's; what an optimizer compiles, as torchao's do, is not shared between ranks through files.
+
+        torch's cache of such graphs knows a dealt parameter by its whole shape: where its rows do not divide evenly, a rank
+        was given another's graph, of another number of rows, and raised while the others waited.
+        """
+        usual = functorch_config.enable_autograd_cache
+
+        def closed() -> Any:  # forward and backward, whose parameters are whole
+            with functorch_config.patch(enable_autograd_cache=usual):
+                return closure()
+
+        with functorch_config.patch(enable_autograd_cache=False):
+            return super().optimizer_step(optimizer, closed, *args, **kwargs)
+
+    @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """As the mixin's; what is logged of parameters on the host is added up on the GPU."""
         given = tensor if self._offload is None else host_parameters.on_gpu(tensor, self.root_device)
@@ -134,8 +151,9 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
-        if Path(checkpoint_path).is_dir():
-            checkpoint_path = checked(Path(checkpoint_path), Peers(self.global_rank, self.world_size))
+        peers = Peers(self.global_rank, self.world_size)
+        if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
+            checkpoint_path = checked(Path(checkpoint_path), peers)
         try:
             # Lightning 2.5 has no such argument
             known = "weights_only" in inspect.signature(super().load_checkpoint).parameters

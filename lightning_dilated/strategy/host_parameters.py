@@ -129,5 +129,8 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 
 
 def on_gpu(tensor: Any, device: torch.device) -> Any:
-    """A tensor on the ranks' device; gloo, which sums those on the host, takes no means."""
+    """A tensor on the ranks' device, copied there if need be; anything else as it is.
+
+    On GPUs NCCL then reduces what lies on the host, as it does without `cpu_offload`, and not gloo. On CPUs nothing moves.
+    """
     return tensor.to(device) if isinstance(tensor, Tensor) else tensor

@@ -32,6 +32,10 @@ class Peers:
         dist.all_gather_object(found, value, group=self.group)
         return found
 
+    def any(self, value: bool) -> bool:
+        """Whether it is so on any rank, on every rank."""
+        return any(self.gather(value))
+
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
         """`call(*args)` on every rank; where it fails on one, every rank raises.
 

@@ -150,11 +150,12 @@ class SequenceStrategy:
 
     @override
     def teardown(self) -> None:
-        """Gives the loaders back as they were."""
+        """Gives the loaders back as they were, and device memory of the sequence's routes."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._sequence is not None:
             self._sequence.was_active = False  # what is recomputed from now on is somebody else's
+            self._sequence.forget()
         super().teardown()
 
     # -- data --------------------------------------------------------------------------------------------------------

@@ -186,6 +186,21 @@ def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, stra
     assert list(tmp_path.iterdir()) == []
 
 
+def blind(rank, group, text, saved, folder, strategy):
+    """What a run raises that goes on from a checkpoint on the disk of one node only."""
+    more = {"strategy": strategy, "ckpt_path": str(folder if rank == 0 else folder.with_name("other"))}
+    return refused(rank, group, text, saved, more)
+
+
+@pytest.mark.parametrize("strategy", [DDP, FSDP])
+def test_a_checkpoint_that_not_all_see(request, pool, text, tmp_path, strategy):
+    """The rank that does not see it must not leave the other waiting for it."""
+    go(request, 2, text, 2, {"folder": str(tmp_path)}, strategy=strategy)
+    saved, folder = {"folder": str(tmp_path / "b")}, tmp_path / "step-00000002"
+    for told in pool.run(2, blind, text, saved, folder, strategy):
+        assert told.startswith("ValueError") and f"{tmp_path / 'other' / 'manifest.json'} is missing" in told
+
+
 def unseen(rank, group, text, saved):
     """What a run raises whose folder lies on the disk of one node only."""
     from lightning_dilated.callbacks import sharded_checkpoint as module

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -154,6 +155,20 @@ def test_the_recipes_own_data_are_not_asked(recipe, tmp_path):
 def test_another_error_is_none_of_memory(recipe):
     with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
+
+
+def test_a_killed_rank_is_looked_for_first(tmp_path):
+    """Those that were connected to it may end before anybody looked."""
+    trials = Trials([], ranks=2, timeout=5)
+    for name in ("0.txt", "1.txt"):
+        (tmp_path / name).write_text("Connection closed by peer")
+    ended = lambda *codes: [SimpleNamespace(poll=lambda code=code: code, returncode=code) for code in codes]  # noqa: E731
+    found = trials._watch(tmp_path, 64, ended(1, -9))
+    assert not found.fits and found.message == "rank 1: killed, as by a host without memory left"
+    with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code 1[\s\S]*Connection closed"):
+        trials._watch(tmp_path, 64, ended(1, None))
+    (tmp_path / "1.json").write_text('{"missing": "all of it"}')
+    assert trials._watch(tmp_path, 64, ended(1, 0)).message == "rank 1: all of it"
 
 
 STARTER = """

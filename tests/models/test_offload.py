@@ -1,6 +1,7 @@
 """Saved block inputs in host memory: how many, how much of it, and that it is given back."""
 
 import gc
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,3 +110,39 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
     assert first.tensor is not None and waits == [0, 1]
     del first
     assert waits == [0, 1, 0] and len(host._free) == 1
+
+
+def test_the_first_input_has_no_gradient(monkeypatch):
+    """As behind a frozen embedding: it stays, and what comes back beside a group's first block is the one before it."""
+    events, fetch, attend = [], offload._Away.fetch, TransformerBlock._attend
+    stack = DilatedTransformer(16, 6, 4, PATTERN, causal=True)
+    stack.memory = MemorySettings("block", every=2, offload=1)
+    names = {block: number for number, block in enumerate(stack.blocks)}
+    monkeypatch.setattr(
+        offload._Away, "fetch", lambda a: (a.tensor is None and events.append(f"group {a.number}"), fetch(a))
+    )
+    monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
+    out = stack(torch.randn(1, 21, 16))
+    events.clear()
+    out.sum().backward()
+    assert events == [4, 5, "group 1", 4, 2, 3, 2, 0, 1, 0]
+
+
+def test_longer_and_longer_sequences():
+    """Buffers of all the lengths before would fill the host."""
+    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack.memory = MemorySettings("block", offload=1)
+    for tokens in range(10, 60):
+        stack(torch.randn(1, tokens, 16, requires_grad=True)).sum().backward()
+        assert stack._host.bytes <= offload.ROOM * 3 * tokens * 16 * 4
+    assert stack._host.bytes == sum(b.size for b in stack._host._free)
+
+
+def test_memory_is_given_back_when_copies_are_done(monkeypatch):
+    """A buffer that CUDA may still read must not be freed: the host runs ahead of the GPU."""
+    host, waits = offload.Host(1), []
+    host._send(torch.ones(5), False)
+    host._leaving = None
+    monkeypatch.setattr(host, "_stream", SimpleNamespace(synchronize=lambda: waits.append(len(host._free))))
+    host._give_up()
+    assert waits == [1] and not host._free and host.bytes == 0

@@ -12,13 +12,11 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-import yaml
-from jsonargparse import ArgumentParser
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as param_group
 from torch.distributed.tensor import DTensor
 
-from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.strategy import host_parameters
 
@@ -146,28 +144,7 @@ def test_goes_on_with_whole_parameters(pools, tmp_path):
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 
-# -- how it is asked for -----------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("given, pinned", [("true", True), ("{pin_memory: false}", False), ("false", None)])
-def test_from_yaml(given, pinned):
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--strategy", type=RingDilatedFSDPStrategy)
-    config = {"class_path": "lightning_dilated.RingDilatedFSDPStrategy", "init_args": {"cpu_offload": None}}
-    config["init_args"]["cpu_offload"] = yaml.safe_load(given)
-    made = parser.instantiate_classes(parser.parse_object({"strategy": config})).strategy
-    assert (made._offload and made._offload.pin_memory) is pinned
-
-
-@pytest.mark.parametrize("given", ["cpu", 1, None])
-def test_other_values_are_refused(given):
-    with pytest.raises(TypeError, match=f"cpu_offload must be True, False or .*CPUOffloadPolicy.*got {given!r}"):
-        RingDilatedFSDPStrategy(cpu_offload=given)
-
-
-def test_whole_parameters_are_not_offloaded():
-    with pytest.raises(TypeError, match=r"takes no cpu_offload: use RingDilatedFSDPStrategy\(cpu_offload=True\)"):
-        RingDilatedStrategy(cpu_offload=True)
-
-
+# -- what is refused ---------------------------------------------------------------------------------------------------
 class Lists(LongNetLM):
     """Its optimizer is the run's."""
 

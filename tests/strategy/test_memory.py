@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .runs import Run, fit
+from .runs import Run, fit, launched, make
 from .test_equals_one_rank import check
 
 EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 5, "head_chunks": 2}
@@ -45,3 +45,20 @@ def test_twenty_steps(pools, precision, tol):
     for ranks in (1, 2):
         for got in pools(ranks).run(ranks, fit, run.but(memory=EVERYTHING)):
             torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=tol, atol=0)
+
+
+def routes(rank, group):
+    """How many routes the sequence's group remembers in a fit, after it, and after a validation that follows."""
+    built, model, data, _ = make(Run(steps=1), launched(rank))
+    counts = []
+    model.on_train_end = lambda: counts.append(len(built.strategy.sequence._remembered))
+    built.fit(model, data)
+    counts.append(len(built.strategy.sequence._remembered))
+    built.validate(model, data, verbose=False)
+    return [*counts, len(built.strategy.sequence._remembered)], float(built.callback_metrics["val_loss"])
+
+
+def test_routes_do_not_outlive_a_run(pools):
+    """They are on the device, and the group lives as long as the process."""
+    for (within, *after), loss in pools(2).run(2, routes):
+        assert within > 0 and after == [0, 0] and loss > 0

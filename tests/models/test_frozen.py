@@ -1,0 +1,104 @@
+"""What is not trained costs no products in the backward, in tiles and windows of heads too; the rest stays as it is."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dilated.models.blocks import BlockOptions, TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
+
+from . import batch, tiny
+from .test_memory_settings import PATTERN
+
+E, HIDDEN, HEADS, KV, TOKENS = 16, 24, 4, 2, 42
+PROJECTED = E + 2 * E // HEADS * KV  # rows of the joint projection of q, k and v
+WAYS = [
+    MemorySettings(),
+    MemorySettings("block", tile=5),
+    MemorySettings(head_chunks=2),
+    MemorySettings("block", tile=5, head_chunks=2),
+    MemorySettings("attention-kept", tile=5, head_chunks=2),
+]
+#: what is frozen, and the numbers of its weights
+PARTS = {
+    "ffn": 3 * E * HIDDEN,
+    "attention.in_proj_weight": PROJECTED * E,
+    "attention.out_proj": E * E,
+    "ffn.fc1": E * HIDDEN,
+}
+
+
+def block(memory):
+    torch.manual_seed(0)
+    options = BlockOptions(bias=True)
+    made = TransformerBlock(E, HEADS, HIDDEN, PATTERN, causal=True, num_kv_heads=KV, options=options).double()
+    made.memory = memory
+    return made
+
+
+def frozen(module, names):
+    """The module with parts of it not trained."""
+    for name, p in module.named_parameters():
+        p.requires_grad_(not any(name == x or name.startswith(f"{x}.") for x in names))
+    return module
+
+
+def backward(module, loss):
+    """(FLOPs of a backward, {name: gradient})."""
+    module.zero_grad()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    return counter.get_total_flops(), {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def of_block(memory, names, x):
+    """The same of a block and its input."""
+    made = frozen(block(memory), names)
+    x = x.clone().requires_grad_(x.requires_grad)
+    flops, grads = backward(made, made(x).square().sum())
+    return flops, grads | ({} if x.grad is None else {"x": x.grad})
+
+
+def cheaper(memory, names, x, products):
+    """Asserts that freezing saves products with so many weights, and changes no gradient of the rest by a bit.
+
+    Of several samples torch's linear takes rows of a tile together or not, by whether its weight is trained.
+    """
+    (all_of, want), (some, got) = of_block(memory, [], x), of_block(memory, names, x)
+    assert all_of - some == 2 * TOKENS * products
+    assert got.keys() == {n for n in want if not any(n == y or n.startswith(f"{y}.") for y in names)}
+    near = 1e-12 if len(x) > 1 else 0
+    for name, grad in got.items():
+        torch.testing.assert_close(grad, want[name], rtol=near, atol=near)
+
+
+@pytest.mark.parametrize("memory", WAYS, ids=str)
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_a_part_of_a_block(memory, part, samples):
+    x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64, requires_grad=True)
+    cheaper(memory, [part], x, PARTS[part])
+
+
+@pytest.mark.parametrize("memory", WAYS, ids=str)
+@pytest.mark.parametrize("samples", [1, 2])
+def test_what_nothing_before_needs(memory, samples):
+    """The first block behind frozen embeddings: q, k and v's gradients end at their weight, or at the norm's."""
+    x = torch.randn(samples, TOKENS // samples, E, dtype=torch.float64)
+    cheaper(memory, ["attention_norm"], x, PROJECTED * E)
+    cheaper(memory, ["attention.in_proj_weight"], x, PROJECTED * E)
+    cheaper(memory, ["attention.in_proj_weight", "attention_norm"], x, 2 * PROJECTED * E)  # its bias is trained
+    cheaper(memory, ["attention.in_proj_bias"], x, 0)
+
+
+@pytest.mark.parametrize("memory", [MemorySettings(), MemorySettings("block", tile=5)], ids=str)
+def test_a_head(memory):
+    found = []
+    for names in ([], ["head"]):
+        torch.manual_seed(0)
+        model = frozen(tiny(PATTERN, tie_embeddings=False), names)
+        model.transformer.memory = memory
+        found.append(backward(model, model.token_losses(batch(1, TOKENS)).sum()))
+    (all_of, want), (some, got) = found
+    assert all_of - some == 2 * TOKENS * want["head.weight"].numel()
+    assert want.keys() - got.keys() == {"head.weight"} and all(torch.equal(g, want[n]) for n, g in got.items())
