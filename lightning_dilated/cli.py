@@ -114,7 +114,7 @@ class DilatedCLI(LightningCLI):
     def check_data(self) -> None:
         """Let the data say what is wrong with them, and see that a text's bytes are what the model takes."""
         taken = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
-        texts = isinstance(self.datamodule, ByteDataModule)
+        texts = type(self.datamodule) is ByteDataModule  # a subclass of one's own may bring anything
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
         if texts and taken is not None and ("tokens" not in taken or labelled):
             raise ValueError(_other_data(self.model, taken))

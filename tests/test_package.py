@@ -34,7 +34,7 @@ MAY = {
     "data": {"pattern", "sequence"},
     "models": {"pattern", "sequence", "attention"},
     "strategy": {"allocator", "pattern", "kernels", "sequence", "attention", "data"},
-    "planning": {"pattern", "kernels", "sequence", "attention", "data", "models", "strategy"},
+    "planning": {"allocator", "pattern", "kernels", "sequence", "attention", "data", "models", "strategy"},
     "callbacks": {"allocator", "pattern", "kernels", "sequence", "attention", "data", "models", "strategy", "planning"},
     "checkpoint": {"models", "strategy"},
     "generate": {"data", "models", "checkpoint"},

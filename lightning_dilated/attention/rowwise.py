@@ -68,7 +68,8 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
     at, flat = _lse_index(lse, rows), out.view(-1, out.shape[-1])
     before, part_lse = lse[at], part_lse.to(lse.dtype)
     total = torch.logaddexp(before, part_lse)
-    weight = lambda x: torch.exp(x - total)[..., None]  # noqa: E731
+    least = total.masked_fill(total == -torch.inf, 0.0)  # of rows that nothing was attended in, which stay 0
+    weight = lambda x: torch.exp(x - least)[..., None]  # noqa: E731
     flat[rows] = (flat[rows] * weight(before)).addcmul_(part.to(out.dtype), weight(part_lse))
     lse[at] = total
 

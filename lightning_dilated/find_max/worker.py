@@ -93,7 +93,10 @@ def _free() -> str:
     """What the GPU had left; torch's allocator says so by itself, others do not."""
     if not torch.cuda.is_initialized():
         return ""
-    free, held = torch.cuda.mem_get_info()[0] / 2**30, torch.cuda.memory_reserved() / 2**30
+    try:
+        free, held = torch.cuda.mem_get_info()[0] / 2**30, torch.cuda.memory_reserved() / 2**30
+    except RuntimeError:  # after some errors CUDA answers nothing but the same error
+        return ""
     return f"; {free:.2f} GiB of the GPU were free, {held:.2f} GiB were with torch's allocator"
 
 

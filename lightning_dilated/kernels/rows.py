@@ -88,6 +88,7 @@ def _merge(
     held = tl.load(target, mask=mask)
     held = held * tl.exp(before - kept)[:, None] + row.to(held.dtype) * tl.exp(coming - kept)[:, None]
     tl.store(target, held, mask=mask)
+    tl.debug_barrier()  # every warp has read the row's lse, which one of them replaces
     tl.store(lse + at, total, mask=i < count)
 
 

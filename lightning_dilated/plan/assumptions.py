@@ -8,7 +8,7 @@ from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.asked import Asked
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.estimate import HOST_LINK, HOST_MEMORY, measured_machine
-from lightning_dilated.planning.gpus import CONTEXT, MARGIN
+from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import GIB
 
@@ -21,8 +21,9 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
         "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
         "kernels are modelled.",
-        f"{CONTEXT / GIB:.1f} GiB are left for CUDA (as much for NCCL with several GPUs) and {MARGIN:.0%} for fragments; "
-        "lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, which the command line sets.",
+        f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
+        "GiB at least, for fragments; lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, "
+        "which the command line sets.",
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]

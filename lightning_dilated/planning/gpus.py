@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dilated.allocator import ROOM
+
 GIB = 2**30
-#: share of a GPU's memory that is left free: fragments of the allocator, libraries, what a count does not see
-MARGIN = 0.03
-#: what CUDA and its libraries hold of a GPU outside of torch's allocator, and NCCL where several ranks talk
-CONTEXT, NCCL = GIB // 2, GIB // 2
+#: share of a GPU's memory that is left free, and bytes at least (see `allocator.ROOM`): fragments of the allocator, what a
+#: count does not see
+MARGIN, LEAST = 0.03, ROOM
+#: what CUDA and its libraries hold of a GPU outside of torch's allocator, and NCCL where several ranks talk; on two H200
+#: both together held 2.85 GiB when training began, and 3.02 later
+CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
 @dataclass(frozen=True)
@@ -28,7 +32,7 @@ class Gpu:
 
     def usable(self, ranks: int = 1) -> int:
         """Bytes that a step may take by torch's allocator."""
-        return int(self.memory * (1 - MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
+        return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
 def _gpu(name: str, gib: float, tflops: float, capability: tuple[int, int]) -> Gpu:

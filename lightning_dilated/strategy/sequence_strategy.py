@@ -232,7 +232,7 @@ class SequenceStrategy:
         if not self._compared:
             self._compared = True
             alike.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
-            leave_room(self.root_device)  # by now NCCL is connected
+            leave_room(self.root_device)  # after what NCCL has taken so far
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():
             return super().training_step(*args, **kwargs)

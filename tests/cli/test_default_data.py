@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+import lightning_dilated as ld
+
 SIZES = {"dim": 16, "depth": 1, "num_heads": 2}
 SLIDES = {**SIZES, "segment_lengths": [8], "dilation_rates": [1], "feature_dim": 8}
 TASK = {"task": "classification", "num_classes": 2}
@@ -29,6 +31,18 @@ def test_refused(cli, tmp_path, name, data):
         "`", ""
     )
     assert "Total params" not in result.out + result.err  # nothing was built
+
+
+class Labelled(ld.data.ByteDataModule):
+    """Texts as bytes with labels: one's own, and not refused for what it is made of."""
+
+
+def test_ones_own_data_are_not_refused(cli, tmp_path):
+    given = {"class_path": "LongNetClassifier", "init_args": {**SIZES, **PATTERN, **TASK, "vocab_size": 256}}
+    (tmp_path / "text.txt").write_bytes(b"abcdefgh" * 512)
+    data = {"class_path": f"{__name__}.Labelled", "init_args": {"paths": "text.txt", "seq_len": 32}}
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
+    assert "Set data.class_path" not in cli("fit", "--config", "x.yaml").err  # its batches lack the label here
 
 
 def test_predictions_of_texts(cli, tmp_path):

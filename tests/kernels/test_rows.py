@@ -109,11 +109,13 @@ def test_pack_on_a_gpu():
 
 def moved(rank, group, number, examples, device="cpu"):
     """Rows taken from any strides, taken apart, added where numbers repeat and where they do not, and merged."""
-    before, exchanged.MANY = exchanged.MANY, 1
+    from lightning_dilated.kernels import rows as kernel
+
+    before, exchanged.MANY = (exchanged.MANY, kernel.ELEMENTS), 1
     try:
         move(number, examples, device)
     finally:
-        exchanged.MANY = before
+        exchanged.MANY, kernel.ELEMENTS = before
 
 
 def move(number, examples, device):
@@ -124,12 +126,14 @@ def move(number, examples, device):
     torch.use_deterministic_algorithms(False)  # it leaves sums of repeated numbers to torch
     some = lambda *shape: torch.randn(*shape, generator=made, device=device)  # noqa: E731
     for _ in range(examples):
-        kernel.ELEMENTS = chosen.choice([16, 64])
-        batch, n, heads = (chosen.randint(1, most) for most in (3, 9, 3))
-        dim = chosen.choice([1, 3, 8])
+        kernel.ELEMENTS = chosen.choice([16, 64] if device == "cpu" else [64, 2048])
+        large = device != "cpu" and kernel.ELEMENTS == 2048  # as in use
+        batch, n, heads = (chosen.randint(1, most) for most in ((3, 50000, 3) if large else (3, 9, 3)))
+        dim = chosen.choice([64, 128] if large else [1, 3, 8])
         dtype, total = chosen.choice([torch.float32, torch.bfloat16]), batch * n * heads
         groups = chosen.randint(1, 2)
-        numbers = torch.randint(0, total, (groups, chosen.randint(1, 20)), generator=made, device=device)
+        some_rows = chosen.randint(1, 2 * total if large else 20)
+        numbers = torch.randint(0, total, (groups, some_rows), generator=made, device=device)
         x = some(batch, heads, n, 2 * dim)[..., :dim].to(dtype).transpose(1, 2)
         assert torch.equal(exchanged.take(x, numbers), x.reshape(-1, dim)[numbers])
         store = some(total, 2, dim).to(dtype)
@@ -156,6 +160,7 @@ def merged(merge_rows, rows, some, shape, dtype):
     out, lse = some(*shape), some(batch, heads, n) * 3
     out[:, :1], lse[:, :, :1] = 0, -torch.inf
     part, part_lse = some(*rows.shape, dim + 1)[..., :dim].to(dtype), some(*rows.shape) * 3
+    part_lse[:, ::3] = -torch.inf  # some of them beside rows that have none, either
     before = lse.transpose(1, 2).reshape(-1).double()
     weights = [before.exp(), torch.zeros_like(before)]
     weights[1][rows.flatten()] = part_lse.flatten().double().exp()
