@@ -75,7 +75,9 @@ def test_ten_branches_peak_like_one():
     assert peaks[1] > 64 * MIB and peaks[10] < peaks[1] + 8 * MIB, peaks
 
 
-@pytest.mark.parametrize("dropout, limit", [(0.0, 160), pytest.param(0.1, 400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dropout, limit", [pytest.param(0.0, 160, marks=pytest.mark.slow), pytest.param(0.1, 400, marks=pytest.mark.slow)]
+)
 def test_math_engine_never_holds_all_scores(dropout, limit):
     """8192 dense tokens of two heads are 512 MiB of fp32 scores; the engine holds a few budgets of 16 MiB at a time."""
     (got,) = printed(f"""

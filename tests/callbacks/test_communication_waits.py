@@ -5,6 +5,7 @@ from datetime import timedelta
 from unittest import mock
 
 import lightning.pytorch as pl
+import pytest
 
 from lightning_dilated.callbacks import CommunicationProfiler, communication
 
@@ -33,6 +34,7 @@ def fit(rank, group, timeout):
     return seen, profiler.steps, built.global_step
 
 
+@pytest.mark.slow
 def test_a_validation_longer_than_the_timeout(pool):
     """Two of five seconds each, where what a rank said alone would be lost after four."""
     for found in pool.run(2, fit, 4):

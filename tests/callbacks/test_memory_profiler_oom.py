@@ -28,15 +28,32 @@ MESSAGES = {
         20 * GIB, round(79.11 * GIB), round(5.06 * GIB), None, round(74.04 * GIB), round(72.5 * GIB), 512 * MIB
     ),
     "CUDA out of memory. Tried to allocate 546.00 MiB. GPU 0 has a total capacity of 15.77 GiB of which 514.19 MiB is free. "
-    "Process 562167 has 15.25 GiB memory in use. 8.00 GiB allowed; Of the allocated memory 13.73 GiB is allocated by "
+    "Process 562167 has 15.25 GiB memory in use. 15.25 GiB allowed; Of the allocated memory 13.73 GiB is allocated by "
     "PyTorch, with 46.00 MiB allocated in private pools (e.g., CUDA Graphs), and 736.86 MiB is reserved by PyTorch but "
     "unallocated. If reserved but unallocated memory is large try setting "
     "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.": Shortage(
-        546 * MIB, round(15.77 * GIB), round(514.19 * MIB), 8 * GIB, None, round(13.73 * GIB), round(736.86 * MIB)
+        546 * MIB,
+        round(15.77 * GIB),
+        round(514.19 * MIB),
+        round(15.25 * GIB),
+        None,
+        round(13.73 * GIB),
+        round(736.86 * MIB),
     ),
     "CUDA out of memory. Tried to allocate 2 bytes. GPU 1 has a total capacity of 8.00 GiB of which 0 bytes is free. Of the "
     "allocated memory 14.51 GiB is allocated by PyTorch, and 15.90 MiB is reserved by PyTorch but unallocated.": Shortage(
         2, 8 * GIB, 0, None, None, round(14.51 * GIB), round(15.9 * MIB)
+    ),
+    "CUDA out of memory. Tried to allocate 384.00 MiB. GPU 0 has a total capacity of 139.80 GiB of which 977.00 MiB is "
+    "free. Including non-PyTorch memory, this process has 138.62 GiB memory in use. 135.95 GiB allowed; Of the "
+    "allocated memory 135.46 GiB is allocated by PyTorch, and 179.75 MiB is reserved by PyTorch but unallocated.": Shortage(
+        384 * MIB,
+        round(139.8 * GIB),
+        977 * MIB,
+        round(135.95 * GIB),
+        round(138.62 * GIB),
+        round(135.46 * GIB),
+        round(179.75 * MIB),
     ),
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate "
     "4000000000 bytes. Error code 12 (Cannot allocate memory)": Shortage(4_000_000_000),
@@ -50,7 +67,7 @@ def test_messages(text):
 
 
 def test_what_is_told():
-    first, second, third, cpu, other = MESSAGES
+    first, second, third, limited, cpu, other = MESSAGES
     said = report(3, "backward of block 7 of 12", 41, first, {"parameters": 2 * GIB, "temporary": 0}, "Do this.")
     assert said == (
         "MemoryProfiler: rank 3 ran out of memory in step 41, backward of block 7 of 12: an allocation of 20.00 GiB failed. "
@@ -62,13 +79,15 @@ def test_what_is_told():
     assert "31.81 MiB at least was missing" in said and "set PYTORCH_ALLOC_CONF=expandable_segments:True" in said
     assert said.endswith(GENERAL) and "Held by" not in said
     assert "an allocation of 2 bytes failed. 0 bytes of 8.00 GiB was free" in report(0, "x", 0, third, {}, None)
+    said = report(0, "x", 0, limited, {}, None)  # the limit, and not the GPU, is at its end
+    assert "322.01 MiB of 139.80 GiB was free; 61.99 MiB at least was missing" in said
     assert "an allocation of 3.73 GiB failed. \n" in report(0, "x", 0, cpu, {}, None)
     assert "x: an allocation failed. \n" in report(0, "x", 0, other, {}, None)
     assert [in_words(x) for x in (0, 1023, 1536, 3 * MIB)] == ["0 bytes", "1023 bytes", "1.50 KiB", "3.00 MiB"]
 
 
 def test_which_error():
-    oom, cpu = torch.OutOfMemoryError("CUDA"), RuntimeError(list(MESSAGES)[3])
+    oom, cpu = torch.OutOfMemoryError("CUDA"), RuntimeError(list(MESSAGES)[4])
     assert find_shortage(oom) is oom and find_shortage(cpu) is cpu and find_shortage(ValueError("no")) is None
     with pytest.raises(RuntimeError) as real:
         torch.empty(1 << 50, dtype=torch.uint8)

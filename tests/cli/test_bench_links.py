@@ -65,6 +65,7 @@ def test_pretended_nodes(cli, home):
     assert Links.of_this_machine() == USUAL and "to use it, give links=mine.json" in result.out
 
 
+@pytest.mark.slow
 def test_under_a_launcher(home):
     """Two processes with torchrun's variables, a node each: the first speaks, and both nodes' first ranks write."""
     with socket.socket() as s:

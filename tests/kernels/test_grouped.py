@@ -131,7 +131,7 @@ LONGER = Case(DilatedPattern([(16, 1), (40, 3)]), 1, 60, 4, 2, 24)
     "changes",
     [
         pytest.param({"batch": 2, "lengths": (60, 41)}, marks=pytest.mark.slow),
-        {"documents": (0, 9, 9, 41, 60), "causal": True},
+        pytest.param({"documents": (0, 9, 9, 41, 60), "causal": True}, marks=pytest.mark.slow),
     ],
     ids=["lengths", "documents"],
 )
@@ -217,5 +217,6 @@ def narrow(rank, group):
     assert plans[:2] == [True, True]
 
 
+@pytest.mark.slow
 def test_float16(interpreter):
     interpreter.run(1, narrow)

@@ -94,6 +94,7 @@ def test_numbers_are_checked():
         Line(float("nan"), 0.0)
 
 
+@pytest.mark.slow
 def test_measured_on_this_machine(tmp_path, monkeypatch):
     """The whole script, with the package's own layers, at sizes of a moment."""
     path = tmp_path / "cpu.json"

@@ -135,7 +135,10 @@ def lives(settings):
     return found
 
 
-@pytest.mark.parametrize("offload, every", [(1.0, 1), (0.6, 1), (0.2, 1), (1.0, 2), (0.4, 2)])
+@pytest.mark.parametrize(
+    "offload, every",
+    [(1.0, 1), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((0.6, 1), (0.2, 1), (0.4, 2))), (1.0, 2)],
+)
 def test_the_decoders_inputs_are_where_training_has_them(offload, every):
     """On the host or on the device, block by block, beside a real step; the encoder's are away but for the last to leave."""
     settings = MemorySettings("block", every, offload)

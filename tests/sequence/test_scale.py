@@ -58,7 +58,14 @@ def test_64_ranks(exchange, causal):
     check_all(exchange, 64, causal)
 
 
-@pytest.mark.parametrize("exchange, causal", [("butterfly", True), ("hierarchical_butterfly", False), ("gather", True)])
+@pytest.mark.parametrize(
+    "exchange, causal",
+    [
+        pytest.param("butterfly", True, marks=pytest.mark.slow),
+        ("hierarchical_butterfly", False),
+        pytest.param("gather", True, marks=pytest.mark.slow),
+    ],
+)
 def test_512_ranks(exchange, causal):
     check_all(exchange, 512, causal)
 

@@ -79,7 +79,10 @@ def broken(rank, group, how):
         return str(error)
 
 
-@pytest.mark.parametrize("how, words", [("error", "no such disk"), ("short", "rank 2 has 8, rank 3 has 4")])
+@pytest.mark.parametrize(
+    "how, words",
+    [pytest.param("error", "no such disk", marks=pytest.mark.slow), ("short", "rank 2 has 8, rank 3 has 4")],
+)
 def test_ranks_of_other_sequences_do_not_wait(pools, how, words):
     assert all(words in error for error in pools(4).run(4, broken, how))
 

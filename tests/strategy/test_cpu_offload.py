@@ -129,7 +129,7 @@ def resumed(pools, folder, before, after, how):
     return found
 
 
-@pytest.mark.parametrize("how", ["folder", "file", "sharded"])
+@pytest.mark.parametrize("how", ["folder", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "sharded"))])
 def test_checkpoints_are_the_same(pools, tmp_path, how):
     """Saved with it, loaded without, and the other way round."""
     want = resumed(pools, tmp_path / "neither", {}, {}, how)

@@ -122,7 +122,7 @@ def test_every_exchange_and_layout(pools, exchange, layout):
     check(pools(4).run(4, fit, run.but(strategy=settings)), pools(1).run(1, fit, run)[0], 1e-9)
 
 
-@pytest.mark.parametrize("way", ("2", pytest.param("4", marks=pytest.mark.slow), "4, data 2"))
+@pytest.mark.parametrize("way", ("2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("4", "4, data 2"))))
 @pytest.mark.parametrize(
     "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
 )

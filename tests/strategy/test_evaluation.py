@@ -68,7 +68,7 @@ def decided(rank, group, settings, folder):
     return built.current_epoch, Path(best.best_model_path).name, float(best.best_model_score), stop.stopped_epoch
 
 
-@pytest.mark.parametrize("way", ["2", "4, data 2"])
+@pytest.mark.parametrize("way", ["2", pytest.param("4, data 2", marks=pytest.mark.slow)])
 def test_decisions(pools, tmp_path, way):
     ((epochs, name, score, stopped),) = pools(1).run(1, decided, {}, str(tmp_path / "one"))
     ranks, settings = WAYS[way]

@@ -69,6 +69,7 @@ def undisturbed(tmp_path_factory):
     return losses(text)[0]
 
 
+@pytest.mark.slow
 def test_torchrun_restarts_from_the_last_checkpoint(tmp_path, undisturbed):
     status, text = start(tmp_path, "kill", 1, 2, [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"])
     assert status == 0 and (tmp_path / "once").exists(), text[-3000:]

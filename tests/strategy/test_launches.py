@@ -48,6 +48,7 @@ def test_slurm(tmp_path, alone):
     assert losses("\n".join(texts)) == pytest.approx([alone] * 2, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_notebook(tmp_path, alone):
     """Trap 16: further ranks are forked, as a session cannot be run again; the usual names say so."""
     status, text = start(tmp_path, "notebook", 0, 2, strategy="ring_dilated_notebook")

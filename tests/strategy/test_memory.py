@@ -28,7 +28,7 @@ def test_every_setting_at_once(pools, way):
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
 
 
-@pytest.mark.parametrize("policy", ["block", "attention-kept"])
+@pytest.mark.parametrize("policy", ["block", pytest.param("attention-kept", marks=pytest.mark.slow)])
 def test_sharded_parameters(pools, policy):
     plain = RUN.but(double=True)
     memory = {**EVERYTHING, "policy": policy, "every": 2 if policy == "block" else 1}

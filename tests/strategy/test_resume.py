@@ -31,7 +31,7 @@ NAMES = ["1", "2", "4", "4, data 2"]
 
 
 @pytest.mark.parametrize("after", WAYS, ids=NAMES)
-@pytest.mark.parametrize("before", WAYS[1:], ids=NAMES[1:])
+@pytest.mark.parametrize("before", [*WAYS[1:3], pytest.param(WAYS[3], marks=pytest.mark.slow)], ids=NAMES[1:])
 def test_another_number_of_ranks(pools, tmp_path, before, after):
     """Trap 8: an ordinary loader would start at sample 0 again while batch numbers go on."""
     folder = tmp_path / "text"
