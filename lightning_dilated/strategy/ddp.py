@@ -117,7 +117,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         """As for every strategy; compiled blocks stay whole.
 
         Within DDP's forward torch.compile cuts graphs wherever a bucket is full, so that gradients leave in between. A block
-        is short enough to be waited for, and its pieces are slower, and hold more between them.
+        is short enough to be waited for, and no kernel or buffer can serve two of its pieces.
         """
         with torch._dynamo.config.patch(optimize_ddp=False), super()._within(*args):
             yield
