@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,16 +19,31 @@ class Asked:
     """What every rank is to say, on its way."""
 
     found: list[Tensor]
-    work: Any
+    posted: Future[Any]
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.work.is_completed()
+        return self.posted.done() and self.posted.result().is_completed()
 
     def wait(self) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks."""
-        self.work.wait()
+        self.posted.result().wait()
         return self.found
+
+
+class _Beside:
+    """A gloo backend whose collectives are begun by a thread of its own, in the order they are asked for.
+
+    torch's `Work` keeps the state of the thread that began it, and with it autograd's hooks of the moment: where activations are
+    recomputed these hold a block's input, and calls that are put off would keep the inputs of all blocks that they reach back.
+    """
+
+    def __init__(self, backend: dist.ProcessGroupGloo) -> None:
+        self._backend, self._thread = backend, ThreadPoolExecutor(1, "quiet")
+
+    def allgather(self, found: list[Tensor], mine: Tensor) -> Future[Any]:
+        """Begin to gather; the future of torch's `Work`."""
+        return self._thread.submit(self._backend.allgather, [found], [mine])
 
 
 class Quiet:
@@ -42,9 +58,11 @@ class Quiet:
     def ask(self, mine: Tensor) -> Asked:
         """Begin to gather every rank's tensor; equal shapes and dtypes, on the CPU."""
         found = [torch.empty_like(mine) for _ in range(self.ranks)]
-        if self._own is None:
-            return Asked(found, dist.all_gather(found, mine, group=self.group, async_op=True))
-        return Asked(found, self._own.allgather([found], [mine]))
+        if self._own is not None:
+            return Asked(found, self._own.allgather(found, mine))
+        begun: Future[Any] = Future()
+        begun.set_result(dist.all_gather(found, mine, group=self.group, async_op=True))
+        return Asked(found, begun)
 
     def gather(self, mine: Tensor) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks."""
@@ -60,7 +78,7 @@ class Quiet:
 
 
 @functools.cache
-def _beside(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> Any:
+def _beside(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -> _Beside:
     """A gloo backend of the group's ranks; one for each channel, however often it is asked for.
 
     Not `dist.new_group`: all ranks of the job would have to call that, or (with local synchronization) to have made equally
@@ -70,4 +88,4 @@ def _beside(group: dist.ProcessGroup, timeout: timedelta | None, channel: str) -
         f"lightning-dilated/{group.group_name}/{timeout}/{channel}", dist.distributed_c10d._get_default_store()
     )
     options = {} if timeout is None else {"timeout": timeout}
-    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **options)
+    return _Beside(dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **options))

@@ -1,10 +1,14 @@
 """Calls that are compared later: equal results, no waiting, and every rank refuses before results are used."""
 
+import weakref
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.sequence.quiet import Quiet
 
 from .calls import sequence
 
@@ -20,6 +24,11 @@ def call(ours, pattern, tokens=16, seed=0, causal=False):
     return [out.detach(), *torch.autograd.grad(out.square().sum(), (q, k, v))]
 
 
+def as_on_gpus(ours):
+    """Have calls put off, by a connection beside the group's."""
+    ours._table.may_trust, ours._table._quiet = True, Quiet(ours.group, ours.timeout, "as on gpus")
+
+
 def put_off(ours):
     return len(ours._table._owed)
 
@@ -27,7 +36,7 @@ def put_off(ours):
 def equal_calls(rank, group):
     """(calls put off without and within `trusting`, whether the results are the same, calls put off after `settle`)."""
     with sequence(group) as ours:
-        ours._table.may_trust = True
+        as_on_gpus(ours)
         plain = [call(ours, WIDE, seed=i) for i in range(3)]
         before = put_off(ours)
         with ours.trusting():
@@ -45,7 +54,7 @@ def test_equal_calls(pool):
 def new_calls(rank, group):
     """Calls put off where each is a new one: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
     with sequence(group) as ours:
-        ours._table.may_trust = True
+        as_on_gpus(ours)
         found = []
         with ours.trusting():
             for pattern, tokens in ((NARROW, 16), (OTHER, 16), (NARROW, 8)):
@@ -67,7 +76,7 @@ def test_new_calls_wait(pool):
 def unlike_calls(rank, group, way):
     """What each rank is told, and where."""
     with sequence(group) as ours:
-        ours._table.may_trust = True
+        as_on_gpus(ours)
         for pattern in (NARROW, OTHER):
             call(ours, pattern)
         try:
@@ -128,7 +137,7 @@ def test_no_cuda_graph(pool):
 def other_lengths(rank, group):
     """Calls put off where rank 0's tokens are the same in a sequence of 32 and of 31, and results equal one rank's."""
     with sequence(group) as ours:
-        ours._table.may_trust = True
+        as_on_gpus(ours)
         found = []
         for tokens in (32, 31, 32):
             with ours.trusting():
@@ -150,7 +159,7 @@ def test_other_lengths(pool):
 def numbers(rank, group):
     """The numbers of calls after a refusal that every rank caught, of ranks that had put off unlike many calls."""
     with sequence(group) as ours:
-        ours._table.may_trust = True
+        as_on_gpus(ours)
         call(ours, NARROW)
         with pytest.raises(ValueError), ours.trusting():
             call(ours, NARROW, causal=bool(rank))
@@ -164,3 +173,37 @@ def numbers(rank, group):
 def test_numbers_after_a_difference(pool):
     first, second = pool.run(2, numbers)
     assert first == second
+
+
+def kept_by_calls(rank, group):
+    """(calls put off, inputs of recomputed pieces that still have memory) when a step's backward is done."""
+    with sequence(group) as ours:
+        as_on_gpus(ours)
+        q = torch.randn(1, 16, 2, 8, requires_grad=True)
+        seen = []
+
+        def piece(x):
+            y = dilated_attention(x, x, x, NARROW, sequence=ours)
+            return dilated_attention(y, y, y, NARROW, sequence=ours)
+
+        def step():
+            x = q * 2
+            for _ in range(4):
+                seen.append(weakref.ref(x.untyped_storage()))
+                x = checkpoint(piece, x, use_reentrant=False)
+            x.sum().backward()
+
+        with ours.trusting():
+            step()
+            seen.clear()
+            step()
+            kept = put_off(ours), sum(storage() is not None for storage in seen)
+        ours.settle()
+        return kept
+
+
+def test_calls_put_off_keep_no_memory(pool):
+    """Recomputing is what autograd's hooks do; who waits for the other ranks must not hold these, and all they hold."""
+    calls = 3 * 2 * 4  # forward, again, backward
+    for count, kept in pool.run(2, kept_by_calls):
+        assert count >= calls and kept == 0, (count, kept)
