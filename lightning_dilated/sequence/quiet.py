@@ -34,8 +34,8 @@ class Asked:
 class _Beside:
     """A gloo backend whose collectives are begun by a thread of its own, in the order they are asked for.
 
-    torch's `Work` keeps the state of the thread that began it, and with it autograd's hooks of the moment: where activations are
-    recomputed these hold a block's input, and calls that are put off would keep the inputs of all blocks that they reach back.
+    torch's `Work` keeps the state of the thread that began it, and with it autograd's hooks of the moment: where activations
+    are recomputed these hold a block's input, and calls that are put off would keep as many inputs as they reach back.
     """
 
     def __init__(self, backend: dist.ProcessGroupGloo) -> None:
