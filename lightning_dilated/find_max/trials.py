@@ -74,10 +74,11 @@ class Trials:
             TimeoutError: where the ranks take too long.
         """
         with tempfile.TemporaryDirectory() as folder:
-            ranks = [
-                self._start(Path(folder), tokens, rank, port) for port in [_free_port()] for rank in range(self.ranks)
-            ]
+            ranks: list[subprocess.Popen] = []
             try:
+                port = _free_port()
+                for rank in range(self.ranks):  # one may fail to start, or be interrupted, with others there already
+                    ranks.append(self._start(Path(folder), tokens, rank, port))
                 return self._watch(Path(folder), tokens, ranks)
             finally:
                 for process in ranks:

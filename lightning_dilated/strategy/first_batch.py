@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_gather
+from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_sum
 
 #: tokens of the head
 HEAD = 2048
@@ -93,14 +93,26 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
     head = dict(batch)
     for name, dim in spec.dims.items():
         if name in head:
-            x = sequence_gather(head[name], dim, group)
-            head[name] = x.narrow(dim, 0, min(HEAD, x.shape[dim])).contiguous()
+            head[name] = _first(head[name], dim, group)
             length = head[name].shape[dim]
     if head.get("lengths") is not None:
         head["lengths"] = head["lengths"].clamp(max=length)
     if head.get("cu_seqlens") is not None:
         head["cu_seqlens"] = head["cu_seqlens"].clamp(max=length)
     return head
+
+
+def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
+    """The first tokens along `dim` of the whole sequence, of which each rank gives those that it holds."""
+    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
+    agreed = group.agree({"call": "check_first_batch", "shape": shape, "dtype": x.dtype}, x.shape[dim])
+    found = x.new_zeros(*x.shape[:dim], min(HEAD, agreed.seq_len), *x.shape[dim + 1 :])
+    at, within = 0, found.shape[dim]
+    for piece in group.shard(agreed.seq_len).ranges(group.rank):
+        head = piece[: len(range(piece.start, within, piece.step))]
+        found.index_copy_(dim, torch.tensor(head, dtype=torch.int64, device=x.device), x.narrow(dim, at, len(head)))
+        at += len(piece)
+    return sequence_sum(found, group)
 
 
 def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:

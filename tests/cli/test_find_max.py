@@ -226,6 +226,21 @@ def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
             worker.main(told, [])
 
 
+def test_no_rank_is_left_where_another_cannot_start(monkeypatch):
+    started = []
+
+    def start(self, folder, tokens, rank, port):
+        if rank == 2:
+            raise OSError("no more processes")
+        started.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+        return started[-1]
+
+    monkeypatch.setattr(Trials, "_start", start)
+    with pytest.raises(OSError, match="no more processes"):
+        Trials([], 3)(8)
+    assert [p.returncode for p in started] == [-signal.SIGKILL] * 2
+
+
 @pytest.mark.slow
 def test_too_slow(recipe):
     with pytest.raises(TimeoutError, match=r"took more than 0\.1 s"):

@@ -6,7 +6,9 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.sequence import sequence_mean
+from lightning_dilated.planning.counting.meter import Meter
+from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_mean
+from lightning_dilated.strategy import first_batch
 
 from .runs import Run, launched, make, trainer
 from .test_hooks import N, Numbers, Plain
@@ -130,3 +132,37 @@ def test_metrics_do_not_count_the_check(pools):
 
 def test_manual_optimization_is_refused(pools):
     assert all("manual optimization" in error for error in pools(2).run(2, of_class, "Manual"))
+
+
+def heads(rank, group, layout, tokens, first):
+    """Whether the head of a batch is what the whole batch begins with; bytes that were made for it, beside the batch."""
+    made = torch.Generator().manual_seed(0)
+    whole = {
+        "x": torch.randn(2, tokens, 3, generator=made),
+        "ids": torch.randint(0, 256, (2, tokens), generator=made),
+        "keep": torch.rand(2, tokens, generator=made) < 0.5,
+    }
+    spec, ours = SequenceSpec(dict.fromkeys(whole, 1)), SequenceGroup(group, layout=layout)
+    with pytest.MonkeyPatch.context() as patch, Meter() as meter:
+        patch.setattr(first_batch, "HEAD", first)
+        batch = spec.cut(whole, Place(ours.ranks, ours.rank, layout))
+        meter.reset_peak()
+        before = meter.live
+        found = first_batch._head(batch, spec, ours)
+        more = meter.peak - before
+    ours.close()
+    return all(
+        torch.equal(found[name], x[:, :first]) and found[name].dtype == x.dtype for name, x in whole.items()
+    ), more
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "strided", "zigzag"])
+@pytest.mark.parametrize(("tokens", "first"), [(96, 40), (96, 8), (40, 64)])
+def test_head(pools, layout, tokens, first):
+    assert all(same for same, _ in pools(4).run(4, heads, layout, tokens, first))
+
+
+def test_head_of_a_long_sequence(pools):
+    """A head's bytes do not follow from the sequence's."""
+    for _, more in pools(4).run(4, heads, "zigzag", 1 << 20, 64):
+        assert more < 1 << 16
