@@ -1,0 +1,141 @@
+"""What `auto` chooses beside every exchange by name, forward and backward of the op: the exchanges take turns.
+
+    python benchmarks/choice.py --local 8192 65536 262144 1048576 --record benchmarks/results/....md       # all GPUs
+    python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
+
+Short calls are decided by the hosts, whose speed drifts by more than exchanges differ. So in each of many rounds every
+exchange is timed once, four calls after another as layers are; a round begins with another exchange than the one before.
+Times are those of the slowest rank; "of the best" is the median over rounds of a time against that of the named exchange
+with the shortest median.
+Shape letters: N = R L tokens, L of a rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import itertools
+import os
+import socket
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from exchange import meet, most, step
+
+from lightning_dilated import DilatedPattern
+from lightning_dilated.sequence import SequenceGroup
+from lightning_dilated.sequence.exchange import EXCHANGES
+
+CALLS = 4
+COLUMNS = ("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--device", default="cuda")
+    p.add_argument("--ranks", type=int, help="default: all GPUs")
+    p.add_argument("--local", type=int, nargs="+", default=[8192, 65536, 262144], help="tokens a rank")
+    p.add_argument("--first", type=int, default=2048, help="shortest segment of the geometric pattern")
+    p.add_argument("--heads", type=int, default=12)
+    p.add_argument("--head-dim", type=int, default=64)
+    p.add_argument("--dtype", default="bfloat16")
+    p.add_argument("--causal", nargs="+", type=int, default=[1])
+    p.add_argument("--exchanges", nargs="+", default=list(EXCHANGES))
+    p.add_argument("--head-sizes", nargs="+", type=int, default=[1])
+    p.add_argument("--rounds", type=int, default=21)
+    p.add_argument("--record", type=Path, help="append the table to this file")
+    return p.parse_args()
+
+
+def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
+    """By exchange and head_size, those that serve; `auto` first."""
+    found = {}
+    for size, name in itertools.product(args.head_sizes, ["auto", *args.exchanges]):
+        group = SequenceGroup(exchange=name, head_size=size)
+        try:
+            step(tensors, pattern, causal, group)[0]()
+        except ValueError:
+            group.close()
+            continue
+        found[name, size] = group
+    return found
+
+
+def timed(run, group: SequenceGroup, device: torch.device) -> float:
+    """Seconds of one of CALLS calls, on the slowest rank."""
+    meet(device)
+    begin = time.perf_counter()
+    for _ in range(CALLS):
+        run()
+    group.settle()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return most(device, (time.perf_counter() - begin) / CALLS)[0]
+
+
+def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+    """Seconds by exchange, a number for each round."""
+    device, found = tensors[0].device, {key: [] for key in made}
+    runs = {key: step(tensors, pattern, causal, group)[1] for key, group in made.items()}
+    for number in range(args.rounds + 2):  # two to warm up
+        order = list(made)[number % len(made) :] + list(made)[: number % len(made)]
+        for key in order:
+            seconds = timed(runs[key], made[key], device)
+            found[key] += [seconds] if number > 1 else []
+    return found
+
+
+def lines(args: argparse.Namespace, device: torch.device):
+    """Of the table, equal on all ranks."""
+    for local, causal in itertools.product(args.local, map(bool, args.causal)):
+        pattern = DilatedPattern.geometric(args.first, local * dist.get_world_size())
+        shape = (1, local, args.heads, args.head_dim)
+        make = lambda shape=shape: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
+        tensors = [make().requires_grad_() for _ in "qkv"] + [make()]
+        made = groups(tensors, pattern, causal, args)
+        found = rounds(made, tensors, pattern, causal, args)
+        best = min((key for key in made if key[0] != "auto"), key=lambda key: statistics.median(found[key]))
+        for (name, size), group in made.items():
+            low, middle, high = statistics.quantiles(found[name, size], n=4)
+            against = statistics.median(
+                a / b for a, b in zip(found[name, size], found[best], strict=True)
+            )  # of the same rounds
+            chosen = f"auto ({group.plan.exchange or 'nothing'})" if name == "auto" else name
+            cells = [local, causal, chosen, size, *(f"{x * 1e3:.2f}" for x in (middle, low, high)), f"{against:.3f}"]
+            yield f"| {' | '.join(map(str, cells))} |\n"
+        for group in made.values():
+            group.close()
+
+
+def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
+    """One rank."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
+    device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
+    if args.device == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    gc.disable()
+    written = [f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"]
+    written += [f"| {' | '.join(COLUMNS)} |\n", f"|{'---|' * len(COLUMNS)}\n"]
+    print("".join(written), end="", flush=True) if rank == 0 else None
+    for line in lines(args, device):
+        written.append(line)
+        print(line, end="", flush=True) if rank == 0 else None
+    if args.record and rank == 0:
+        with args.record.open("a") as file:
+            file.writelines(written)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    given = options()
+    count = given.ranks or torch.cuda.device_count()
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        free = s.getsockname()[1]
+    mp.spawn(work, args=(count, free, given), nprocs=count)
