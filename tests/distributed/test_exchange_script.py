@@ -1,4 +1,6 @@
-"""benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing."""
+"""benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing.
+
+benchmarks/choice.py: the same in turn."""
 
 import runpy
 import sys
@@ -9,7 +11,8 @@ import torch
 
 from lightning_dilated.sequence.exchange import EXCHANGES
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "exchange.py"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+SCRIPT = FOLDER / "exchange.py"
 SIZES = (
     "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --repeats 1 --causal 1 --ranks-per-node 2"
 )
@@ -44,3 +47,25 @@ def test_head_groups(pool):
         and not line["unlike"]
         and sum(line["received"]) > line["planned"] > 0
     )
+
+
+def in_turn(rank, group, options):
+    """The cells of each line."""
+    path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
+    with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
+        script = runpy.run_path(str(FOLDER / "choice.py"))
+        return [line.strip("| \n").split(" | ") for line in script["lines"](script["options"](), torch.device("cpu"))]
+
+
+def test_in_turn(pool):
+    """All ranks say the same, and the best of the named ones is 1.000 of itself."""
+    sizes = (
+        "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --rounds 2 --exchanges gather ring"
+    )
+    first, *others = pool.run(4, in_turn, sizes)
+    assert others == [first] * 3
+    auto, *named = first
+    assert auto[2].removeprefix("auto (").removesuffix(")") in EXCHANGES
+    assert [row[2] for row in named] == ["gather", "ring"]
+    assert "1.000" in {row[-1] for row in named}
+    assert all(float(below) <= float(ms) <= float(above) for *_, ms, below, above, _ in first)
