@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -27,7 +29,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"ckpt_path {path}: no such file. Pass a .ckpt that fit wrote (run folder, checkpoints/)."
         )
     try:
-        stored = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        stored = _loaded(path)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -37,6 +39,16 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or "state_dict" not in stored:
         raise ValueError(f"ckpt_path {path} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
     return stored
+
+
+def _loaded(path: str | Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except UnpicklingError as error:
+        if "torchao.optim" not in str(error):
+            raise
+    importlib.import_module("torchao.optim")  # tells torch of its states of 8 bits, which lie beside the weights
+    return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
 
 
 def model_config(stored: dict[str, Any]) -> dict[str, Any]:

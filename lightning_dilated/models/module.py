@@ -6,6 +6,7 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 
 from __future__ import annotations
 
+import functools
 import inspect
 import re
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric.plugins.io import TorchCheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
@@ -77,6 +79,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
+        io = getattr(getattr(self._trainer, "strategy", None), "checkpoint_io", None)
+        if type(io) is TorchCheckpointIO:  # names the host by a function, and torch then reads no states of torchao's
+            io.load_checkpoint = functools.partial(TorchCheckpointIO.load_checkpoint, io, map_location="cpu")
         if not self._built:
             self._built = True
             self.build()

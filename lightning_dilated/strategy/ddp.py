@@ -21,6 +21,7 @@ from lightning_dilated.strategy.names import Exchange, Layout
 from lightning_dilated.strategy.peers import Peers
 from lightning_dilated.strategy.saved_folder import checked, read_whole
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+from lightning_dilated.strategy.small_states import read_to_host
 
 #: MiB of a bucket that takes all gradients
 ONE_BUCKET = 2**20
@@ -127,6 +128,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
         peers = Peers(self.global_rank, self.world_size)
         if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
+            read_to_host(self.checkpoint_io)
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         found = checked(Path(checkpoint_path), peers)
         return read_whole(found, kwargs.get("weights_only"))

@@ -24,6 +24,7 @@ from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.peers import Peers
 from lightning_dilated.strategy.saved_folder import checked
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
+from lightning_dilated.strategy.small_states import refuse_one_file
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
@@ -35,7 +36,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     Args:
         sequence_size, head_size, exchange, layout, ranks_per_node, timeout, allow, process_group_backend, check_first_batch,
             links: as in `RingDilatedStrategy`.
-        save_distributed_checkpoint: False assembles one file on rank 0.
+        save_distributed_checkpoint: False assembles one file on rank 0; not with torchao's optimizers of 4 or 8 bits.
         cpu_offload: True keeps each rank's part of parameters, gradients and optimizer states in page-locked memory of the
             host, where the optimizer runs too (the fast one there is `AdamW(fused=True)`); a GPU holds the layer at work.
             Before they are dealt out, each rank makes the whole model there.
@@ -115,6 +116,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         finally:
             if not own:
                 del module.configure_model
+        if not self._save_distributed_checkpoint:
+            refuse_one_file(self.optimizers, "save_distributed_checkpoint=False writes one file")
         if self._offload is not None:
             host_parameters.keep_optimizers(self.optimizers)
 
@@ -154,10 +157,13 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         peers = Peers(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             checkpoint_path = checked(Path(checkpoint_path), peers)
+        elif peers.any(Path(checkpoint_path).is_file()):
+            refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:
             # Lightning 2.5 has no such argument
             known = "weights_only" in inspect.signature(super().load_checkpoint).parameters
-            return super().load_checkpoint(checkpoint_path, **({"weights_only": weights_only} if known else {}))
+            with functorch_config.patch(enable_autograd_cache=False):  # to have states, torch makes a step: see above
+                return super().load_checkpoint(checkpoint_path, **({"weights_only": weights_only} if known else {}))
         except UnpicklingError as error:
             raise UnpicklingError(
                 f"{checkpoint_path} holds objects that are not loaded from files of unknown origin: {error}\nIf you trust "

@@ -27,6 +27,7 @@ from typing_extensions import override
 from lightning_dilated.strategy.peers import Peers, reason
 from lightning_dilated.strategy.saved_files import facts, finish, partial, prune, to_load
 from lightning_dilated.strategy.saved_state import by_number
+from lightning_dilated.strategy.small_states import read_to_host
 
 META = "meta.pt"
 #: torch's words for one rank that writes or reads alone, as was meant
@@ -202,6 +203,7 @@ class FolderIO(CheckpointIO):
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """The inner one's, or a folder's."""
         if not Path(path).is_dir():
+            read_to_host(self.inner)
             return self.inner.load_checkpoint(path, *args, **kwargs)
         return read_whole(self.find(Path(path)), kwargs.get("weights_only"))
 

@@ -1,9 +1,13 @@
-"""AdamW with states of 8 bits, from torchao: learns about as AdamW does, and goes on from a ShardedCheckpoint."""
+"""AdamW with states of 8 bits, from torchao: learns about as AdamW does, and goes on from a file or a ShardedCheckpoint."""
 
+import subprocess
+import sys
 from functools import partial
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_dilated.callbacks import ShardedCheckpoint
 
@@ -12,13 +16,13 @@ from . import batch, loader, tiny, trainer
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
-def fit(made, steps, **options):
+def fit(made, steps, ckpt=None, **options):
     """(steps done, loss, optimizer) of a run."""
     torch.manual_seed(0)
     model = tiny(dtype=torch.float32, dim=64, optimizer=partial(made, lr=3e-3)).train()
     given = [batch(4, 64)] * 100
     runs = trainer(max_steps=steps, **options)
-    runs.fit(model, loader(*given))
+    runs.fit(model, loader(*given), ckpt_path=ckpt)
     return runs.global_step, float(runs.callback_metrics["train_loss"]), runs.optimizers[0]
 
 
@@ -30,7 +34,7 @@ def test_learns_like_adamw():
 
 
 def test_goes_on(tmp_path):
-    """torch does not load such states from a plain .ckpt, but from a folder it does."""
+    """From a folder, whose states are numbers of 32 bits."""
     _, want, _ = fit(optim.AdamW8bit, 20)
     for steps in (10, 20):
         saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=10, resume="auto")
@@ -38,3 +42,39 @@ def test_goes_on(tmp_path):
         assert done == steps
     # the learning rate comes back as a number of 64 bits where torchao had one of 32
     assert loss == pytest.approx(want, rel=1e-3)
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])
+def test_goes_on_from_one_file(tmp_path, beside):
+    """Bit by bit; torch does not read such states where Lightning names the host by a function."""
+    _, want, _ = fit(optim.AdamW8bit, 6)
+    fit(optim.AdamW8bit, 3, enable_checkpointing=True, callbacks=[ModelCheckpoint(str(tmp_path), save_last=True)])
+    more = {"enable_checkpointing": True, "callbacks": [ShardedCheckpoint(str(tmp_path / "folder"))]} if beside else {}
+    done, loss, optimizer = fit(optim.AdamW8bit, 6, str(tmp_path / "last.ckpt"), **more)
+    assert done == 6 and loss == want
+    assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
+
+
+def test_weights_of_one_file(tmp_path):
+    """A process that does not train, and so has no torchao, reads them, too."""
+    saved = ModelCheckpoint(str(tmp_path), save_last=True)
+    fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
+    code = "from lightning_dilated.checkpoint import load_module as x; print(type(x(r'%s')))" % (tmp_path / "last.ckpt")
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert "LongNetLM" in found.stdout, found.stderr
+
+
+class Odd(TorchCheckpointIO):
+    """A reader of one's own."""
+
+
+@pytest.mark.parametrize("made", [TorchCheckpointIO, Odd])
+def test_another_reader_is_left_alone(made):
+    """Only Lightning's own, whatever else it is given, names the host as a device."""
+    io, seen = made(), {}
+    runs = trainer(max_steps=1, plugins=[io])
+    runs.fit(tiny(dtype=torch.float32), loader(batch(2, 32)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning.fabric.plugins.io.torch_io.pl_load", lambda _, **options: seen.update(options))
+        io.load_checkpoint(__file__, weights_only=True)
+    assert (seen.pop("map_location") == "cpu") == (made is TorchCheckpointIO) and seen == {"weights_only": True}

@@ -1,12 +1,17 @@
-"""AdamW with states of 8 bits, from torchao, of dealt parameters: on the host as beside them, and in a second start."""
+"""AdamW with states of 8 bits, from torchao, on several ranks: on the host as beside it, in a second start, and resumed."""
 
 import functools
+from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch._functorch import config as functorch_config
 
-from .runs import Run, full, launched, make
+from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.data import ByteDataModule
+
+from .runs import PATTERN, Record, Run, full, launched, make, trainer
 
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
@@ -40,3 +45,69 @@ def test_dealt_parameters(pools, tmp_path):
             assert "OptimState8bit" in kinds and places == {"cpu"} and cached == {True}
             assert got == losses
             torch.testing.assert_close(parameters, want, rtol=0, atol=0)
+
+
+class Telling(optim.AdamW8bit):
+    """Keeps whether it found torch's cache of graphs on."""
+
+    def step(self, closure=None):
+        self.cached = {functorch_config.enable_autograd_cache, *getattr(self, "cached", ())}
+        return super().step(closure)
+
+
+def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False):
+    """(losses, kinds of states, path, caches found on) of a run up to step `stop`, which is saved at its end."""
+    pl.seed_everything(1, verbose=False)
+    torch._dynamo.reset()  # as in a process that was just started
+    world, record = launched(rank), Record()
+    data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0, test_fraction=0)
+    model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
+    built = trainer(strategy, world, max_steps=stop, callbacks=[record])
+    stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # to compile takes long
+    with pytest.MonkeyPatch.context() as patch, functorch_config.patch(enable_autograd_cache=True), stance:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}.cache")
+        built.fit(model, data, ckpt_path=ckpt)
+    path = f"{folder}.{stop}.ckpt"
+    built.save_checkpoint(path)
+    states = [t for s in built.optimizers[0].state.values() for t in s.values()]
+    kinds = {type(t.to_local() if hasattr(t, "to_local") else t).__name__ for t in states}
+    return record.losses, kinds, path, built.optimizers[0].cached
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a").write_bytes(bytes(97 + (i * i) % 26 for i in range(1000)))
+    return str(folder)
+
+
+@pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
+def test_resumed(pools, text, made):
+    """From one file, or from a folder of dealt parameters whose rows do not divide evenly: bit by bit as not stopped."""
+    want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
+    first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
+    assert Path(path).is_file() == (made is RingDilatedStrategy)
+    for rest, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
+        assert first + rest == want and "OptimState8bit" in kinds
+        assert cached == {made is RingDilatedStrategy}
+
+
+@pytest.mark.slow
+def test_dealt_parameters_resumed_twice(pools, text):
+    """The second start finds what the first compiled before its first step, to have states to load into."""
+    _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 1, None)[0]
+    runs = [pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, path, True)[0][0] for _ in range(2)]
+    assert len(runs[0]) == 1 and runs[0] == runs[1]
+
+
+def test_dealt_parameters_and_one_file(pools, text):
+    """Refused before training, where it would be written as where it would be read."""
+    _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None)[0]
+    whole = RingDilatedFSDPStrategy(save_distributed_checkpoint=False)
+    for strategy, ckpt, says in (
+        (whole, None, "save_distributed_checkpoint=False writes one file, and"),
+        (RingDilatedFSDPStrategy(), path, "1.ckpt is one file, and the states of torchao's AdamW8bit"),
+    ):
+        for answer in pools(2).answers(2, part_of_run, text, strategy, 1, ckpt):
+            assert answer.error == "ValueError" and says in answer.message and "folders" in answer.message
