@@ -22,9 +22,9 @@ from lightning_dilated.strategy import host_parameters
 from lightning_dilated.strategy.names import Exchange, Layout
 from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_folder import checked
+from lightning_dilated.strategy.saved_folder import Reader, checked
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
-from lightning_dilated.strategy.small_states import refuse_one_file
+from lightning_dilated.strategy.small_states import refuse_one_file, refuse_whole
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
@@ -157,6 +157,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         peers = Peers(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             checkpoint_path = checked(Path(checkpoint_path), peers)
+            refuse_whole(Reader(checkpoint_path).read_metadata().state_dict_metadata, checkpoint_path)
         elif peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:

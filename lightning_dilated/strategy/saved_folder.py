@@ -27,7 +27,7 @@ from typing_extensions import override
 from lightning_dilated.strategy.peers import Peers, reason
 from lightning_dilated.strategy.saved_files import facts, finish, partial, prune, to_load
 from lightning_dilated.strategy.saved_state import by_number
-from lightning_dilated.strategy.small_states import read_to_host
+from lightning_dilated.strategy.small_states import put_together, read_to_host
 
 META = "meta.pt"
 #: torch's words for one rank that writes or reads alone, as was meant
@@ -179,7 +179,7 @@ def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]
     return {
         **meta,
         "state_dict": tensors["state_dict"],
-        "optimizer_states": [by_number(tensors[k]) for k in optimizers],
+        "optimizer_states": [by_number(put_together(tensors[k])) for k in optimizers],
     }
 
 

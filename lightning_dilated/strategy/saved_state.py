@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated.strategy.small_states import taken_apart
+
 
 # -- from a Trainer ----------------------------------------------------------------------------------------------------
 def taken(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -20,7 +22,7 @@ def taken(trainer: pl.Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors = {"state_dict": rest.pop("state_dict")}
     states = rest.pop("optimizer_states", [])
     for i, (optimizer, state) in enumerate(zip(trainer.optimizers, states, strict=True)):
-        tensors[f"optimizer_{i}"] = by_name(state, optimizer, trainer.lightning_module)
+        tensors[f"optimizer_{i}"] = taken_apart(by_name(state, optimizer, trainer.lightning_module))
     return tensors, rest
 
 
@@ -62,7 +64,7 @@ class HostCopies:
         if isinstance(value, (list, tuple)):
             return type(value)([self.of(v, keep, f"{name}.{i}") for i, v in enumerate(value)])
         if isinstance(value, DTensor):
-            return value.detach().cpu() if value.is_cuda else value.detach().clone()
+            return value.detach().to("cpu", copy=True)  # which torchao's states know, and no clone
         return self._copy(name, value) if isinstance(value, Tensor) else copy.deepcopy(value)
 
     def _copy(self, name: str, value: Tensor) -> Tensor:

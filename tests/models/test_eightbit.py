@@ -33,15 +33,17 @@ def test_learns_like_adamw():
     assert any(type(x).__name__ == "OptimState8bit" for s in optimizer.state.values() for x in s.values())
 
 
-def test_goes_on(tmp_path):
-    """From a folder, whose states are numbers of 32 bits."""
-    _, want, _ = fit(optim.AdamW8bit, 20)
-    for steps in (10, 20):
-        saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=10, resume="auto")
-        done, loss, _ = fit(optim.AdamW8bit, steps, enable_checkpointing=True, callbacks=[saved])
+@pytest.mark.parametrize("made", [optim.AdamW8bit, optim.AdamW4bit, optim.AdamWFp8])
+def test_goes_on(tmp_path, made):
+    """From a folder, bit by bit, in states of as many bits."""
+    want, kinds = fit(made, 6)[1:]
+    for steps in (3, 6):
+        saved = ShardedCheckpoint(str(tmp_path), every_n_train_steps=3, resume="auto")
+        done, loss, optimizer = fit(made, steps, enable_checkpointing=True, callbacks=[saved])
         assert done == steps
-    # the learning rate comes back as a number of 64 bits where torchao had one of 32
-    assert loss == pytest.approx(want, rel=1e-3)
+    types = lambda x: [type(t).__name__ for s in x.state.values() for t in s.values()]  # noqa: E731
+    assert loss == want and types(optimizer) == types(kinds)
+    assert any(name.startswith("OptimState") for name in types(optimizer))
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "beside a ShardedCheckpoint"])

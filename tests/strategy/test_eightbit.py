@@ -9,6 +9,7 @@ import torch
 from torch._functorch import config as functorch_config
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
+from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
 
 from .runs import PATTERN, Record, Run, full, launched, make, trainer
@@ -55,14 +56,15 @@ class Telling(optim.AdamW8bit):
         return super().step(closure)
 
 
-def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False):
+def part_of_run(rank, group, folder, strategy, stop, ckpt, compiled=False, saved=None):
     """(losses, kinds of states, path, caches found on) of a run up to step `stop`, which is saved at its end."""
     pl.seed_everything(1, verbose=False)
     torch._dynamo.reset()  # as in a process that was just started
     world, record = launched(rank), Record()
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
-    built = trainer(strategy, world, max_steps=stop, callbacks=[record])
+    more = [] if saved is None else [ShardedCheckpoint(saved, resume="auto")]
+    built = trainer(strategy, world, max_steps=stop, callbacks=[record, *more], enable_checkpointing=bool(more))
     stance = torch.compiler.set_stance("default" if compiled else "force_eager")  # to compile takes long
     with pytest.MonkeyPatch.context() as patch, functorch_config.patch(enable_autograd_cache=True), stance:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", f"{folder}.cache")
@@ -91,6 +93,23 @@ def test_resumed(pools, text, made):
     for rest, kinds, _, cached in pools(2).run(2, part_of_run, text, made(), 4, path):
         assert first + rest == want and "OptimState8bit" in kinds
         assert cached == {made is RingDilatedStrategy}
+
+
+@pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
+def test_resumed_from_a_sharded_checkpoint(pools, text, made):
+    want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
+    run = lambda stop: pools(2).run(2, part_of_run, text, made(), stop, None, False, f"{text}.saved")  # noqa: E731
+    first = run(2)[0][0]
+    for rest, kinds, *_ in run(4):
+        assert first + rest == want and "OptimState8bit" in kinds
+
+
+def test_whole_states_are_not_dealt(pools, text):
+    """Refused before training; the other way round they are numbers of 32 bits."""
+    saved = f"{text}.saved"
+    pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
+    for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):
+        assert answer.error == "ValueError" and "holds OptimState8bit of whole parameters" in answer.message
 
 
 @pytest.mark.slow
