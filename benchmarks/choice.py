@@ -4,10 +4,10 @@
     python benchmarks/choice.py --device cpu --ranks 2 --local 4096 --heads 2 --head-dim 16 --dtype float32
 
 Short calls are decided by the hosts, whose speed drifts by more than exchanges differ. So in each of many rounds every
-exchange is timed once, four calls after another as layers are; a round begins with another exchange than the one before.
+exchange is timed once, four calls after another as layers are; in another order than before.
 Times are those of the slowest rank; "of the best" is the median over rounds of a time against that of the named exchange
 with the shortest median.
-Shape letters: N = R L tokens, L of a rank.
+Shape letters: R ranks, N = R L tokens, L of a rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import argparse
 import gc
 import itertools
 import os
+import random
 import socket
 import statistics
 import time
@@ -47,9 +48,12 @@ def options() -> argparse.Namespace:
     p.add_argument("--causal", nargs="+", type=int, default=[1])
     p.add_argument("--exchanges", nargs="+", default=list(EXCHANGES))
     p.add_argument("--head-sizes", nargs="+", type=int, default=[1])
-    p.add_argument("--rounds", type=int, default=21)
+    p.add_argument("--rounds", type=int, default=21, help="at least 2")
     p.add_argument("--record", type=Path, help="append the table to this file")
-    return p.parse_args()
+    args = p.parse_args()
+    if args.rounds < 2:
+        p.error("--rounds must be at least 2")
+    return args
 
 
 def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tuple[str, int], SequenceGroup]:
@@ -59,8 +63,9 @@ def groups(tensors, pattern, causal: bool, args: argparse.Namespace) -> dict[tup
         group = SequenceGroup(exchange=name, head_size=size)
         try:
             step(tensors, pattern, causal, group)[0]()
-        except ValueError:
+        except ValueError as error:
             group.close()
+            print(f"{name}, head_size {size}: {error}", flush=True) if dist.get_rank() == 0 else None
             continue
         found[name, size] = group
     return found
@@ -83,8 +88,7 @@ def rounds(made: dict, tensors, pattern, causal: bool, args: argparse.Namespace)
     device, found = tensors[0].device, {key: [] for key in made}
     runs = {key: step(tensors, pattern, causal, group)[1] for key, group in made.items()}
     for number in range(args.rounds + 2):  # two to warm up
-        order = list(made)[number % len(made) :] + list(made)[: number % len(made)]
-        for key in order:
+        for key in random.Random(number).sample(list(made), len(made)):  # equal on all ranks
             seconds = timed(runs[key], made[key], device)
             found[key] += [seconds] if number > 1 else []
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -23,7 +24,7 @@ class Asked:
 
     def done(self) -> bool:
         """Whether `wait` would return at once."""
-        return self.posted.done() and self.posted.result().is_completed()
+        return self.posted.done() and (self.posted.exception() is not None or self.posted.result().is_completed())
 
     def wait(self) -> list[Tensor]:
         """Every rank's tensor, in the order of ranks."""
@@ -32,18 +33,24 @@ class Asked:
 
 
 class _Beside:
-    """A gloo backend whose collectives are begun by a thread of its own, in the order they are asked for.
+    """A gloo backend whose collectives are begun by another thread, in the order they are asked for.
 
     torch's `Work` keeps the state of the thread that began it, and with it autograd's hooks of the moment: where activations
     are recomputed these hold a block's input, and calls that are put off would keep as many inputs as they reach back.
     """
 
     def __init__(self, backend: dist.ProcessGroupGloo) -> None:
-        self._backend, self._thread = backend, ThreadPoolExecutor(1, "quiet")
+        self._backend = backend
 
     def allgather(self, found: list[Tensor], mine: Tensor) -> Future[Any]:
         """Begin to gather; the future of torch's `Work`."""
-        return self._thread.submit(self._backend.allgather, [found], [mine])
+        return _thread(os.getpid()).submit(self._backend.allgather, [found], [mine])
+
+
+@functools.cache
+def _thread(process: int) -> ThreadPoolExecutor:
+    """The thread of a process, which a fork does not take along."""
+    return ThreadPoolExecutor(1, "quiet")
 
 
 class Quiet:
@@ -57,7 +64,8 @@ class Quiet:
 
     def ask(self, mine: Tensor) -> Asked:
         """Begin to gather every rank's tensor; equal shapes and dtypes, on the CPU."""
-        found = [torch.empty_like(mine) for _ in range(self.ranks)]
+        with torch.inference_mode(False):  # in which the thread is that writes them
+            found = [torch.empty_like(mine) for _ in range(self.ranks)]
         if self._own is not None:
             return Asked(found, self._own.allgather(found, mine))
         begun: Future[Any] = Future()

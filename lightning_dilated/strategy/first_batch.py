@@ -104,15 +104,17 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
 
 def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
     """The first tokens along `dim` of the whole sequence, of which each rank gives those that it holds."""
-    shape = (*x.shape[:dim], *x.shape[dim + 1 :])
-    agreed = group.agree({"call": "check_first_batch", "shape": shape, "dtype": x.dtype}, x.shape[dim])
-    found = x.new_zeros(*x.shape[:dim], min(HEAD, agreed.seq_len), *x.shape[dim + 1 :])
-    at, within = 0, found.shape[dim]
-    for piece in group.shard(agreed.seq_len).ranges(group.rank):
-        head = piece[: len(range(piece.start, within, piece.step))]
-        found.index_copy_(dim, torch.tensor(head, dtype=torch.int64, device=x.device), x.narrow(dim, at, len(head)))
+    mine = x.movedim(dim, 0)
+    facts = {"call": "check_first_batch", "shape": tuple(mine.shape[1:]), "dim": dim, "dtype": x.dtype}
+    shard = group.shard(group.agree(facts, len(mine)).seq_len)
+    found, at = mine.new_zeros(min(HEAD, shard.seq_len), *mine.shape[1:]), 0
+    for piece in shard.ranges(group.rank):
+        count = min(len(piece), len(range(piece.start, len(found), piece.step)))
+        found[piece.start :: piece.step][:count] = mine[at : at + count]
         at += len(piece)
-    return sequence_sum(found, group)
+    # by bytes, which sums of any dtype leave as they are
+    whole = sequence_sum(found.reshape(-1).view(torch.uint8), group)
+    return whole.view(x.dtype).view(found.shape).movedim(0, dim).contiguous()
 
 
 def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:

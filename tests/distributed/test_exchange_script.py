@@ -60,12 +60,12 @@ def in_turn(rank, group, options):
 def test_in_turn(pool):
     """All ranks say the same, and the best of the named ones is 1.000 of itself."""
     sizes = (
-        "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --rounds 2 --exchanges gather ring"
+        "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --rounds 3 --exchanges gather ring"
     )
     first, *others = pool.run(4, in_turn, sizes)
     assert others == [first] * 3
     auto, *named = first
     assert auto[2].removeprefix("auto (").removesuffix(")") in EXCHANGES
     assert [row[2] for row in named] == ["gather", "ring"]
-    assert "1.000" in {row[-1] for row in named}
+    assert min(named, key=lambda row: float(row[4]))[-1] == "1.000"
     assert all(float(below) <= float(ms) <= float(above) for *_, ms, below, above, _ in first)

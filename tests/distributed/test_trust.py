@@ -55,6 +55,22 @@ def test_equal_calls(pool):
     assert pool.run(2, equal_calls) == [(0, 6, True, 0)] * 2
 
 
+def calls_without_gradients(rank, group):
+    """Results within inference_mode, as of validate, test and predict on GPUs, and what an equal call gives without."""
+    with sequence(group) as ours:
+        as_on_gpus(ours)
+        q = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(rank))
+        want = dilated_attention(q, q, q, WIDE, sequence=ours)
+        with torch.inference_mode(), ours.trusting():
+            found = [dilated_attention(q, q, q, WIDE, sequence=ours) for _ in range(3)]
+            ours.settle()
+        return [torch.equal(x, want) for x in found]
+
+
+def test_inference_mode(pool):
+    assert pool.run(2, calls_without_gradients) == [[True] * 3] * 2
+
+
 def new_calls(rank, group):
     """Calls put off where each is a new one: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
     with sequence(group) as ours:

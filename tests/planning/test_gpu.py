@@ -52,8 +52,10 @@ def measured(folder, strategy, ranks):
 
 @pytest.mark.parametrize(("strategy", "ranks"), WAYS)
 def test_peak(tmp_path, strategy, ranks):
-    """Block inputs that stayed where they were done with once made this a third too little on two GPUs."""
+    """On two GPUs block inputs once stayed that were done with."""
     pytest.importorskip("jsonargparse")
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the plan is that of a GPU of capability 9.0")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
     assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.03)

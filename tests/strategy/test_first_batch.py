@@ -141,8 +141,10 @@ def heads(rank, group, layout, tokens, first):
         "x": torch.randn(2, tokens, 3, generator=made),
         "ids": torch.randint(0, 256, (2, tokens), generator=made),
         "keep": torch.rand(2, tokens, generator=made) < 0.5,
+        "kind": torch.randint(0, 256, (2, tokens), generator=made).to(torch.uint16),
+        "last": torch.randn(2, 3, tokens, generator=made),
     }
-    spec, ours = SequenceSpec(dict.fromkeys(whole, 1)), SequenceGroup(group, layout=layout)
+    spec, ours = SequenceSpec({**dict.fromkeys(whole, 1), "last": -1}), SequenceGroup(group, layout=layout)
     with pytest.MonkeyPatch.context() as patch, Meter() as meter:
         patch.setattr(first_batch, "HEAD", first)
         batch = spec.cut(whole, Place(ours.ranks, ours.rank, layout))
@@ -151,9 +153,9 @@ def heads(rank, group, layout, tokens, first):
         found = first_batch._head(batch, spec, ours)
         more = meter.peak - before
     ours.close()
-    return all(
-        torch.equal(found[name], x[:, :first]) and found[name].dtype == x.dtype for name, x in whole.items()
-    ), more
+    want = {name: x[..., :first] if name == "last" else x[:, :first] for name, x in whole.items()}
+    same = all(torch.equal(found[name], x) and found[name].dtype == x.dtype for name, x in want.items())
+    return same, more
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "strided", "zigzag"])
