@@ -15,17 +15,14 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import os
 import random
-import socket
 import statistics
 import time
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
-from exchange import meet, most, step
+from exchange import joined, meet, most, start, step, told
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
@@ -118,28 +115,12 @@ def lines(args: argparse.Namespace, device: torch.device):
 
 def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
     """One rank."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
-    if args.device == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    device = joined(rank, ranks, port, args)
     gc.disable()
-    written = [f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"]
-    written += [f"| {' | '.join(COLUMNS)} |\n", f"|{'---|' * len(COLUMNS)}\n"]
-    print("".join(written), end="", flush=True) if rank == 0 else None
-    for line in lines(args, device):
-        written.append(line)
-        print(line, end="", flush=True) if rank == 0 else None
-    if args.record and rank == 0:
-        with args.record.open("a") as file:
-            file.writelines(written)
-    dist.destroy_process_group()
+    head = f"\n{ranks} ranks, {args.rounds} rounds, torch {torch.__version__}\n\n"
+    head += f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    told(rank, head, lines(args, device), args.record)
 
 
 if __name__ == "__main__":
-    given = options()
-    count = given.ranks or torch.cuda.device_count()
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        free = s.getsockname()[1]
-    mp.spawn(work, args=(count, free, given), nprocs=count)
+    start(work, options())

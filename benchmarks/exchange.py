@@ -22,6 +22,7 @@ import os
 import socket
 import statistics
 import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
@@ -225,34 +226,49 @@ def lines(rank: int, args: argparse.Namespace, device: torch.device):
                     print(f"{name}: {found}", flush=True)
 
 
-def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
-    """One rank."""
+def joined(rank: int, ranks: int, port: int, args: argparse.Namespace) -> torch.device:
+    """The device of a rank that joined the others."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
     device = torch.device(args.device, rank) if args.device == "cuda" else torch.device("cpu")
     if args.device == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if args.device == "cuda" else "gloo", rank=rank, world_size=ranks)
+    return device
+
+
+def told(rank: int, head: str, found: Iterable[object], record: Path | None) -> None:
+    """Rank 0 prints the lines as they come, and appends them to the file."""
+    written = [head]
+    print(head, end="", flush=True) if rank == 0 else None
+    for line in found:
+        written.append(str(line))
+        print(line, end="", flush=True) if rank == 0 else None
+    if record and rank == 0:
+        with record.open("a") as file:
+            file.writelines(written)
+    dist.destroy_process_group()
+
+
+def work(rank: int, ranks: int, port: int, args: argparse.Namespace) -> None:
+    """One rank."""
+    device = joined(rank, ranks, port, args)
     head = (
         f"\n{ranks} ranks, {args.heads} heads of {args.head_dim}, {args.dtype}, geometric({args.first}, N), "
         f"ranks_per_node {args.ranks_per_node or 'all'}, torch {torch.__version__}, "
         f"{torch.cuda.get_device_name(device) if args.device == 'cuda' else 'CPU'}, {datetime.date.today()}\n\n"
         f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
     )
-    written = [head]
-    print(head, end="", flush=True) if rank == 0 else None
-    for line in lines(rank, args, device):
-        written.append(str(line))
-        print(line, end="", flush=True) if rank == 0 else None
-    if args.record and rank == 0:
-        with args.record.open("a") as file:
-            file.writelines(written)
-    dist.destroy_process_group()
+    told(rank, head, lines(rank, args, device), args.record)
 
 
-if __name__ == "__main__":
-    given = options()
-    count = given.ranks or torch.cuda.device_count()
+def start(work: Callable[..., None], args: argparse.Namespace) -> None:
+    """All ranks."""
+    count = args.ranks or torch.cuda.device_count()
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         free = s.getsockname()[1]
-    mp.spawn(work, args=(count, free, given), nprocs=count)
+    mp.spawn(work, args=(count, free, args), nprocs=count)
+
+
+if __name__ == "__main__":
+    start(work, options())
