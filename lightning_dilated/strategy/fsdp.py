@@ -157,7 +157,8 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         peers = Peers(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             checkpoint_path = checked(Path(checkpoint_path), peers)
-            refuse_whole(Reader(checkpoint_path).read_metadata().state_dict_metadata, checkpoint_path)
+            if self.optimizers:  # to validate, test and predict weights suffice
+                refuse_whole(Reader(checkpoint_path).read_metadata().state_dict_metadata, checkpoint_path)
         elif peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:

@@ -104,12 +104,22 @@ def test_resumed_from_a_sharded_checkpoint(pools, text, made):
         assert first + rest == want and "OptimState8bit" in kinds
 
 
+def validated(rank, group, folder, ckpt):
+    """The loss of a folder's weights, dealt to ranks."""
+    data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0.2, test_fraction=0)
+    model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
+    built = trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=1)
+    return built.validate(model, data, ckpt_path=ckpt, verbose=False)[0]["val_loss"]
+
+
 def test_whole_states_are_not_dealt(pools, text):
-    """Refused before training; the other way round they are numbers of 32 bits."""
+    """Refused before training; the other way round they are numbers of 32 bits. Weights alone are read."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
     for answer in pools(2).answers(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, None, False, saved):
         assert answer.error == "ValueError" and "holds OptimState8bit of whole parameters" in answer.message
+    first, second = pools(2).run(2, validated, text, saved)
+    assert first == second and first < 6
 
 
 @pytest.mark.slow
