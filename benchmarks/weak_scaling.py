@@ -8,16 +8,18 @@
 
 The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
 rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
-Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them, timed on the slowest rank;
+Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time from one
+step's end to the next on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training;
+`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so).
 "exposed" is the time in a further step for which its kernels waited for rows, the most of any rank.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
-import time
 from functools import partial
 from typing import Any
 
@@ -27,7 +29,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_dilated as ld
-from lightning_dilated.sequence.exchange.clock import Clock, seconds
+from lightning_dilated.sequence.exchange.clock import Clock, mark, seconds
 
 #: tokens of a rank that are trained before the clock
 WARM = 2**22
@@ -50,6 +52,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--accelerator", default="auto")
     p.add_argument("--no-compile", action="store_true")
     p.add_argument("--steps", type=int, default=5, help="measured")
+    p.add_argument("--wait", action="store_true", help="for the GPU after every step")
     p.add_argument("--warm", type=int, help="steps before (default: 4M tokens, but at least 2)")
     return p.parse_args()
 
@@ -76,9 +79,9 @@ class RandomBytes(Dataset):
 class Watch(pl.Callback):
     """Seconds of every step but the first `warm`; of one more, what the exchange received and how long it was awaited."""
 
-    def __init__(self, warm: int, steps: int) -> None:
-        self.last, self.seconds, self.loss, self.received, self.exposed = 0.0, [], float("nan"), (0, 0), 0.0
-        self.warm, self.steps, self.clock = warm, steps, Clock()
+    def __init__(self, warm: int, steps: int, wait: bool) -> None:
+        self.ends, self.loss, self.received, self.exposed = [], torch.tensor(float("nan")), (0, 0), 0.0
+        self.warm, self.steps, self.wait, self.clock = warm, steps, wait, Clock()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
         """Count this step's bytes only."""
@@ -88,17 +91,20 @@ class Watch(pl.Callback):
             group.watch(self.clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, outputs: Any, *unused: Any) -> None:
-        """Wait for the device and look at the clock."""
-        if trainer.strategy.root_device.type == "cuda":
+        """Look at the clock; the host waits for the device only before and after the steps that are measured."""
+        device, done = trainer.strategy.root_device, trainer.global_step - self.warm
+        if device.type == "cuda" and (self.wait or done in (0, self.steps, self.steps + 1)):
             torch.cuda.synchronize()
-        now = time.perf_counter()
-        if self.warm < trainer.global_step <= self.warm + self.steps:
-            self.seconds.append(now - self.last)
-        if trainer.global_step > self.warm + self.steps:
+        if 0 <= done <= self.steps:
+            self.ends.append(mark(device))
+        if done > self.steps:
             self.exposed = sum(seconds(wait.begin, wait.end) for wait in self.clock.waits)
-        group, self.last = trainer.strategy.sequence, now
-        self.loss = float(outputs["loss"])
+        group, self.loss = trainer.strategy.sequence, outputs["loss"].detach()
         self.received = group.forward_traffic.received, group.backward_traffic.received
+
+    def step(self) -> float:
+        """Seconds of a step, the median."""
+        return statistics.median(itertools.starmap(seconds, itertools.pairwise(self.ends)))
 
 
 def model_of(args: argparse.Namespace, tokens: int, ranks: int, on_gpu: bool) -> ld.LongNetLM:
@@ -115,7 +121,7 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     pl.seed_everything(0, verbose=False)
     # compiling has left as many processes as cores, which take seconds to start and take them from the ranks
     warm = max(2, WARM // tokens) if args.warm is None else args.warm
-    clock, steps = Watch(warm, args.steps), warm + args.steps + 1
+    clock, steps = Watch(warm, args.steps, args.wait), warm + args.steps + 1
     kind = ld.RingDilatedStrategy if args.strategy == "ring_dilated" else ld.RingDilatedFSDPStrategy
     callbacks = [clock] if args.recompute == "none" else [clock, ld.callbacks.ActivationRecompute(args.recompute)]
     trainer = pl.Trainer(
@@ -128,13 +134,13 @@ def measure(args: argparse.Namespace, tokens: int) -> None:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     trainer.fit(model, DataLoader(RandomBytes(tokens * trainer.world_size, steps), batch_size=1, pin_memory=on_gpu))
-    seen = [statistics.median(clock.seconds), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
+    seen = [clock.step(), torch.cuda.max_memory_allocated() / 2**30 if on_gpu else float("nan")]
     slowest = torch.tensor(
         [*seen, *clock.received, clock.exposed], dtype=torch.float64, device=trainer.strategy.root_device
     )
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     took, peak, forward, backward, exposed = slowest.tolist()
-    loss = torch.tensor(clock.loss, device=trainer.strategy.root_device)  # the ranks' shares sum to it
+    loss = clock.loss.clone()  # the ranks' shares sum to it
     dist.all_reduce(loss)
     if trainer.global_rank == 0:
         plan = trainer.strategy.sequence.plan

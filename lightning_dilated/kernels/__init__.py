@@ -10,7 +10,7 @@ import shutil
 
 import torch
 
-__all__ = ["available", "on", "send", "why_not"]
+__all__ = ["available", "capability", "on", "send", "why_not"]
 
 
 @functools.cache
@@ -28,15 +28,23 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
+@functools.cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """(major, minor) of a CUDA device, None where there is none: asked of the driver once, since every call wants it."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(device)
+
+
 def why_not(device: torch.device) -> str | None:
     """None where the kernels can run on tensors of a device, else the reason."""
     if device.type != "cuda":
         if device.type == "cpu" and interpreted():
             return _missing()
         return f"needs a CUDA device (or TRITON_INTERPRET=1 on a CPU, for tests), not {device.type}"
-    if not torch.cuda.is_available():
+    if (found := capability(device)) is None:
         return "needs a CUDA device, and this machine has none"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if found < (8, 0):
         return "needs compute capability 8.0"
     return _missing()
 

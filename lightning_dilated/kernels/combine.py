@@ -7,6 +7,7 @@ of its entries at that position, in fp32, whatever their number.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -180,10 +181,20 @@ _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device) -> Tensor:
     """(parts, 8) int64: address and strides of each part, and of its log-sum-exp."""
-    found = [
-        [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
+    found = tuple(
+        (p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0)))
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
-    ]
+    )
+    return _table(found, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(found: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
+    """Numbers on a device.
+
+    Kept, since parts mostly lie where they lay in the step before, and to send them costs the host more than the launch. One
+    for each stream, which reads it after it was sent, and takes its memory again after the last reader.
+    """
     return send(torch.tensor(found, dtype=torch.int64, device="cpu"), device)
 
 

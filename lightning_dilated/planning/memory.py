@@ -29,9 +29,9 @@ ADAMW = 2.0
 #: bytes of states of a parameter with 8-bit AdamW: two numbers, and fp32 maxima of blocks of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
 OPTIMIZERS = ("adamw", "adamw8bit")
-#: what cuBLAS takes for good on a GPU of capability 9.0, and on others
-CUBLAS = {(9, 0): 32 << 20}
-CUBLAS_ELSEWHERE = 8 << 20
+#: what cuBLAS takes for good on a GPU of capability 9.0, and on others: in the forward's thread and in the backward's
+CUBLAS = {(9, 0): 2 * (32 << 20)}
+CUBLAS_ELSEWHERE = 2 * (8 << 20)
 STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
 
 

@@ -174,7 +174,7 @@ class SequenceGroup:
             ValueError: on every rank, naming the rank and what differs; or the rank whose shard has the wrong length.
             RuntimeError: where a CUDA graph is recorded; where the others do not come.
         """
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
                 "a CUDA graph cannot record calls of several ranks: they compare each call through their hosts, which a "
                 "replay would pass over. Leave attention over a sequence out of the graph."

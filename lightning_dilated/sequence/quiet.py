@@ -32,6 +32,18 @@ class Asked:
         return self.found
 
 
+class _Said:
+    """The `Work` of a rank that asks itself."""
+
+    def is_completed(self) -> bool:
+        """At once."""
+        return True
+
+    def wait(self) -> bool:
+        """No longer than that."""
+        return True
+
+
 class _Beside:
     """A gloo backend whose collectives are begun by another thread, in the order they are asked for.
 
@@ -59,16 +71,19 @@ class Quiet:
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta | None, channel: str = "") -> None:
         self.group, self.ranks = group, dist.get_world_size(group)
         self._own = None
-        if channel or dist.get_backend(group) != "gloo":
+        if self.ranks > 1 and (channel or dist.get_backend(group) != "gloo"):
             self._own = _beside(group, timeout, channel)
 
     def ask(self, mine: Tensor) -> Asked:
         """Begin to gather every rank's tensor; equal shapes and dtypes, on the CPU."""
+        begun: Future[Any] = Future()
+        if self.ranks == 1:
+            begun.set_result(_Said())
+            return Asked([mine], begun)
         with torch.inference_mode(False):  # in which the thread is that writes them
             found = [torch.empty_like(mine) for _ in range(self.ranks)]
         if self._own is not None:
             return Asked(found, self._own.allgather(found, mine))
-        begun: Future[Any] = Future()
         begun.set_result(dist.all_gather(found, mine, group=self.group, async_op=True))
         return Asked(found, begun)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from lightning_dilated import kernels
 from lightning_dilated.attention import dilated_attention, engines
 from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.engines import math as math_engine
@@ -149,13 +150,12 @@ def test_small_blocks_are_launched_at_once(flops, want, monkeypatch):
     for name in ("cudnn", "triton"):
         monkeypatch.setitem(ENGINES, name, replace(ENGINES[name], available=lambda device: None))
     monkeypatch.setattr(engines, "TRITON", ENGINES["triton"])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(kernels, "capability", lambda device: (9, 0))
     request = Request(CUDA, torch.bfloat16, 64, block_flops=flops)
     choice = choose("auto", request)
     assert choice.name == want and ("runs those below" in str(choice)) == (want == "triton")
     assert choose("sdpa", request).name == "cudnn"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(kernels, "capability", lambda device: (8, 0))
     assert choose("auto", request).name == "cudnn"  # nothing was measured there
 
 

@@ -142,7 +142,7 @@ def test_gloo_never_trusts(pool):
 def recorded(rank, group):
     """What a rank is told that records a CUDA graph."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         try:
             ours.agree({"call": "test"}, 4)
@@ -277,3 +277,14 @@ def test_ranks_hold_what_one_does(pool, settings):
     alone = peak(made(settings))
     for found in pool.run(2, ranks_peak, settings):
         assert abs(found - alone) < 0.01 * alone, (found, alone)
+
+
+def asks_itself(rank, group):
+    """A rank alone has nobody to wait for, and no connection to make."""
+    quiet = Quiet(group, None, "alone")
+    asked = quiet.ask(torch.tensor([1, 2]))
+    return quiet._own is None, asked.done(), [x.tolist() for x in asked.wait()], quiet.gather_words({"a": "b"})
+
+
+def test_one_rank_asks_itself(pool):
+    assert pool.run(1, asks_itself) == [(True, True, [[1, 2]], [{"a": "b"}])]

@@ -16,7 +16,7 @@ from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import Setup
 
 pytestmark = pytest.mark.gpu
-TOKENS = 1 << 18
+TOKENS = 1 << 20  # enough that what DDP lets go 0.1 s after its first step is gone at the peak
 PATTERN = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
 SIZES = {"dim": 512, "depth": 12, "num_heads": 8, "residual_dtype": "bfloat16"}
 SETTINGS = MemorySettings("block", every=2, offload=1, tile=16384, head_chunks=4)
@@ -58,4 +58,4 @@ def test_peak(tmp_path, strategy, ranks):
         pytest.skip("the plan is that of a GPU of capability 9.0")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.03)
+    assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.02)

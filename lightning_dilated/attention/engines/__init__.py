@@ -9,6 +9,7 @@ from math import inf  # `math` is an engine here
 import torch
 import torch.nn.attention
 
+from lightning_dilated import kernels
 from lightning_dilated.attention.engines import measured
 from lightning_dilated.attention.engines.base import Engine, Request
 from lightning_dilated.attention.engines.math import MATH
@@ -76,9 +77,9 @@ def _first_to_ask(name: str, request: Request) -> tuple[str, ...]:
 
 def _grouped(request: Request) -> str | None:
     """Why the triton engine's grouped launch is taken before engines that are called block by block, if it is."""
-    if request.device.type != "cuda" or request.block_flops == inf or not torch.cuda.is_available():
+    if request.block_flops == inf or (found := kernels.capability(request.device)) is None:
         return None
-    limit = measured.GROUPED_BELOW.get(torch.cuda.get_device_capability(request.device), measured.DEFAULT)
+    limit = measured.GROUPED_BELOW.get(found, measured.DEFAULT)
     if request.block_flops >= limit:
         return None
     return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
@@ -88,7 +89,7 @@ def chained_up_to(name: str, request: Request) -> float:
     """(query, key) pairs of a head up to which "auto" merges what arrives from other ranks in triton's forward itself."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0
-    return measured.CHAINED_UP_TO.get(torch.cuda.get_device_capability(request.device), 0.0)
+    return measured.CHAINED_UP_TO.get(kernels.capability(request.device), 0.0)
 
 
 def _said(choice: Choice, request: Request) -> Choice:

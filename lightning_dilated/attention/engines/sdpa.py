@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lightning_dilated import kernels
 from lightning_dilated.attention.dropout import BlockDropout
 from lightning_dilated.attention.engines.base import Engine, unsupported
 
@@ -97,19 +98,19 @@ def _flash_backward(
 
 
 def _cudnn_available(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
+    if (found := kernels.capability(device)) is None:
         return "needs a CUDA device, and this machine has none"
     if not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if found < (8, 0):
         return "cuDNN attention needs compute capability 8.0"
     return unsupported("_scaled_dot_product_cudnn_attention")(device)
 
 
 def _flash_available(device: torch.device) -> str | None:
-    if not torch.cuda.is_available():
+    if (found := kernels.capability(device)) is None:
         return "needs a CUDA device, and this machine has none"
-    if torch.cuda.get_device_capability(device) < (8, 0):
+    if found < (8, 0):
         return "flash attention needs compute capability 8.0"
     return unsupported("_scaled_dot_product_flash_attention")(device)
 
