@@ -91,7 +91,7 @@ print(found.exchange, time.process_time() - begin, resource.getrusage(resource.R
 """
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["causal", "full"])
 @pytest.mark.parametrize(
     "pattern, want",
     [

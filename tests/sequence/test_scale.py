@@ -58,14 +58,8 @@ def test_64_ranks(exchange, causal):
     check_all(exchange, 64, causal)
 
 
-@pytest.mark.parametrize(
-    "exchange, causal",
-    [
-        pytest.param("butterfly", True, marks=pytest.mark.slow),
-        ("hierarchical_butterfly", False),
-        pytest.param("gather", True, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("exchange, causal", [("butterfly", True), ("hierarchical_butterfly", False), ("gather", True)])
 def test_512_ranks(exchange, causal):
     check_all(exchange, 512, causal)
 

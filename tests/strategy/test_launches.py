@@ -17,6 +17,7 @@ def alone(tmp_path_factory):
     return losses(text)[0]
 
 
+@pytest.mark.slow  # README's own script runs so on two ranks in tests/test_readme.py
 def test_plain_python(tmp_path, alone):
     status, text = start(tmp_path, "nothing", 0, 2)
     assert status == 0 and losses(text) == pytest.approx([alone] * 2, rel=1e-5), text[-3000:]
