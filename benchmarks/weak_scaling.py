@@ -9,9 +9,10 @@
 The pattern is geometric(first, N) with N the whole sequence, so that its widest segment spans all ranks. `--of 4` gives one
 rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
 Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time from one
-step's end to the next on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training;
-`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so).
-"exposed" is the time in a further step for which its kernels waited for rows, the most of any rank.
+step's end to the next on the GPU of the slowest rank. This script does not have the host wait for the GPU between them; on
+several ranks Lightning 2.6 does, before each batch. `--wait` has it wait after each, which adds what the host needs until a
+step's first kernels (rows before 2026-11-23 were taken so). "exposed" is the time in a further step, which begins on an idle
+GPU, for which its kernels waited for rows, the most of any rank.
 """
 
 from __future__ import annotations
@@ -54,7 +55,10 @@ def options() -> argparse.Namespace:
     p.add_argument("--steps", type=int, default=5, help="measured")
     p.add_argument("--wait", action="store_true", help="for the GPU after every step")
     p.add_argument("--warm", type=int, help="steps before (default: 4M tokens, but at least 2)")
-    return p.parse_args()
+    args = p.parse_args()
+    if args.warm is not None and args.warm < 1:
+        p.error(f"--warm must be at least 1, got {args.warm}: the clock starts at the end of a step.")
+    return args
 
 
 class RandomBytes(Dataset):

@@ -28,12 +28,16 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
-@functools.cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """(major, minor) of a CUDA device, None where there is none: asked of the driver once, since every call wants it."""
-    if device.type != "cuda" or not torch.cuda.is_available():
+    """(major, minor) of a CUDA device, None where there is none; cheap, since every call of the op asks several times."""
+    if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
-    return torch.cuda.get_device_capability(device)
+    return _capability(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 def why_not(device: torch.device) -> str | None:

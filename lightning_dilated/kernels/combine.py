@@ -188,7 +188,7 @@ def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch
     return _table(found, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
 
 
-@functools.lru_cache(maxsize=4096)
+@functools.lru_cache(maxsize=1024)
 def _table(found: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
     """Numbers on a device.
 

@@ -58,4 +58,4 @@ def test_peak(tmp_path, strategy, ranks):
         pytest.skip("the plan is that of a GPU of capability 9.0")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.02)
+    assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.03)
