@@ -24,6 +24,7 @@ from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
 from lightning_dilated.strategy import alike
+from lightning_dilated.strategy.ending import Ending
 from lightning_dilated.strategy.first_batch import check_first_batch, computed_in
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
@@ -83,9 +84,7 @@ class SequenceStrategy:
             RuntimeError: before the Trainer runs.
         """
         if self._mesh is None:
-            raise RuntimeError(
-                "the device mesh is made when the Trainer runs: ask in `setup`, `configure_model` or later."
-            )
+            raise RuntimeError("the device mesh is made when the Trainer runs: ask in `setup` or later.")
         return self._mesh
 
     @property
@@ -132,6 +131,7 @@ class SequenceStrategy:
                 timeout=self._seconds,
                 **self._settings,
             )
+        Ending(self.lightning_module.trainer, self._seconds)
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
         self._loaders, self._unlike, self._compared = Loaders(place, self.data_rank), {}, False
         self.lightning_module._device_mesh = self._mesh
@@ -288,9 +288,8 @@ class SequenceStrategy:
         """Lightning's; means of integers are taken in float64."""
         average = reduce_op in ("mean", "avg", ReduceOp.AVG) or reduce_op is None
         if isinstance(tensor, Tensor) and average and not tensor.is_floating_point() and not tensor.is_complex():
-            tensor = (
-                tensor.double()
-            )  # else the mean of counts, which Lightning weighs logged values by, is rounded down
+            # else the mean of counts, which Lightning weighs logged values by, is rounded down
+            tensor = tensor.double()
         return super().reduce(tensor, group, reduce_op)
 
 

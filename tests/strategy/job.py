@@ -1,6 +1,6 @@
 """A training script as users write it, with trouble at its third step: job.py HOW RANK DEVICES [STRATEGY].
 
-HOW: kill, raise, config, nothing; or notebook, as if its lines had been typed in.
+HOW: kill, term, raise, config, nothing; or notebook, as if its lines had been typed in.
 """
 
 import os
@@ -27,6 +27,8 @@ class Trouble(pl.Callback):
             ONCE.touch()
             if HOW == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if HOW == "term":
+                os.kill(os.getpid(), signal.SIGTERM)
             if HOW == "raise":
                 raise ValueError("trouble of its own")
 
