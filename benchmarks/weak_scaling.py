@@ -10,9 +10,9 @@ The pattern is geometric(first, N) with N the whole sequence, so that its widest
 rank the pattern that four ranks of as many tokens have: as many branches a token; the widest are then cut at its own N.
 Random bytes, fused AdamW; a step is forward, backward and optimizer as the Trainer runs them: the median time from one
 step's end to the next on the GPU of the slowest rank. The host does not wait for the GPU between steps, as in training;
-`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so, and on
-several ranks those of that day, too: see there). "exposed" is the time in a further step, which begins on an idle
-GPU, for which its kernels waited for rows, the most of any rank.
+`--wait` has it wait, which adds what the host needs until a step's first kernels (rows before 2026-11-23 were taken so, and
+on several ranks those of that day, too: see there). "exposed" is the time in a further step, which begins on an idle GPU,
+for which its kernels waited for rows, the most of any rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A signal to end (SIGTERM, as schedulers send it) to any rank ends a fit on all ranks before the same batch.
 
-Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps, and
-its signal handler broadcasts that number whatever the rank is doing, which another rank may take for a collective of a step.
-Here hosts tell each other.
+Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps,
+and its signal handler broadcasts that number whatever the rank is doing, which another rank may take for a collective of a
+step. Here hosts tell each other.
 """
 
 from __future__ import annotations
