@@ -24,7 +24,7 @@ from lightning_dilated.sequence.plan import check_exchange
 from lightning_dilated.sequence.shard import check_layout
 from lightning_dilated.sequence.spec import Place, SequenceSpec
 from lightning_dilated.strategy import alike
-from lightning_dilated.strategy.ending import Ending
+from lightning_dilated.strategy.ending import Ending, EndsTogether
 from lightning_dilated.strategy.first_batch import check_first_batch, computed_in
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
@@ -34,7 +34,7 @@ from lightning_dilated.strategy.restart import join_after_restart
 from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
-class SequenceStrategy:
+class SequenceStrategy(EndsTogether):
     """To be inherited beside a Lightning strategy for many processes, and before it."""
 
     #: whether each rank holds a part of the parameters only, and all of them meet in every step of every stage
@@ -131,7 +131,7 @@ class SequenceStrategy:
                 timeout=self._seconds,
                 **self._settings,
             )
-        Ending(self.lightning_module.trainer, self._seconds)
+        self._ending = Ending(self.lightning_module.trainer, self._seconds)
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
         self._loaders, self._unlike, self._compared = Loaders(place, self.data_rank), {}, False
         self.lightning_module._device_mesh = self._mesh

@@ -11,18 +11,29 @@ import torch
 from .runs import Run, launched, make
 from .test_failures import losses, start
 
-RUN = Run(steps=6)
+#: validated after every second batch
+RUN, CHECKED = Run(steps=6), {"val_check_interval": 2, "limit_val_batches": 2}
 
 
 class Told(pl.Callback):
-    """A rank gets the signal at the third batch, where `at` says."""
+    """Ranks get the signal at the third batch, or the last, or in the validation before it, where `at` says."""
 
     def __init__(self, who, at):
-        self.who, self.at = who, at
+        self.who, self.at, self.validated = who, at, 0
 
     def _tell(self, trainer, at):
-        if (trainer.global_rank, trainer.global_step, at) == (self.who, 2, self.at):
+        step = 5 if self.at == "last" else 2
+        if (
+            trainer.global_rank in self.who
+            and trainer.global_step == step
+            and self.at in (at, "last" * (at == "backward"))
+        ):
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def on_validation_batch_start(self, trainer, *unused):
+        self.validated += 1
+        if trainer.global_step == 2 and self.validated % 2:
+            self._tell(trainer, "validation")
 
     def on_train_batch_start(self, trainer, *unused):
         self._tell(trainer, "begin")
@@ -31,31 +42,48 @@ class Told(pl.Callback):
         self._tell(trainer, "backward")
 
 
-def ended(rank, group, who, at):
-    """Why a fit ended, its steps, and what GPUs would have been asked."""
-    asked, real = [], torch.distributed.broadcast
-    built, model, data, _ = make(RUN, launched(rank))
-    built.callbacks.append(Told(who, at))
+def ended(rank, group, who, at, options):
+    """Why a fit ended, its steps, batches of validation, what GPUs would have been asked, and the handler afterwards."""
+    asked, real, told = [], torch.distributed.broadcast, Told(who, at)
+    built, model, data, _ = make(RUN, launched(rank), callbacks=[told], **options)
+    usual, why = signal.getsignal(signal.SIGTERM), ""
     torch.distributed.broadcast = lambda *a, **k: (asked.append(a), real(*a, **k))[1]
-    usual = signal.getsignal(signal.SIGTERM)
     try:
         built.fit(model, data)
     except BaseException as error:
-        return type(error).__name__, built.global_step, len(asked), signal.getsignal(signal.SIGTERM) is usual
+        why = type(error).__name__
     finally:
         torch.distributed.broadcast = real
-    return "", built.global_step, len(asked), signal.getsignal(signal.SIGTERM) is usual
+    return why, built.global_step, told.validated, len(asked), signal.getsignal(signal.SIGTERM) is usual
 
 
 @pytest.mark.parametrize("at", ["begin", "backward"])
-@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("who", [[0], [1], [0, 1]])
 def test_all_ranks_end_after_the_same_batch(pools, who, at):
-    assert pools(2).run(2, ended, who, at) == [("SIGTERMException", 3, 0, True)] * 2
+    assert pools(2).run(2, ended, who, at, {"limit_val_batches": 0}) == [("SIGTERMException", 3, 0, 0, True)] * 2
+
+
+@pytest.mark.parametrize("who", [[1], [0, 1]])
+def test_a_validation_is_finished_or_not_begun(pools, who):
+    assert pools(2).run(2, ended, who, "validation", CHECKED) == [("SIGTERMException", 2, 2, 0, True)] * 2
+    assert (
+        pools(2).run(2, ended, who, "backward", {**CHECKED, "val_check_interval": 3})
+        == [("SIGTERMException", 3, 0, 0, True)] * 2
+    )
+
+
+def test_told_in_the_last_batch(pools):
+    """The fit is over, but what comes after it must not begin."""
+    assert pools(2).run(2, ended, [1], "last", {"limit_val_batches": 0}) == [("SIGTERMException", 6, 0, 0, True)] * 2
+
+
+def test_one_rank(pools):
+    assert pools(1).run(1, ended, [0], "backward", {"limit_val_batches": 0}) == [("SIGTERMException", 3, 0, 0, True)]
 
 
 def test_nobody_is_told(pools):
     """And no tensor of the device is broadcast before a batch."""
-    assert pools(2).run(2, ended, None, "begin") == [("", 6, 0, True)] * 2
+    assert pools(2).run(2, ended, [], "begin", {"limit_val_batches": 0}) == [("", 6, 0, 0, True)] * 2
 
 
 @pytest.mark.slow
