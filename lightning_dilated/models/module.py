@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.models.advice import advice, longest
 from lightning_dilated.models.metrics import TokenMean
+from lightning_dilated.models.newest import Newest
 from lightning_dilated.models.pretrained import Pretrained, class_path
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
@@ -43,8 +44,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
     `sequence_spec` declares which entries of a batch are sequences, for strategies that cut them; a subclass sets its own.
 
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
-    does); `val_loss` and `test_loss`, the exact mean over all tokens of the epoch; and what `derived_metrics` makes of
-    them. The layers are made by `configure_model`: by the Trainer, or outside one as soon as weights are asked for.
+    does; a progress bar shows that of a GPU a step or two late, as `Newest` has it); `val_loss` and `test_loss`, the exact
+    mean over all tokens of the epoch; and what `derived_metrics` makes of them. The layers are made by `configure_model`:
+    by the Trainer, or outside one as soon as weights are asked for.
     `save_pretrained`, `from_pretrained` and `push_to_hub` come from `Pretrained`.
     """
 
@@ -60,6 +62,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         super().__init__()
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
+        self._shown = Newest()
         self._explained: int | None = 0  # tokens of the longest sequence that the pattern was looked at for
         self.mean_loss = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
 
@@ -149,7 +152,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""
         share, _ = self.token_mean(self._shifted(batch))
         loss = loss_sum(share)
-        self.log("train_loss", loss, prog_bar=True, batch_size=1)
+        self.log("train_loss", loss, batch_size=1)
+        if self._trainer is not None and (known := self._shown.of(loss)) is not None:
+            self._trainer.progress_bar_metrics["train_loss"] = known
         for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
         return share

@@ -65,9 +65,48 @@ def _cudnn_backward(
     _no_dropout(dropout)
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     n, m = q.shape[2], k.shape[2]
+    grad, out = _as_first_read((q, k, v), grad, out)
+    lse = lse.contiguous()[..., None]
     return _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, q, k, v, out, lse[..., None], none, none, None, None, None, n, m, 0.0, causal, scale=scale
+        grad, q, k, v, out, lse, none, none, None, None, None, n, m, _OURS, causal, scale=scale
     )
+
+
+#: A dropout of none, in other bits than everybody's 0.0: torch keeps cuDNN's graphs by the bits, too, so that none is shared
+#: with calls of torch's own attention, whose strides are not known here.
+_OURS = -0.0
+#: shapes and strides of q, k, v to the strides of grad and out in the first backward of such
+_READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
+
+
+def _as_first_read(of: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor]:
+    """grad and out with the strides they had in the first backward of such q, k, v: copies, where they have others.
+
+    torch (2.10 to 2.13 at least) keeps a backward's graph by the shapes and strides of q, k, v alone, and it reads grad and
+    out where those of the call that it was made for lay: seen as gradients wrong by their own size, without an error.
+    """
+    key = tuple((x.shape, x.stride()) for x in of)
+    if (first := _READ.get(key)) is None:
+        first = _READ.setdefault(key, tuple((x.contiguous() if _overlaps(x) else x).stride() for x in read))
+    return [x if _lies(x, strides) else _laid(x, strides) for x, strides in zip(read, first, strict=True)]
+
+
+def _lies(x: Tensor, strides: tuple[int, ...]) -> bool:
+    return x.stride() == strides or all(n < 2 or a == b for n, a, b in zip(x.shape, x.stride(), strides, strict=True))
+
+
+def _laid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether elements may share memory, as an expanded gradient's do: no copy can be laid out so."""
+    extent = 1
+    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += stride * (n - 1)
+    return False
 
 
 def _flash_forward(

@@ -1,0 +1,50 @@
+"""A fit during which torch refuses every wait of the host for the GPU: `python -m tests.models.steps_without_waits`."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import lightning.pytorch as pl
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_dilated as ld
+
+WARM, STEPS = 3, 8
+
+
+class Text(Dataset):
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        text = torch.randint(0, 256, (4097,), generator=torch.Generator().manual_seed(index))
+        return {"tokens": text[:-1], "labels": text[1:]}
+
+
+class Refuse(pl.Callback):
+    """From the end of the warm steps to the end of the last but one."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused) -> None:
+        if trainer.global_step == WARM:
+            torch.cuda.set_sync_debug_mode("error")
+        if trainer.global_step == STEPS - 1:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def main() -> None:
+    strategy = getattr(ld, sys.argv[1])(exchange="gather")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    model = ld.LongNetLM(ld.DilatedPattern.geometric(256, 4096), dim=64, depth=2, num_heads=4)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=ranks, strategy=strategy, precision="bf16-mixed", max_steps=STEPS, logger=False,
+        enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse()],
+    )  # fmt: skip
+    trainer.fit(model, DataLoader(Text(), pin_memory=True))
+    if trainer.is_global_zero:
+        print("shown", trainer.progress_bar_metrics["train_loss"], flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""The loss that a progress bar shows, without a wait for it."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.models.newest import Newest
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_on_a_cpu_at_once():
+    newest = Newest()
+    assert [newest.of(torch.tensor(x, requires_grad=True)) for x in (1.5, 2.5)] == [1.5, 2.5]
+
+
+def test_copies_begin_anew():
+    assert isinstance(copy.deepcopy(Newest()), Newest) and isinstance(pickle.loads(pickle.dumps(Newest())), Newest)
+
+
+class Shown(pl.callbacks.TQDMProgressBar):
+    """What a bar reads after each batch, and what was to be shown."""
+
+    def __init__(self):
+        super().__init__()
+        self.shown, self.losses = [], []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.shown.append(self.get_metrics(trainer, module)["train_loss"])
+        self.losses.append(trainer.callback_metrics["train_loss"].item())
+        super().on_train_batch_end(trainer, module, outputs, batch, batch_idx)
+
+
+def test_the_bar_shows_the_loss():
+    bar, text = Shown(), [{"tokens": torch.arange(33)[i : i + 32], "labels": torch.arange(33)[:32]} for i in range(2)]
+    model = LongNetLM(DilatedPattern([(16, 1)]), dim=8, depth=1, num_heads=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
+    pl.Trainer(accelerator="cpu", max_epochs=3, callbacks=[bar], **quiet).fit(model, DataLoader(text), DataLoader(text))
+    assert len(bar.shown) == 6 and bar.shown == bar.losses
+
+
+def test_a_step_needs_no_trainer():
+    model = LongNetLM(DilatedPattern([(16, 1)]), dim=8, depth=1, num_heads=2)
+    assert model.training_step({"tokens": torch.arange(9)[None], "labels": torch.arange(9)[None]}, 0).isfinite()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_what_has_arrived():
+    newest = Newest()
+    newest.of(torch.tensor(1.5, device="cuda"))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    assert newest.of(torch.tensor(1.5, device="cuda") * 2) == 1.5  # the second waits behind the sleep
+    torch.cuda.synchronize()
+    assert newest.of(torch.tensor(9.0, device="cuda")) in (3.0, 9.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("strategy", ["RingDilatedStrategy", "RingDilatedFSDPStrategy"])
+@pytest.mark.parametrize("gpus", [1, 2])
+def test_no_step_waits_for_the_gpu(gpus, strategy):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"needs {gpus} GPUs")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
+    env = {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    command += ["-m", "tests.models.steps_without_waits", strategy]
+    ran = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=150)
+    assert ran.returncode == 0 and "shown 5." in ran.stdout, (ran.stdout + ran.stderr)[-3000:]
