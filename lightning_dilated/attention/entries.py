@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_dilated.kernels import send
 from lightning_dilated.pattern.rows import Block
+from lightning_dilated.transfer import send
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.combine import Entries

@@ -20,9 +20,9 @@ from lightning_dilated.attention.blockwise import Call
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.jobs import work_of
 from lightning_dilated.attention.views import Span
-from lightning_dilated.kernels import send
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
+from lightning_dilated.transfer import send
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.jobs import GroupedDrop, Work

@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_dilated.attention.blockwise import Call
 from lightning_dilated.attention.entries import rate_of, rows_by_head
 from lightning_dilated.attention.views import Span
-from lightning_dilated.kernels import send
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.transfer import send
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.jobs import Grid, Outputs, Work

@@ -23,6 +23,7 @@ from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+from lightning_dilated.transfer import send
 
 
 class DilatedAttention(nn.Module):
@@ -250,12 +251,12 @@ class MultiheadDilatedAttention(nn.Module):
         if self.rotary is None or isinstance(positions, RotaryTable):
             return positions if self.rotary is not None else None
         if positions is None:
-            positions = token_positions(start, x.shape[1])
+            positions = token_positions(start, x.shape[1], x.device)
         if positions.shape not in (x.shape[1:2], x.shape[:2]):
             raise ValueError(
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
-        return self.rotary(positions.to(x.device), autocast(x[:0])[0].dtype)
+        return self.rotary(send(positions, x.device), autocast(x[:0])[0].dtype)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""

@@ -111,7 +111,12 @@ class Rotary(nn.Module):
             )
 
 
-def token_positions(start: int, length: int) -> Tensor:
-    """The global positions of `length` tokens from `start` on; within an active sequence those of this rank's shard."""
+def token_positions(start: int, length: int, device: torch.device | None = None) -> Tensor:
+    """The global positions of `length` tokens from `start` on; within an active sequence those of this rank's shard.
+
+    On the CPU by default.
+    """
     group = active_sequence()
-    return torch.arange(start, start + length) if group is None else group.positions(length)
+    if group is None:
+        return torch.arange(start, start + length, device=device)
+    return group.positions(length, device)

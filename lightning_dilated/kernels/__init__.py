@@ -10,7 +10,7 @@ import shutil
 
 import torch
 
-__all__ = ["available", "capability", "on", "send", "why_not"]
+__all__ = ["available", "capability", "on", "why_not"]
 
 
 @functools.cache
@@ -61,8 +61,3 @@ def available(device: torch.device) -> bool:
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """Within, Triton launches on this device: it asks for the current one, not for the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-def send(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the CPU on a device; from pinned memory, so that the host does not wait for what the device is doing."""
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" and x.numel() else x.to(device)

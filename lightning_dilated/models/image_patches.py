@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.transfer import send
+
 #: added to the cells wanted before they are divided by the table's, so that rounding never loses one (as in DINO)
 NUDGE = 0.1
 
@@ -86,9 +88,9 @@ def table_positions(table: Tensor, rows: int, columns: int, positions: Tensor) -
         return _take(table[0], index)
     with torch.autocast(table.device.type, enabled=False):
         wide = table[0].to(torch.promote_types(table.dtype, torch.float32)).view(cells, cells, -1)
-        down = cubic_weights(cells, rows, (rows + NUDGE) / cells)[needed].to(wide)
-        along = cubic_weights(cells, columns, (columns + NUDGE) / cells).to(wide)
-        made = torch.einsum("ri,ije,cj->rce", down, wide, along).flatten(0, 1)
+        down = cubic_weights(cells, rows, (rows + NUDGE) / cells)[needed].to(wide.dtype)
+        along = cubic_weights(cells, columns, (columns + NUDGE) / cells).to(wide.dtype)
+        made = torch.einsum("ri,ije,cj->rce", send(down, wide.device), wide, send(along, wide.device)).flatten(0, 1)
     return _take(made, index)
 
 
@@ -111,4 +113,4 @@ def _counting(index: Tensor) -> slice | Tensor:
 
 def _take(rows: Tensor, index: slice | Tensor) -> Tensor:
     """rows[index]; a view where the index counts up one by one."""
-    return rows[index] if isinstance(index, slice) else rows.index_select(0, index.to(rows.device))
+    return rows[index] if isinstance(index, slice) else rows.index_select(0, send(index, rows.device))

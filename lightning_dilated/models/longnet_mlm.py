@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet_lm import TokenModel
@@ -20,7 +21,7 @@ from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence import active_sequence, sequence_sum
+from lightning_dilated.sequence import sequence_sum
 
 
 class LongNetMLM(TokenModel):
@@ -125,8 +126,7 @@ class LongNetMLM(TokenModel):
                 'the dataset return {"tokens": ..., "index": index}.'
             )
         index = sample_numbers(index)
-        group, length = active_sequence(), tokens.shape[1]
-        positions = torch.arange(length) if group is None else group.positions(length)
+        positions = token_positions(0, tokens.shape[1], tokens.device)
         stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
 
@@ -149,7 +149,7 @@ class LongNetMLM(TokenModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats over the masked tokens, their number)."""
         losses, right, _ = self.masked_terms(batch)
-        return losses.sum(), torch.tensor(len(right), device=losses.device)
+        return losses.sum(), torch.full((), len(right), device=losses.device)
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per masked token."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.dropout import START, fold
+from lightning_dilated.transfer import send
 
 _WORDS = 2**32
 #: what a hash is for
@@ -103,18 +104,18 @@ class Masking:
             lengths: (B,) tokens of each sample; those beyond are padding and never chosen.
         """
         device = tokens.device
-        index, positions = index.to(device, torch.int64), positions.to(device)
+        index, positions = send(index.to(torch.int64), device), send(positions, device)
         row = fold(torch.full((), START, dtype=torch.int64, device=device), self.seed, *stream, index[:, None])
         begin = self._stretches(row, positions)
         chosen = fold(row, _CHOOSE, begin) < round(self.fraction * _WORDS)
         for token in self.never:
             chosen = chosen & (tokens != token)
         if lengths is not None:
-            chosen = chosen & (positions < torch.as_tensor(lengths).to(device)[:, None])
+            chosen = chosen & (positions < send(torch.as_tensor(lengths), device)[:, None])
         treat = fold(row, _TREAT, begin)
         kept = treat < round(self.keep * _WORDS)
         random = ~kept & (treat < round((self.keep + self.random) * _WORDS))
-        drawn = torch.tensor(self.drawn, device=device)
+        drawn = send(torch.tensor(self.drawn), device)
         other = drawn[(fold(row, _REPLACE, positions) * len(drawn)) >> 32]
         seen = torch.where(random, other, torch.full_like(tokens, self.mask_token))
         return torch.where(chosen & ~kept, seen, tokens), chosen

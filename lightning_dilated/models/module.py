@@ -29,6 +29,7 @@ from lightning_dilated.models.pretrained import Pretrained, class_path
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
+from lightning_dilated.sequence.loss import scalar
 
 STAGES = ("train", "val", "test")
 
@@ -146,7 +147,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
         On several ranks of a sequence: this rank's share of the mean over all ranks' tokens, and its own number of them.
         """
         total, tokens = self.loss_terms(batch)
-        return loss_share(total, tokens), torch.as_tensor(tokens, device=total.device)
+        tokens = scalar(tokens, total.device)
+        return loss_share(total, tokens), tokens
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         """The mean loss over the tokens of the batch (on several ranks of a sequence, this rank's share of it)."""

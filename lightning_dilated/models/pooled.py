@@ -19,6 +19,7 @@ from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES, DilatedModule
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
+from lightning_dilated.transfer import send
 
 
 class PooledModule(DilatedModule):
@@ -257,7 +258,7 @@ def mean_token(x: Tensor, positions: Tensor, lengths: Tensor | None, start: int 
     counted = (positions >= start).expand(x.shape[:2])
     if lengths is not None:
         counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])
-    return sequence_mean(x, mask=counted.to(x.device))
+    return sequence_mean(x, mask=send(counted, x.device))
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:

@@ -20,6 +20,7 @@ from lightning_dilated.models.pooled import guarded
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.transfer import send
 
 RELEASED_RATES = (1, 2, 4, 8, 16)
 #: tiles along an axis of the largest slide that GigaPath's segments are made for
@@ -122,7 +123,7 @@ class SlideBackbone:
         """Projected tiles (B, L, E) with their positions added, in the dtype of the parameters; checks coordinates."""
         guarded(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
         cells = cells_of(coords, counted.to(coords.device), self.tile_size)
-        return x + self.grid_positions(cells.to(x.device)).to(self.cls_token.dtype)
+        return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
 
     def _project(self, features: Tensor) -> Tensor:
         return self.patch_embed(features.to(self.patch_embed.weight.dtype))
@@ -156,7 +157,7 @@ class SlideBackbone:
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
         # torch.where and no assignment: on ranks without the class token its gradient is 0, but there is one
-        return torch.where((positions == 0).to(x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
+        return torch.where(send(positions == 0, x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
 
     def _check_shapes(self, features: Any, coords: Any) -> None:
         for name, x in (("features", features), ("coords", coords)):

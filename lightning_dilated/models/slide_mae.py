@@ -23,6 +23,7 @@ from lightning_dilated.models.slide_encoder import slide_options
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec
+from lightning_dilated.transfer import send
 
 
 class SlidePretrainer(SlideBackbone, DilatedModule):
@@ -132,12 +133,12 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
 
         def hide(x: Tensor, positions: Tensor) -> Tensor:
             found.append(self.hidden_tiles(batch["index"], positions, lengths))
-            return torch.where(found[0].to(x.device)[..., None], self.mask_token.to(x.dtype), x)
+            return torch.where(send(found[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
 
         x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide)
         x = self.norm(self.transformer(self.dropout(x), lengths=lengths))
         x = self.decoder(self.decoder_embed(x), lengths=lengths)
-        rows = self.hidden_rows(found[0]).to(x.device)
+        rows = send(self.hidden_rows(found[0]), x.device)
         target = features.flatten(0, 1)[rows]
         target = target.to(torch.promote_types(target.dtype, torch.float32))
         if self.normalise:

@@ -22,6 +22,7 @@ from lightning_dilated.models.offload import Host
 from lightning_dilated.models.recompute import in_groups
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.transfer import send
 
 
 def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
@@ -138,12 +139,12 @@ class DilatedTransformer(nn.Module):
         if self.rotary is None:
             return None
         if positions is None:
-            positions = token_positions(caches[0].length if caches else 0, x.shape[1])
+            positions = token_positions(caches[0].length if caches else 0, x.shape[1], x.device)
         if positions.shape not in (x.shape[1:2], x.shape[:2]):
             raise ValueError(
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
-        return self.rotary(positions.to(x.device), _working_dtype(x))
+        return self.rotary(send(positions, x.device), _working_dtype(x))
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph where that can be (xPos looks at values)."""

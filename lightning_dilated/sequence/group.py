@@ -111,15 +111,16 @@ class SequenceGroup:
         """Where the positions of a sequence of N tokens lie."""
         return Shard(seq_len, self.ranks, self.layout)
 
-    def positions(self, length: int) -> torch.Tensor:
-        """(L,) int64: the global positions of this rank's `length` tokens; every rank has to ask.
+    def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
+        """(L,) int64: the global positions of this rank's `length` tokens, on the CPU by default; every rank has to ask.
 
         Raises:
             ValueError: on every rank, if some rank's tokens are not those of its shard.
         """
         agreed = self.agree({"call": "positions"}, length)
         held = self.shard(agreed.seq_len).ranges(self.rank)
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(x.start, x.stop, x.step) for x in held)])
+        runs = [torch.arange(x.start, x.stop, x.step, device=device) for x in held]
+        return torch.cat([torch.empty(0, dtype=torch.int64, device=device), *runs])
 
     @contextlib.contextmanager
     def active(self) -> Iterator[SequenceGroup]:

@@ -31,11 +31,16 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
         RuntimeError: in an evaluation whose ranks have unlike numbers of batches; some would wait for the others.
     """
     group = _group(sequence)
-    count = torch.as_tensor(count, device=total.device).detach().to(torch.float64, copy=True)
+    count = scalar(count, total.device).detach().to(torch.float64, copy=True)
     if group is not None:
         group.shares += 1
         dist.all_reduce(count, group=group.loss_group)
     return total / count.clamp(min=1).to(total.dtype)
+
+
+def scalar(x: Tensor | float, device: torch.device) -> Tensor:
+    """A number on a device; one of the host's is written there, since to copy it would wait for a GPU."""
+    return x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
