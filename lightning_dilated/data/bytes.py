@@ -83,7 +83,7 @@ class ByteDataModule(SplitDataModule):
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
+        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -101,7 +101,7 @@ class ByteDataModule(SplitDataModule):
         val_limit: int | None = None,
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
         suffixes: list[str] | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)

@@ -73,7 +73,7 @@ class GenomeDataModule(SplitDataModule):
         cache_dir: str | None = None,
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = required_paths("paths", paths)

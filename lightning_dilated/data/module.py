@@ -25,7 +25,7 @@ class SplitDataModule(pl.LightningDataModule):
         batch_size: B, samples of a batch on each device.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
+        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
@@ -33,12 +33,14 @@ class SplitDataModule(pl.LightningDataModule):
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
 
-    def __init__(self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool = False) -> None:
+    def __init__(
+        self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool | None = None
+    ) -> None:
         super().__init__()
         self.batch_size = whole_number("data.batch_size", batch_size, 1)
         self.seed = whole_number("data.seed", seed, 0)
         self.num_workers = whole_number("data.num_workers", num_workers, 0)
-        self.pin_memory = flag("data.pin_memory", pin_memory)
+        self.pin_memory = None if pin_memory is None else flag("data.pin_memory", pin_memory)
         # a rank may have no sample of a short validation split, as none is served twice
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._train_loader: ResumableLoader | None = None
@@ -83,7 +85,7 @@ class SplitDataModule(pl.LightningDataModule):
             collate_fn=self.collate,
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=self._pins(),
             drop_last=True,
         )
         loader.trainer = self.trainer
@@ -134,6 +136,11 @@ class SplitDataModule(pl.LightningDataModule):
         found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
         return (0, 1) if not found else (found["rank"], found["num_replicas"])
 
+    def _pins(self) -> bool:
+        if self.pin_memory is not None or self.trainer is None:
+            return bool(self.pin_memory)
+        return self.trainer.strategy.root_device.type == "cuda"
+
     def _eval_loader(self, split: str) -> DataLoader | list[DataLoader]:
         missing = self.wanted(split)
         if missing is not None:
@@ -148,5 +155,5 @@ class SplitDataModule(pl.LightningDataModule):
             collate_fn=self.collate,
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
             num_workers=self.num_workers,
-            pin_memory=self.pin_memory,
+            pin_memory=self._pins(),
         )

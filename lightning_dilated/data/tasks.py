@@ -74,7 +74,7 @@ class RuleDataModule(SplitDataModule):
         test_size: int,
         seed: int,
         num_workers: int,
-        pin_memory: bool,
+        pin_memory: bool | None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.seq_len = whole_number("data.seq_len", seq_len, 1)
@@ -153,7 +153,7 @@ class FarRecallDataModule(RuleDataModule):
         test_size: int = 512,
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
         self.num_pairs = whole_number("data.num_pairs", num_pairs, 1)
@@ -245,7 +245,7 @@ class ListOpsDataModule(RuleDataModule):
         test_size: int = 2_000,
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
         self.max_depth = whole_number("data.max_depth", max_depth, 1)

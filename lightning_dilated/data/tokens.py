@@ -142,7 +142,7 @@ class TokenDataModule(SplitDataModule):
         scan: bool = True,
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}

@@ -19,7 +19,7 @@ class Text(Dataset):
         return STEPS
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        text = torch.randint(0, 256, (4097,), generator=torch.Generator().manual_seed(index))
+        text = torch.randint(0, 256, (2049,), generator=torch.Generator().manual_seed(index))
         return {"tokens": text[:-1], "labels": text[1:]}
 
 
@@ -36,7 +36,7 @@ class Refuse(pl.Callback):
 def main() -> None:
     strategy = getattr(ld, sys.argv[1])(exchange="gather")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    model = ld.LongNetLM(ld.DilatedPattern.geometric(256, 4096), dim=64, depth=2, num_heads=4)
+    model = ld.LongNetLM(ld.DilatedPattern.geometric(256, 2048), dim=64, depth=2, num_heads=4, compile_blocks=False)
     trainer = pl.Trainer(
         accelerator="gpu", devices=ranks, strategy=strategy, precision="bf16-mixed", max_steps=STEPS, logger=False,
         enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse()],

@@ -56,13 +56,13 @@ def test_a_step_needs_no_trainer():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_what_has_arrived():
-    newest = Newest()
-    newest.of(torch.tensor(1.5, device="cuda"))
+    newest, x = Newest(), torch.tensor(1.5, device="cuda")
+    newest.of(x)
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    assert newest.of(torch.tensor(1.5, device="cuda") * 2) == 1.5  # the second waits behind the sleep
+    assert newest.of(x * 2) == 1.5  # the second waits behind the sleep
     torch.cuda.synchronize()
-    assert newest.of(torch.tensor(9.0, device="cuda")) in (3.0, 9.0)
+    assert newest.of(x * 6) in (3.0, 9.0)
 
 
 @pytest.mark.gpu
