@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Tensor, device
+import torch
+from torch import Tensor
 
 
-def send(x: Tensor, to: device) -> Tensor:
+def send(x: Tensor, device: torch.device) -> Tensor:
     """A tensor on a device; one of the CPU goes by pinned memory, so that the host does not wait for what a GPU is doing."""
-    if x.device.type != "cpu" or to.type != "cuda" or not x.numel():
-        return x.to(to)
-    return x.pin_memory().to(to, non_blocking=True)
+    if x.device.type != "cpu" or device.type != "cuda" or not x.numel():
+        return x.to(device)
+    return x.pin_memory().to(device, non_blocking=True)

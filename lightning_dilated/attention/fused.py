@@ -109,13 +109,9 @@ def _covered(found: list[Span], x: Tensor) -> bool:
     return sum(span.batches * span.length for span in found) == x.shape[0] * x.shape[1]
 
 
-def _combined(
-    kernel: Callable[..., None], into: tuple[Tensor, ...], parts: list[Tensor], own: int | None, *more: object
-) -> None:
-    """Combine parts into rows of a result; `own` is the number of the part that is its memory already, if it is."""
-    in_place = own is not None and parts[own].data_ptr() == into[0].data_ptr()
-    with kernels.on(into[0].device):
-        kernel(*into, _alike(parts, into[0]), *more, in_place=in_place)
+def _is(parts: Sequence[Tensor], own: int | None, out: Tensor) -> bool:
+    """Whether part `own` is the memory of the result already."""
+    return own is not None and parts[own].data_ptr() == out.data_ptr()
 
 
 def _descend(device: torch.device, made: Stretch, make: Callable, combine: Callable, parts: list) -> None:
@@ -174,8 +170,11 @@ def _merge(
         of, out.shape[2], False, out.device, stretch.start, stretch.stop - stretch.start, _stream(out.device)
     )
     mine = slice(span.batch, span.batch + span.batches)
+    out, lse = out[mine], lse[mine]
     values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
-    _combined(merge_parts, (out[mine], lse[mine]), values, _number(of, own), weights, table, _where(span, stretch))
+    in_place = _is(values, _number(of, own), out)
+    with kernels.on(out.device):
+        merge_parts(out, lse, _alike(values, out), weights, table, _where(span, stretch), in_place)
 
 
 def backward(
@@ -206,9 +205,15 @@ def _sum(
     from lightning_dilated.kernels.combine import sum_parts
 
     length, mine = stretch.stop - stretch.start, slice(span.batch, span.batch + span.batches)
-    for i, x in enumerate(total):
-        table = entries(of, x.shape[2], i > 0, x.device, stretch.start, length, _stream(x.device))
-        _combined(sum_parts, (x[mine],), [p[i] for p in parts], _number(of, own), table, _where(span, stretch), add)
+    outs, device, at = [x[mine] for x in total], total[0].device, _number(of, own)
+    tables = [
+        entries(of, x.shape[2], i > 0, device, stretch.start, length, _stream(device)) for i, x in enumerate(outs)
+    ]
+    of_each = list(zip(*parts, strict=True)) or [()] * len(outs)
+    in_place = [_is(p, at, x) for p, x in zip(of_each, outs, strict=True)]
+    with kernels.on(device):
+        alike = [_alike(p, x) for p, x in zip(of_each, outs, strict=True)]
+        sum_parts(outs, alike, tables, _where(span, stretch), add, in_place)
 
 
 def _number(of: tuple[Block, ...], branch: int | None) -> int | None:
@@ -216,7 +221,7 @@ def _number(of: tuple[Block, ...], branch: int | None) -> int | None:
     return next((i for i, b in enumerate(of) if b.branch == branch), None)
 
 
-def _alike(parts: list[Tensor], like: Tensor) -> list[Tensor]:
+def _alike(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
     """Parts of one dtype (the math engine, which serves blocks too small for another, makes fp32), rows in one piece."""
     found = {p.dtype for p in parts}
     dtype = found.pop() if len(found) == 1 else like.dtype

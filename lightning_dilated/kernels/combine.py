@@ -7,7 +7,6 @@ of its entries at that position, in fp32, whatever their number.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -181,36 +180,24 @@ _NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32:
 
 def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device) -> Tensor:
     """(parts, 8) int64: address and strides of each part, and of its log-sum-exp."""
-    found = tuple(
-        (p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0)))
+    found = [
+        [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
-    )
-    return _table(found, device, torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0)
-
-
-@functools.lru_cache(maxsize=1024)
-def _table(found: tuple[tuple[int, ...], ...], device: torch.device, stream: int) -> Tensor:
-    """Numbers on a device.
-
-    Kept, since parts mostly lie where they lay in the step before, and to send them costs the host more than the launch. One
-    for each stream, which reads it after it was sent, and takes its memory again after the last reader.
-    """
+    ]
     return send(torch.tensor(found, dtype=torch.int64, device="cpu"), device)
 
 
 def _launch(
-    kernel, config: tuple[int, int], out: Tensor, between: tuple, parts: Sequence[Tensor], weights: Sequence[Tensor],
+    kernel, config: tuple[int, int], out: Tensor, between: tuple, parts: Sequence[Tensor], addresses: Tensor,
     entries: Entries, order: Tensor, span: tuple[int, int, int, int], options: dict[str, bool],
 ) -> None:  # fmt: skip
     samples, start, stop, origin = span
     tokens, warps = config
     tiles, count = triton.cdiv(stop - start, tokens * entries.step), order.shape[0]
-    if not count:
-        return
     dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
     align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
     kernel[(count * tiles, samples)](
-        out, *out.stride()[:3], *between, _addresses(parts, weights, out.device), entries.table, entries.classes, order,
+        out, *out.stride()[:3], *between, addresses, entries.table, entries.classes, order,
         count, out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
         BLOCK=triton.next_power_of_2(dim), num_warps=warps, **options,
     )  # fmt: skip
@@ -236,18 +223,25 @@ def merge_parts(
         span: (samples, start, stop, origin): positions start..stop are written, to rows origin + position.
         in_place: one part has every row, and its memory is `out` itself; rows that no other part has stay as they are.
     """
-    between = lse, lse.stride(0), lse.stride(2), lse.stride(1)
-    _launch(_merge, MERGE, out, between, parts, weights, entries, entries.every, span, {"IN_PLACE": in_place})
+    between, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
+    _launch(_merge, MERGE, out, between, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
 
 
 def sum_parts(
-    out: Tensor,
-    parts: Sequence[Tensor],
-    entries: Entries,
+    outs: Sequence[Tensor],
+    parts: Sequence[Sequence[Tensor]],
+    entries: Sequence[Entries],
     span: tuple[int, int, int, int],
     add: bool = False,
-    in_place: bool = False,
+    in_place: Sequence[bool] = (False, False, False),
 ) -> None:
-    """Write the sum of parts to rows of out (with `add`, add it to them); arguments as in `merge_parts`."""
-    order = entries.several if in_place else entries.every
-    _launch(_sum, SUM, out, (), parts, (), entries, order, span, {"ADD": add})
+    """Write the sum of parts to rows of out (with `add`, add it to them), for several; arguments as in `merge_parts`."""
+    orders = [x.several if own else x.every for x, own in zip(entries, in_place, strict=True)]
+    some = [i for i, order in enumerate(orders) if len(order)]
+    if not some:
+        return
+    table = _addresses(
+        [p for i in some for p in parts[i]], (), outs[0].device
+    )  # one for all: to send it costs the host time
+    for i, addresses in zip(some, table.split([len(parts[i]) for i in some]), strict=True):
+        _launch(_sum, SUM, outs[i], (), parts[i], addresses, entries[i], orders[i], span, {"ADD": add})

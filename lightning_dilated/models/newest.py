@@ -7,6 +7,9 @@ from collections import deque
 import torch
 from torch import Tensor
 
+#: numbers under way at once; pinned memory is taken once, since taking it waits for the GPU
+SLOTS = 8
+
 
 class Newest:
     """The last of a GPU's numbers to have reached the host.
@@ -16,20 +19,27 @@ class Newest:
     """
 
     def __init__(self) -> None:
+        self._free: list[tuple[Tensor, torch.cuda.Event]] | None = None
         self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._known: float | None = None
 
     def of(self, x: Tensor) -> float | None:
-        """Send a scalar on its way; the newest that has arrived, None before the first."""
+        """Send a scalar on its way (unless `SLOTS` of them are); the newest that has arrived, None before the first."""
         x = x.detach()
         if x.device.type != "cuda":
             return x.item()
-        sent = torch.cuda.Event()
-        host = torch.empty((), dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-        sent.record(torch.cuda.current_stream(x.device))
-        self._coming.append((host, sent))
+        if self._free is None:
+            slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
+            self._free = [(slot, torch.cuda.Event()) for slot in slots]
         while self._coming and self._coming[0][1].query():
-            self._known = self._coming.popleft()[0].item()
+            slot, _ = arrived = self._coming.popleft()
+            self._known = slot.item()
+            self._free.append(arrived)
+        if self._free:
+            slot, sent = self._free.pop()
+            slot.copy_(x.double(), non_blocking=True)
+            sent.record(torch.cuda.current_stream(x.device))
+            self._coming.append((slot, sent))
         return self._known
 
     def __reduce__(self) -> tuple[type[Newest], tuple[()]]:

@@ -261,20 +261,6 @@ def test_long_calls(engine):
                 close(f"{name} of {sizes}", a, b, 2e-2, 1.0)
 
 
-@pytest.mark.parametrize("case", [BASE.but(causal=True), BASE.but(batch=3, lengths=(256, 0, 77), causal=True)], ids=str)
-def test_tables_that_are_kept(case):
-    """Calls one after another take each other's memory, and so their tables of addresses, between other lengths, too."""
-    from lightning_dilated.kernels import combine
-
-    combine._table.cache_clear()
-    for repeat in range(6):
-        for n in (0, 64):
-            check(
-                case if n == 0 or case.lengths else case.but(seq_len=case.seq_len + n * repeat), "cudnn", torch.bfloat16
-            )
-    assert combine._table.cache_info().hits > 0
-
-
 def test_gradients_laid_out_otherwise_than_before():
     """torch keeps cuDNN's graphs by the strides of q, k, v, not by those of the gradient; for its own attention, too."""
     case = BASE.but(pattern=DilatedPattern([(128, 4)]), causal=True)

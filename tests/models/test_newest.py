@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.newest import Newest
+from lightning_dilated.models.newest import SLOTS, Newest
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,7 +62,21 @@ def test_on_a_gpu_what_has_arrived():
     torch.cuda._sleep(2_000_000_000)
     assert newest.of(x * 2) == 1.5  # the second waits behind the sleep
     torch.cuda.synchronize()
-    assert newest.of(x * 6) in (3.0, 9.0)
+    assert newest.of(x * 6) == 3.0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_many_under_way():
+    newest, x = Newest(), torch.arange(20.0, device="cuda")
+    newest.of(x[0])
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)
+    assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # those that find no slot are not shown
+    torch.cuda.synchronize()
+    assert newest.of(x[0]) == SLOTS
+    torch.cuda.synchronize()
+    assert newest.of(x[0]) == 0.0
 
 
 @pytest.mark.gpu
