@@ -56,7 +56,8 @@ def words(capsys):
     return " ".join(capsys.readouterr().out.split())
 
 
-def test_a_run_explains_itself(tmp_path, capsys):
+def test_a_run_explains_itself(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")  # the folder's name in one line
     data = text(tmp_path)
     run = fit(RunReport(), data=data, logger=CSVLogger(tmp_path, "name"))
     folder, out = tmp_path / "name" / "version_0", words(capsys)
