@@ -69,7 +69,8 @@ class SlideDataModule(SplitDataModule):
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, for faster transfer to a GPU.
+        pin_memory: copy batches to page-locked memory, so that nothing waits for them (null: where there is a GPU). Slides
+            are large, and what is page-locked is not given back.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -102,7 +103,7 @@ class SlideDataModule(SplitDataModule):
         check_values: str = "first",
         seed: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        pin_memory: bool | None = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = about_slides(path_list, [] if paths is None else paths)

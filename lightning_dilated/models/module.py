@@ -155,15 +155,24 @@ class DilatedModule(Pretrained, pl.LightningModule):
         share, _ = self.token_mean(self._shifted(batch))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
-        if self._trainer is not None and (known := self._shown.of(loss)) is not None:
-            self._trainer.progress_bar_metrics["train_loss"] = known
+        if self._trainer is not None:
+            self._show(self._shown.of(loss))
         for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
         return share
 
+    def _show(self, loss: float | None) -> None:
+        if loss is not None:
+            self.trainer.progress_bar_metrics["train_loss"] = loss
+
     def on_fit_start(self) -> None:
         """Train in training mode: Lightning keeps the mode it finds, and loaded encoders come in eval mode."""
+        self._shown = Newest()  # of the device of this fit
         self.train()
+
+    def on_train_end(self) -> None:
+        """The progress bar's loss is the last step's in the end."""
+        self._show(self._shown.last())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Say once, after the first step (or one with a longer batch), what the pattern cannot do at that length."""

@@ -22,14 +22,16 @@ class Newest:
         self._free: list[tuple[Tensor, torch.cuda.Event]] | None = None
         self._coming: deque[tuple[Tensor, torch.cuda.Event]] = deque()
         self._known: float | None = None
+        self._last: Tensor | None = None
 
     def of(self, x: Tensor) -> float | None:
         """Send a scalar on its way (unless `SLOTS` of them are); the newest that has arrived, None before the first."""
-        x = x.detach()
+        self._last = x = x.detach()
         if x.device.type != "cuda":
             return x.item()
         if self._free is None:
-            slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
+            with torch.inference_mode(False):  # whose memory could not be written to later
+                slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
             self._free = [(slot, torch.cuda.Event()) for slot in slots]
         while self._coming and self._coming[0][1].query():
             slot, _ = arrived = self._coming.popleft()
@@ -41,6 +43,10 @@ class Newest:
             sent.record(torch.cuda.current_stream(x.device))
             self._coming.append((slot, sent))
         return self._known
+
+    def last(self) -> float | None:
+        """The last number itself, which is waited for."""
+        return None if self._last is None else self._last.item()
 
     def __reduce__(self) -> tuple[type[Newest], tuple[()]]:
         """Copies of a module, and those sent to other processes, begin without a number."""

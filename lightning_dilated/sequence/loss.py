@@ -40,7 +40,7 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
     """A number on a device; one of the host's is written there, since to copy it would wait for a GPU."""
-    return x.to(device) if isinstance(x, Tensor) else torch.full((), x, device=device)
+    return torch.full((), x, device=device) if type(x) in (bool, int, float) else torch.as_tensor(x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:

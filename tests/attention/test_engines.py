@@ -8,14 +8,14 @@ from hypothesis import given, settings
 
 from lightning_dilated import kernels
 from lightning_dilated.attention import dilated_attention, engines
-from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names, sdpa
+from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.engines import math as math_engine
 from lightning_dilated.attention.engines.base import unsupported
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
 
 from .recorder import record
-from .reference import GRADIENTS, close, close_lse, error, gradients, leaves
+from .reference import GRADIENTS, close, close_lse, gradients, leaves
 from .strategies import Case, cases
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -220,64 +220,6 @@ def test_the_op_never_asks_for_no_rows(monkeypatch):
 
     check()
     assert any(without) and not all(without)
-
-
-class Forgetful:
-    """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call of such q, k, v."""
-
-    def __init__(self, monkeypatch, mended: bool):
-        self.first, self.copies, self.mended = {}, 0, mended
-        base, laid = ENGINES["math"], sdpa._laid
-        monkeypatch.setattr(sdpa, "_READ", {})
-        monkeypatch.setattr(sdpa, "_laid", lambda *given: (setattr(self, "copies", self.copies + 1), laid(*given))[1])
-        engine = replace(base, backward=lambda *given: self.backward(base, *given))
-        monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
-
-    def backward(self, base, grad, q, k, v, out, *rest):
-        read = sdpa._as_first_read((q, k, v), grad, out) if self.mended else (grad, out)
-        key = tuple((x.shape, x.stride()) for x in (q, k, v))
-        strides = self.first.setdefault(key, tuple(x.stride() for x in read))
-        grad, out = (x.as_strided(x.shape, s) for x, s in zip(read, strides, strict=True))
-        return base.backward(grad, q, k, v, out, *rest)
-
-    def worst(self, case: Case) -> float:
-        q, k, v, grad = case.tensors()
-        exact = leaves(q, k, v)
-        got = gradients(case.run(q, k, v, engine="cpu_flash"), (q, k, v), grad)
-        return max(map(error, got, gradients(case.oracle(*exact)[0], exact, grad)))
-
-
-GROWS = Case(DilatedPattern([(32, 1), (128, 4)]), 1, 256, 4, 4, 8, causal=True)  # grad's strides do, those of q do not
-
-
-@pytest.mark.parametrize("lengths", [(256, 320), (320, 256, 384), (256, 256)])
-def test_gradients_laid_out_otherwise_than_in_the_first_call(monkeypatch, lengths):
-    engine = Forgetful(monkeypatch, mended=True)
-    assert max(engine.worst(GROWS.but(seq_len=n)) for n in lengths) < 1e-10
-    assert (engine.copies > 0) == (len(set(lengths)) > 1)
-
-
-def test_the_forgetful_engine_forgets(monkeypatch):
-    engine = Forgetful(monkeypatch, mended=False)
-    assert [engine.worst(GROWS.but(seq_len=n)) > 0.1 for n in (256, 320)] == [False, True]
-
-
-@settings(max_examples=60)
-@given(cases(longest=40), cases(longest=40))
-def test_random_calls_one_after_another(first, then):
-    with pytest.MonkeyPatch.context() as patch:
-        engine = Forgetful(patch, mended=True)
-        for case in (first, then, first.but(layout=then.layout), first):
-            if not case.refused():
-                assert engine.worst(case) < 1e-10, case
-
-
-def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
-    monkeypatch.setattr(sdpa, "_READ", {})
-    q, whole = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 8)
-    grad, out = sdpa._as_first_read((q, q, q), torch.ones(1, 1, 1, 8).expand(2, 3, 5, 8), whole)
-    assert grad.stride() == whole.stride() and torch.equal(grad, torch.ones_like(q)) and out is whole
-    assert sdpa._as_first_read((q, q, q), whole, whole) == [whole, whole]  # as they are
 
 
 def test_takes_strides():

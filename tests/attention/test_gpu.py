@@ -4,9 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-import torch.nn.functional as F
-from hypothesis import HealthCheck, assume, given, settings
-from hypothesis import strategies as st
 
 from lightning_dilated.attention import DilatedAttention, dilated_attention, fused, grouped
 from lightning_dilated.attention.engines import ENGINES, Request, choose, measured
@@ -14,7 +11,7 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .recorder import record
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
-from .strategies import Case, cases
+from .strategies import Case
 
 pytestmark = pytest.mark.gpu
 
@@ -259,47 +256,6 @@ def test_long_calls(engine):
                 want = [want, *gradients(want, x, grad)]
             for name, a, b in zip(("out", *GRADIENTS), got, want, strict=True):
                 close(f"{name} of {sizes}", a, b, 2e-2, 1.0)
-
-
-def test_gradients_laid_out_otherwise_than_before():
-    """torch keeps cuDNN's graphs by the strides of q, k, v, not by those of the gradient; for its own attention, too."""
-    case = BASE.but(pattern=DilatedPattern([(128, 4)]), causal=True)
-    for n in (256, 320, 257, 300, 310):
-        check(case.but(seq_len=n), "cudnn", torch.bfloat16)
-    case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # torch's own call has the same q, k, v
-    q, k, v, _ = case.tensors(torch.bfloat16, device="cuda")
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):
-        theirs = F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), is_causal=True)
-        theirs.backward(torch.randn(1, 320, 4, 64, device="cuda", dtype=torch.bfloat16).transpose(1, 2))
-    for x in (q, k, v):
-        x.grad = None
-    check(case, "cudnn", torch.bfloat16)
-    q, k, v, _ = case.tensors(torch.bfloat16, device="cuda")
-    exact = leaves(q, k, v, dtype=torch.float64)
-    got, want = case.run(q, k, v, engine="cudnn").sum(), case.run(*exact, engine="math").sum()
-    rows = zip(GRADIENTS, gradients(got, (q, k, v), None), gradients(want, exact, None), strict=True)
-    for name, a, b in rows:
-        close(f"{name} of a sum", a, b, 2e-2, 1.0)
-    check(case, "cudnn", torch.bfloat16)
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
-@given(cases(longest=500), st.sampled_from(["cudnn", "flash", "triton"]), st.sampled_from([64, 48, 128]))
-def test_random_calls(case, engine, head_dim):
-    """Against float64 on the GPU, which test_oracle_wide compares with the oracle."""
-    case = case.but(head_dim=head_dim)
-    assume(not case.refused())
-    q, k, v, grad = case.tensors(torch.bfloat16, device="cuda")
-    out, exact = case.run(q, k, v, engine=engine), leaves(q, k, v, dtype=torch.float64)
-    want = case.run(*exact, engine="math")
-    rows = zip(
-        ("out", *GRADIENTS),
-        (out, *gradients(out, (q, k, v), grad)),
-        (want, *gradients(want, exact, grad.double())),
-        strict=True,
-    )
-    for name, a, b in rows:
-        close(f"{name} of {case} by {engine}", a, b, 5e-2, 1.0)
 
 
 def test_dropout_mask_is_the_cpus():

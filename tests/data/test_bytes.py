@@ -3,6 +3,7 @@
 import multiprocessing
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import numpy as np
@@ -181,6 +182,16 @@ class Ranked(pl.Trainer):
         made = cls(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
         made.distributed_sampler_kwargs = {"rank": rank, "num_replicas": replicas}
         return made
+
+
+@pytest.mark.parametrize("device, given, pins", [("cuda", None, True), ("cuda", False, False), ("cpu", None, False)])
+def test_batches_are_pinned_where_there_is_a_gpu(tmp_path: Path, device: str, given: bool | None, pins: bool) -> None:
+    folder, _ = write(tmp_path, 2000)
+    module = ByteDataModule(folder, seq_len=10, pin_memory=given)
+    assert not module.train_dataloader().pin_memory  # without a Trainer
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    module.trainer = SimpleNamespace(strategy=strategy, distributed_sampler_kwargs=None)
+    assert module.train_dataloader().pin_memory == module.val_dataloader().pin_memory == pins
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 5])

@@ -1,4 +1,5 @@
-"""A fit during which torch refuses every wait of the host for the GPU: `python -m tests.models.steps_without_waits`."""
+"""A fit during which torch refuses waits of the host for the GPU, all but those of `torch.cuda.synchronize`, of events and
+of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits RingDilatedStrategy`."""
 
 from __future__ import annotations
 

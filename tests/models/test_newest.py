@@ -24,7 +24,12 @@ def test_on_a_cpu_at_once():
 
 
 def test_copies_begin_anew():
-    assert isinstance(copy.deepcopy(Newest()), Newest) and isinstance(pickle.loads(pickle.dumps(Newest())), Newest)
+    newest = Newest()
+    assert newest.last() is None
+    newest.of(torch.tensor(1.5))
+    newest._free = [lambda: None]  # as events, which cannot be pickled
+    for made in (copy.deepcopy(newest), pickle.loads(pickle.dumps(newest))):
+        assert isinstance(made, Newest) and made.last() is None and newest.last() == 1.5
 
 
 class Shown(pl.callbacks.TQDMProgressBar):
@@ -46,6 +51,7 @@ def test_the_bar_shows_the_loss():
     quiet = {"logger": False, "enable_checkpointing": False, "enable_model_summary": False}
     pl.Trainer(accelerator="cpu", max_epochs=3, callbacks=[bar], **quiet).fit(model, DataLoader(text), DataLoader(text))
     assert len(bar.shown) == 6 and bar.shown == bar.losses
+    assert bar.trainer.progress_bar_metrics["train_loss"] == bar.losses[-1]
 
 
 def test_a_step_needs_no_trainer():
@@ -73,7 +79,7 @@ def test_many_under_way():
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     assert [newest.of(y) for y in x[1:]] == [0.0] * 19  # those that find no slot are not shown
-    torch.cuda.synchronize()
+    assert newest.last() == 19.0
     assert newest.of(x[0]) == SLOTS
     torch.cuda.synchronize()
     assert newest.of(x[0]) == 0.0

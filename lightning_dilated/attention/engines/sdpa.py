@@ -6,6 +6,9 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 from torch import Tensor
 
@@ -14,6 +17,7 @@ from lightning_dilated.attention.dropout import BlockDropout
 from lightning_dilated.attention.engines.base import Engine, unsupported
 
 _aten = torch.ops.aten
+_log = logging.getLogger(__name__)
 
 
 def _no_dropout(dropout: BlockDropout | None) -> None:
@@ -75,6 +79,8 @@ def _cudnn_backward(
 #: A dropout of none, in other bits than everybody's 0.0: torch keeps cuDNN's graphs by the bits, too, so that none is shared
 #: with calls of torch's own attention, whose strides are not known here.
 _OURS = -0.0
+#: a window of heads has a gradient that is strewn over as much more memory as there are windows
+STREWN = 16
 #: shapes and strides of q, k, v to the strides of grad and out in the first backward of such
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
@@ -82,13 +88,20 @@ _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 def _as_first_read(of: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor]:
     """grad and out with the strides they had in the first backward of such q, k, v: copies, where they have others.
 
-    torch (2.10 to 2.13 at least) keeps a backward's graph by the shapes and strides of q, k, v alone, and it reads grad and
-    out where those of the call that it was made for lay: seen as gradients wrong by their own size, without an error.
+    torch (seen: 2.11) keeps a backward's graph by the shapes and strides of q, k, v alone, and it reads grad and out where
+    those of the call that it was made for lay: seen as gradients wrong by their own size, without an error.
     """
     key = tuple((x.shape, x.stride()) for x in of)
     if (first := _READ.get(key)) is None:
-        first = _READ.setdefault(key, tuple((x.contiguous() if _overlaps(x) else x).stride() for x in read))
+        first = _READ.setdefault(key, tuple(_dense(x, of[0]).stride() for x in read))
     return [x if _lies(x, strides) else _laid(x, strides) for x, strides in zip(read, first, strict=True)]
+
+
+def _dense(x: Tensor, q: Tensor) -> Tensor:
+    """A tensor whose strides a copy can have: x itself, where no two of its elements share memory (as an expanded gradient's
+    do) and it is not strewn over `STREWN` times as much of it as q."""
+    extent, of_q = _extent(x), _extent(q)
+    return x if extent is not None and extent <= STREWN * (of_q or q.numel()) else x.contiguous()
 
 
 def _lies(x: Tensor, strides: tuple[int, ...]) -> bool:
@@ -96,17 +109,25 @@ def _lies(x: Tensor, strides: tuple[int, ...]) -> bool:
 
 
 def _laid(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    _say_copies()
     return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
-def _overlaps(x: Tensor) -> bool:
-    """Whether elements may share memory, as an expanded gradient's do: no copy can be laid out so."""
+@functools.cache
+def _say_copies() -> None:
+    _log.info(
+        "gradients of attention lie otherwise than in an earlier call, and are copied for cuDNN, which costs some time"
+    )
+
+
+def _extent(x: Tensor) -> int | None:
+    """Elements from the first to the last of x, or None where some may share memory."""
     extent = 1
     for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
         if stride < extent:
-            return True
+            return None
         extent += stride * (n - 1)
-    return False
+    return extent
 
 
 def _flash_forward(
