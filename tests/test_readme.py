@@ -36,7 +36,9 @@ def test_first_screen_holds_the_two_commands() -> None:
     assert any(
         line.startswith("python -m pip install -c constraints.txt . && lightning-dilated fit") for line in screen
     )
-    assert any(line.startswith("python -m pip install") and line.endswith("pytest") for line in screen)
+    assert any(
+        line.startswith("python -m pip install") and line.endswith("pytest -n 2 --dist loadfile") for line in screen
+    )
 
 
 def test_own_model_block_trains_one_step() -> None:

@@ -26,9 +26,10 @@ class Newest:
 
     def of(self, x: Tensor) -> float | None:
         """Send a scalar on its way (unless `SLOTS` of them are); the newest that has arrived, None before the first."""
-        self._last = x = x.detach()
         if x.device.type != "cuda":
-            return x.item()
+            self._known = x.item()
+            return self._known
+        self._last = x.detach().double()
         if self._free is None:
             with torch.inference_mode(False):  # whose memory could not be written to later
                 slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
@@ -39,14 +40,14 @@ class Newest:
             self._free.append(arrived)
         if self._free:
             slot, sent = self._free.pop()
-            slot.copy_(x.double(), non_blocking=True)
+            slot.copy_(self._last, non_blocking=True)
             sent.record(torch.cuda.current_stream(x.device))
             self._coming.append((slot, sent))
         return self._known
 
     def last(self) -> float | None:
         """The last number itself, which is waited for."""
-        return None if self._last is None else self._last.item()
+        return self._known if self._last is None else self._last.item()
 
     def __reduce__(self) -> tuple[type[Newest], tuple[()]]:
         """Copies of a module, and those sent to other processes, begin without a number."""
