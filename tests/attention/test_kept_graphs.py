@@ -19,7 +19,7 @@ class Forgetful:
     """Its backward, like torch's for cuDNN, reads grad and out by the strides of the first call of such q, k, v."""
 
     def __init__(self, monkeypatch, mended: bool):
-        self.first, self.copies, self.mended = {}, 0, mended
+        self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
         base, laid = ENGINES["math"], sdpa._laid
         monkeypatch.setattr(sdpa, "_READ", {})
         monkeypatch.setattr(sdpa, "_laid", lambda *given: (setattr(self, "copies", self.copies + 1), laid(*given))[1])
@@ -28,6 +28,9 @@ class Forgetful:
 
     def backward(self, base, grad, q, k, v, out, *rest):
         read = sdpa._as_first_read((q, k, v), grad, out) if self.mended else (grad, out)
+        if read is None:  # flash attention's turn
+            self.handed_on += 1
+            return base.backward(grad, q, k, v, out, *rest)
         key = tuple((x.shape, x.stride()) for x in (q, k, v))
         strides = self.first.setdefault(key, tuple(x.stride() for x in read))
         grad, out = (x.as_strided(x.shape, s) for x, s in zip(read, strides, strict=True))
@@ -73,15 +76,16 @@ def test_an_expanded_gradient_is_not_the_layout_of_others(monkeypatch):
     assert sdpa._as_first_read((q, q, q), whole, whole) == [whole, whole]  # as they are
 
 
-def test_what_is_strewn_is_not_the_layout_of_others(monkeypatch):
-    """A block of a much longer call's gradient; a window of heads keeps its own."""
-    monkeypatch.setattr(sdpa, "_READ", {})
-    q = torch.randn(1, 8, 4, 8).transpose(1, 2)
-    strewn = torch.randn(4, 1024, 8)[None, :, :8]
-    grad, _ = sdpa._as_first_read((q, q, q), strewn, q)
-    assert grad.is_contiguous() and torch.equal(grad, strewn)
-    wide = torch.randn(1, 8, 48, 8)[:, :, 4:8].transpose(1, 2)
-    assert sdpa._as_first_read((q, q.contiguous(), q), wide, q)[0] is wide
+@pytest.mark.parametrize("flash", [True, False])
+def test_short_calls_after_a_long_one(monkeypatch, flash):
+    """A gradient is not strewn over the memory of a much longer one; without flash attention it has to be."""
+    monkeypatch.setattr(sdpa, "_flash_available", lambda device: None if flash else "not here")
+    engine, long = Forgetful(monkeypatch, mended=True), GROWS.but(pattern=DilatedPattern([(16, 1)]))
+    assert (
+        engine.worst(long.but(seq_len=500, documents=(0, 32, 500))) < 1e-10
+    )  # a gradient's heads are 500 tokens apart
+    assert engine.worst(long.but(seq_len=32)) < 1e-10
+    assert (engine.handed_on > 0) == flash and (engine.copies > 0) == (not flash)
 
 
 def test_copies_are_said_once(monkeypatch, caplog):
@@ -141,6 +145,9 @@ def test_gradients_laid_out_otherwise_than_before():
     case = Case(DilatedPattern([(128, 4)]), 1, 256, 4, 4, 64, causal=True)
     for n in (256, 320, 257, 300, 310):
         agrees(case.but(seq_len=n))
+    short = Case(DilatedPattern([(16, 1)]), 1, 32, 4, 4, 64, causal=True)
+    agrees(short.but(seq_len=500, documents=(0, 32, 500)))
+    agrees(short)  # by flash attention
     case = Case(DilatedPattern([(None, 1)]), 1, 320, 4, 4, 64, causal=True)  # torch's own call has the same q, k, v
     q, k, v, _ = case.tensors(torch.bfloat16, device="cuda")
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.CUDNN_ATTENTION):

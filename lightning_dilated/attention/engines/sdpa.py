@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -69,8 +70,10 @@ def _cudnn_backward(
     _no_dropout(dropout)
     none = torch.empty(0, dtype=torch.int64, device=q.device)
     n, m = q.shape[2], k.shape[2]
-    grad, out = _as_first_read((q, k, v), grad, out)
-    lse = lse.contiguous()[..., None]
+    laid = _as_first_read((q, k, v), grad, out)
+    if laid is None:
+        return _flash_backward(grad, q, k, v, out, lse, causal, scale, dropout)
+    (grad, out), lse = laid, lse.contiguous()[..., None]
     return _aten._scaled_dot_product_cudnn_attention_backward(
         grad, q, k, v, out, lse, none, none, None, None, None, n, m, _OURS, causal, scale=scale
     )
@@ -79,29 +82,33 @@ def _cudnn_backward(
 #: A dropout of none, in other bits than everybody's 0.0: torch keeps cuDNN's graphs by the bits, too, so that none is shared
 #: with calls of torch's own attention, whose strides are not known here.
 _OURS = -0.0
-#: a window of heads has a gradient that is strewn over as much more memory as there are windows
-STREWN = 16
+#: times as much memory as q or a gradient lies in, over which no copy of it is strewn
+STREWN = 4
 #: shapes and strides of q, k, v to the strides of grad and out in the first backward of such
 _READ: dict[tuple, tuple[tuple[int, ...], ...]] = {}
 
 
-def _as_first_read(of: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor]:
-    """grad and out with the strides they had in the first backward of such q, k, v: copies, where they have others.
+def _as_first_read(of: tuple[Tensor, Tensor, Tensor], *read: Tensor) -> list[Tensor] | None:
+    """grad and out with the strides they had in the first backward of such q, k, v: copies, where they have others; None
+    where such copies would take far more memory, as in a short call after a long one, and flash attention serves instead.
 
     torch (seen: 2.11) keeps a backward's graph by the shapes and strides of q, k, v alone, and it reads grad and out where
     those of the call that it was made for lay: seen as gradients wrong by their own size, without an error.
     """
     key = tuple((x.shape, x.stride()) for x in of)
-    if (first := _READ.get(key)) is None:
-        first = _READ.setdefault(key, tuple(_dense(x, of[0]).stride() for x in read))
-    return [x if _lies(x, strides) else _laid(x, strides) for x, strides in zip(read, first, strict=True)]
-
-
-def _dense(x: Tensor, q: Tensor) -> Tensor:
-    """A tensor whose strides a copy can have: x itself, where no two of its elements share memory (as an expanded gradient's
-    do) and it is not strewn over `STREWN` times as much of it as q."""
-    extent, of_q = _extent(x), _extent(q)
-    return x if extent is not None and extent <= STREWN * (of_q or q.numel()) else x.contiguous()
+    if (first := _READ.get(key)) is None:  # no copy can be laid out as an expanded gradient is
+        first = _READ.setdefault(
+            key, tuple((x.contiguous() if _extent(x.shape, x.stride()) is None else x).stride() for x in read)
+        )
+    laid = []
+    for x, strides in zip(read, first, strict=True):
+        if not _lies(x, strides):
+            room = max(_extent(y.shape, y.stride()) or y.numel() for y in (x, of[0]))
+            if _extent(x.shape, strides) > STREWN * room and _flash_available(x.device) is None:
+                return None
+            x = _laid(x, strides)
+        laid.append(x)
+    return laid
 
 
 def _lies(x: Tensor, strides: tuple[int, ...]) -> bool:
@@ -120,10 +127,10 @@ def _say_copies() -> None:
     )
 
 
-def _extent(x: Tensor) -> int | None:
-    """Elements from the first to the last of x, or None where some may share memory."""
+def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
+    """Elements from the first to the last of a tensor, or None where some may share memory."""
     extent = 1
-    for stride, n in sorted((s, n) for n, s in zip(x.shape, x.stride(), strict=True) if n > 1):
+    for stride, n in sorted((s, n) for n, s in zip(shape, strides, strict=True) if n > 1):
         if stride < extent:
             return None
         extent += stride * (n - 1)
