@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,6 +28,8 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     Tokens are those of whole sequences, padding included. Lightning's own multiplies what one rank sees by all ranks, and so
     counts a sequence once for each rank that holds a part of it.
 
+    On a GPU batches are timed by its own clock, and only one that is logged is waited for; Lightning's own waits for each.
+
     With blocks of this package also `device/flops_per_sec`, from counted pairs (see `models.flops`), and on a GPU whose peak
     is known `device/mfu`, model FLOPs utilisation; a LightningModule with `flops_per_batch` says its own.
 
@@ -38,6 +42,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     def __init__(self, window_size: int = 10) -> None:
         super().__init__(batch_size_fn=self.samples_of, length_fn=self.tokens_of, window_size=window_size)
+        #: on a GPU: batches whose end has not come there, and the end of the one before them, on it and on the host's clock
+        self._under_way: deque[tuple[RunningStage, torch.cuda.Event, dict[str, Any]]] = deque()
+        self._last: tuple[torch.cuda.Event, float] | None = None
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -63,18 +70,49 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
             )
 
     @override
+    def _start(self, trainer: pl.Trainer) -> None:
+        """Lightning's, once all batches before have ended."""
+        self._note(wait=True)
+        super()._start(trainer)
+        if trainer.strategy.root_device.type == "cuda":
+            torch.cuda.synchronize()
+            self._last = _now(), time.perf_counter()
+
+    @override
     def _update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, iter_num: int) -> None:
-        """Lightning's, which asks the module for the FLOPs of a batch."""
-        blocks = not self._own_flops and any(isinstance(m, TransformerBlock) for m in pl_module.modules())
-        self._module_has_flops = self._own_flops or blocks
-        if blocks:
-            tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
-            pl_module.flops_per_batch = step_flops(pl_module, tokens, self._documents(batch, tokens), training)
-        try:
-            super()._update(trainer, pl_module, batch, iter_num)
-        finally:
-            if blocks:
-                del pl_module.flops_per_batch
+        """Lightning's, but for waiting, and with counted FLOPs."""
+        stage = trainer.state.stage
+        self._samples[stage] += self.samples_of(batch)
+        self._lengths[stage] += self.tokens_of(batch)
+        self._batches[stage] += 1
+        counts = {
+            "batches": self._batches[stage],
+            "samples": self._samples[stage],
+            "lengths": self._lengths[stage],
+            "flops": self._flops(trainer, pl_module, batch),
+        }
+        if trainer.strategy.root_device.type != "cuda":
+            self._throughputs[stage].update(time=time.perf_counter() - self._t0s[stage], **counts)
+            return
+        self._under_way.append((stage, _now(), counts))
+        self._note(wait=trainer._logger_connector.should_update_logs)
+
+    def _note(self, wait: bool) -> None:
+        """Count the batches that have ended on the GPU, or all."""
+        while self._under_way and (wait or self._under_way[0][1].query()):
+            stage, end, counts = self._under_way.popleft()
+            end.synchronize()
+            before, at = self._last
+            self._last = end, at + before.elapsed_time(end) / 1000
+            self._throughputs[stage].update(time=self._last[1] - self._t0s[stage], **counts)
+
+    def _flops(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int | None:
+        if self._own_flops:
+            return pl_module.flops_per_batch
+        if not any(isinstance(m, TransformerBlock) for m in pl_module.modules()):
+            return None
+        tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
+        return step_flops(pl_module, tokens, self._documents(batch, tokens), training)
 
     def _documents(self, batch: Any, tokens: int) -> list[int]:
         """Tokens of each document or unpadded sample."""
@@ -126,6 +164,13 @@ class _Shared(Throughput):
                 found[name.removeprefix(own)] = found[name]
             found[name] /= self.ranks
         return found
+
+
+def _now() -> torch.cuda.Event:
+    """What the GPU has done once all that was asked of it is done."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def _peak(trainer: pl.Trainer) -> float | None:

@@ -1,0 +1,108 @@
+"""ThroughputMonitor on a GPU: batches are timed where they end, and waited for only where they are logged."""
+
+import itertools
+import time
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.utilities.throughput import Throughput
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
+from torch.utils.data import DataLoader
+
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.callbacks import ThroughputMonitor, throughput
+
+
+class Gpu:
+    """Ends one thing a second of its own clock, in order, and has come as far as `done`."""
+
+    def __init__(self):
+        self.asked, self.done, self.waited = 0, 0, 0
+
+    def now(self):
+        self.asked += 1
+        return End(self, self.asked)
+
+
+class End:
+    def __init__(self, gpu, second):
+        self.gpu, self.second = gpu, second
+
+    def query(self):
+        return self.second <= self.gpu.done
+
+    def synchronize(self):
+        self.gpu.waited += not self.query()
+        self.gpu.done = max(self.gpu.done, self.second)
+
+    def elapsed_time(self, later):
+        assert self.query() and later.query()
+        return 1000.0 * (later.second - self.second)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    made = Gpu()
+    monkeypatch.setattr(throughput, "_now", made.now)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: setattr(made, "done", made.asked))
+    return made
+
+
+def test_batches_are_noted_when_they_have_ended(gpu):
+    monitor, stage = ThroughputMonitor(window_size=4), RunningStage.TRAINING
+    connector = SimpleNamespace(should_update_logs=False)
+    trainer = SimpleNamespace(
+        state=SimpleNamespace(stage=stage, fn=TrainerFn.FITTING), _logger_connector=connector,
+        strategy=SimpleNamespace(root_device=torch.device("cuda", 0)),
+    )  # fmt: skip
+    monitor._dims, monitor._sequence, monitor._own_flops = {"tokens": 1}, None, True
+    monitor._throughputs[stage] = Throughput(window_size=4)
+    module, batch = SimpleNamespace(flops_per_batch=5), {"tokens": torch.zeros(2, 8)}
+    monitor._start(trainer)
+    gpu.done = gpu.asked
+
+    def times():
+        return [round(x) for x in monitor._throughputs[stage]._time]
+
+    for _ in range(3):
+        monitor._update(trainer, module, batch, 1)
+    assert times() == [] and gpu.waited == 0
+    gpu.done += 2
+    monitor._update(trainer, module, batch, 1)
+    assert times() == [1, 2] and gpu.waited == 0
+    connector.should_update_logs = True
+    monitor._update(trainer, module, batch, 1)
+    assert times() == [2, 3, 4, 5] and gpu.waited == 3  # a window of four
+    found = monitor._throughputs[stage].compute()
+    rates = [found[f"device/{name}_per_sec"] for name in ("batches", "samples", "items", "flops")]
+    assert rates == pytest.approx([1, 2, 16, 5], rel=1e-3)
+    connector.should_update_logs = False
+    monitor._update(trainer, module, batch, 1)
+    monitor._start(trainer)  # of a validation, say: all are noted before
+    assert not monitor._under_way
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_rates_are_those_of_the_clock():
+    text = [{"tokens": torch.arange(65537)[:-1] % 256, "labels": torch.arange(65537)[1:] % 256}] * 40
+    logged, ends = [], []
+
+    class Clock(pl.Callback):
+        def on_train_batch_end(self, trainer, *unused):
+            if trainer.global_step % 10 == 0:
+                torch.cuda.synchronize()
+                ends.append(time.perf_counter())
+
+    model = LongNetLM(DilatedPattern.geometric(2048, 65536), dim=256, depth=4, num_heads=4)
+    trainer = pl.Trainer(
+        accelerator="gpu", devices=1, precision="bf16-mixed", max_steps=40, log_every_n_steps=10, logger=False,
+        enable_checkpointing=False, enable_progress_bar=False, callbacks=[ThroughputMonitor(window_size=10), Clock()],
+    )  # fmt: skip
+    trainer._logger_connector.log_metrics = lambda m, step=None: logged.append(m.get("train/batches_per_sec"))
+    trainer.fit(model, DataLoader(text, pin_memory=True))
+    rates = [10 / (b - a) for a, b in itertools.pairwise(ends)]
+    found = [x for x in logged if x][-len(rates) :]
+    assert found == pytest.approx(rates, rel=0.15), (found, rates)
