@@ -97,6 +97,12 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         self._under_way.append((stage, _now(), counts))
         self._note(wait=trainer._logger_connector.should_update_logs)
 
+    @override
+    def on_validation_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Lightning's, which takes the validation's time out of training's, once all of it is known."""
+        self._note(wait=True)
+        super().on_validation_end(trainer, *unused)
+
     def _note(self, wait: bool) -> None:
         """Count the batches that have ended on the GPU, or all."""
         while self._under_way and (wait or self._under_way[0][1].query()):

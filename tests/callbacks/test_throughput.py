@@ -82,6 +82,10 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     monitor._update(trainer, module, batch, 1)
     monitor._start(trainer)  # of a validation, say: all are noted before
     assert not monitor._under_way
+    monitor._update(trainer, module, batch, 1)
+    trainer.sanity_checking, trainer.state.fn = False, TrainerFn.VALIDATING
+    monitor.on_validation_end(trainer, module)
+    assert not monitor._under_way
 
 
 @pytest.mark.gpu
