@@ -50,6 +50,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lightning's, with a sequence counted once."""
         super().setup(trainer, pl_module, stage)
+        self._under_way.clear()  # what a run before left, whose clock is another
         found = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
         spec = next((x for x in found if x is not None), None)
         if spec is None:

@@ -240,8 +240,7 @@ def sum_parts(
     some = [i for i, order in enumerate(orders) if len(order)]
     if not some:
         return
-    table = _addresses(
-        [p for i in some for p in parts[i]], (), outs[0].device
-    )  # one for all: to send it costs the host time
+    # one table for all: to send it costs the host time
+    table = _addresses([p for i in some for p in parts[i]], (), outs[0].device)
     for i, addresses in zip(some, table.split([len(parts[i]) for i in some]), strict=True):
         _launch(_sum, SUM, outs[i], (), parts[i], addresses, entries[i], orders[i], span, {"ADD": add})

@@ -88,6 +88,17 @@ def test_batches_are_noted_when_they_have_ended(gpu):
     assert not monitor._under_way
 
 
+def test_what_a_run_before_left_is_forgotten():
+    monitor, text = ThroughputMonitor(), [{"tokens": torch.arange(16), "labels": torch.arange(16)}]
+    model = LongNetLM(DilatedPattern([(16, 1)]), dim=8, depth=1, num_heads=2)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[monitor], **quiet)
+    for run in (trainer.fit, trainer.validate, trainer.validate):
+        monitor._under_way.append((RunningStage.VALIDATING, None, {}))  # could not be waited for
+        run(model, DataLoader(text))
+        assert not monitor._under_way
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_rates_are_those_of_the_clock():
