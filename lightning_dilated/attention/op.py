@@ -11,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dilated.attention import sharded
+from lightning_dilated.attention.frames import with_room
 from lightning_dilated.attention.place import Inputs, Options, Saved
-from lightning_dilated.attention.sharded import run_backward, run_forward
+
+run_forward, run_backward = with_room(sharded.run_forward), with_room(sharded.run_backward)
 
 NAME = "lightning_dilated::attention"
 

@@ -1,0 +1,51 @@
+"""Python's frames: what is called in a loop, however deep, asks the system for memory once."""
+
+import resource
+import sys
+
+import pytest
+from lightning_dilated.attention import op
+from lightning_dilated.attention.frames import with_room
+
+CALLS = 300
+
+
+def leaf(x):
+    return x
+
+
+def faults(_=None):
+    """Pages that the system had to find while a function was called again and again: one at least for each new chunk."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for i in range(CALLS):
+        leaf(i)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def at(depth, function):
+    return at(depth - 1, function) if depth else function()
+
+
+def most(function):
+    """Of all depths within some chunks of 16 KiB."""
+    return max(at(depth, function) for depth in range(350))
+
+
+def test_loops_do_not_ask_for_memory():
+    assert most(lambda: with_room(faults)(None)) < CALLS // 3
+
+
+@pytest.mark.skipif(not (3, 11) <= sys.version_info < (3, 13), reason="of these versions no release was mended")
+def test_without_room_they_do():
+    assert most(faults) >= CALLS
+
+
+def test_results_and_errors_pass():
+    assert with_room(divmod)(7, 2) == (3, 1)
+    with pytest.raises(ZeroDivisionError):
+        with_room(divmod)(1, 0)
+
+
+def test_the_op_has_room():
+    """Both of its halves; the stack of an ordinary function is some entries high."""
+    assert min(f.__code__.co_stacksize for f in (op.run_forward, op.run_backward)) > 2048
