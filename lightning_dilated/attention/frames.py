@@ -1,9 +1,9 @@
 """Python's frames of one call in one piece of memory.
 
-CPython (3.11 to 3.13, and 3.14's first releases) keeps frames in chunks of 16 KiB, and gives a chunk back as soon as its first
-frame returns. What is called again and again just where a chunk ends asks the system for memory every time: 5 us instead
-of 0.05, more where other threads run (https://github.com/python/cpython/issues/142183). Where that is depends on how deep
-the caller stands, below a trainer in the middle of our loops over blocks.
+CPython (3.11 to 3.13, and 3.14's first releases) keeps frames in chunks of 16 KiB, and gives a chunk back as soon as its
+first frame returns. What is called again and again just where a chunk ends asks the system for memory every time: 5 us
+instead of 0.05, more where other threads run (https://github.com/python/cpython/issues/142183). Where that is depends on how
+deep the caller stands, below a trainer in the middle of our loops over blocks.
 """
 
 from __future__ import annotations

@@ -18,12 +18,11 @@ from lightning_dilated.attention.functional import autocast, dilated_attention, 
 from lightning_dilated.attention.grouped import block_flops
 from lightning_dilated.attention.padding import lengths_of
 from lightning_dilated.attention.projection import Projection
-from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
+from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
-from lightning_dilated.transfer import send
 
 
 class DilatedAttention(nn.Module):
@@ -250,13 +249,7 @@ class MultiheadDilatedAttention(nn.Module):
         """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
         if self.rotary is None or isinstance(positions, RotaryTable):
             return positions if self.rotary is not None else None
-        if positions is None:
-            positions = token_positions(start, x.shape[1], x.device)
-        if positions.shape not in (x.shape[1:2], x.shape[:2]):
-            raise ValueError(
-                f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
-            )
-        return self.rotary(send(positions, x.device), autocast(x[:0])[0].dtype)
+        return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
         """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""

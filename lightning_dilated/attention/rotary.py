@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.turn import rotate, turn, turn_backward
 from lightning_dilated.sequence.group import active_sequence
+from lightning_dilated.transfer import send
 
 #: xPos: channel pair i decays by ((2i/D + GAMMA) / (1 + GAMMA)) ^ (distance / scale_base)
 GAMMA = 0.4
@@ -81,26 +82,54 @@ class Rotary(nn.Module):
             )
         self.head_dim, self.base, self.xpos_scale_base = head_dim, base, xpos_scale_base
 
-    def forward(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> RotaryTable:
-        """The table of global positions (N,) or (B, N), to be applied to q and k of `dtype`."""
+    def table(self, x: Tensor, dtype: torch.dtype, positions: Tensor | None = None, start: int = 0) -> RotaryTable:
+        """The table for the tokens of x (B, N, ...), at global `positions` (N,) or (B, N), or from `start` on.
+
+        Raises:
+            ValueError: for positions of another shape, and as `forward`.
+        """
+        if positions is None:
+            at, end = _held(start, x.shape[1], x.device)
+            return self(at, dtype, end - 1)
+        if positions.shape not in (x.shape[1:2], x.shape[:2]):
+            raise ValueError(
+                f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
+            )
+        return self(send(positions, x.device), dtype)
+
+    def forward(
+        self, positions: Tensor, dtype: torch.dtype = torch.float32, furthest: int | None = None
+    ) -> RotaryTable:
+        """The table of global positions (N,) or (B, N), to be applied to q and k of `dtype`.
+
+        `furthest` from 0 is the whole sequence's, equal on all ranks; xPos, if it is None, reads it off the positions, for
+        which the host waits.
+
+        Raises:
+            ValueError: where xPos's scales would overflow.
+        """
         channel = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device) / self.head_dim
         angle = positions.to(torch.float64)[..., None] * self.base**-channel
         wide = torch.promote_types(dtype, torch.float32)
         cos, sin = torch.cos(angle).to(wide), torch.sin(angle).to(wide)
         if self.xpos_scale_base is None:
             return RotaryTable(cos, sin)
-        group = active_sequence()
-        # the ranks with low positions are in range: they have to raise with the others
-        check = self._check_range if group is None else functools.partial(group.guard, self._check_range)
-        check(positions, dtype)
+        if furthest is None:
+            group = active_sequence()
+            # the ranks with low positions are in range: they have to raise with the others
+            check = self._check_positions if group is None else functools.partial(group.guard, self._check_positions)
+            check(positions, dtype)
+        else:
+            self._check_range(furthest, dtype)
         zeta = (channel + GAMMA) / (1 + GAMMA)
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
 
-    def _check_range(self, positions: Tensor, dtype: torch.dtype) -> None:
+    def _check_positions(self, positions: Tensor, dtype: torch.dtype) -> None:
+        if positions.numel():
+            self._check_range(int(positions.abs().max()), dtype)
+
+    def _check_range(self, furthest: int, dtype: torch.dtype) -> None:
         """xPos multiplies k by a power that grows with the position; refuse before it overflows into NaN."""
-        if positions.numel() == 0:
-            return
-        furthest = int(positions.abs().max())
         powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
         limit = int(powers * self.xpos_scale_base)
         if furthest > limit:
@@ -116,7 +145,13 @@ def token_positions(start: int, length: int, device: torch.device | None = None)
 
     On the CPU by default.
     """
+    return _held(start, length, device)[0]
+
+
+def _held(start: int, length: int, device: torch.device | None) -> tuple[Tensor, int]:
+    """(the positions as `token_positions`, where the whole sequence ends)."""
     group = active_sequence()
     if group is None:
-        return torch.arange(start, start + length, device=device)
-    return group.positions(length, device)
+        return torch.arange(start, start + length, device=device), start + length
+    positions = group.positions(length, device)
+    return positions, group.agreed.seq_len

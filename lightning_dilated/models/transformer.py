@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.rotary import Rotary, RotaryTable, token_positions
+from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, make_norm
 from lightning_dilated.models.drop_path import drop_path_factors
 from lightning_dilated.models.memory import MemorySettings
@@ -22,7 +22,6 @@ from lightning_dilated.models.offload import Host
 from lightning_dilated.models.recompute import in_groups
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.transfer import send
 
 
 def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
@@ -138,19 +137,12 @@ class DilatedTransformer(nn.Module):
         """Rotary positions for all blocks."""
         if self.rotary is None:
             return None
-        if positions is None:
-            positions = token_positions(caches[0].length if caches else 0, x.shape[1], x.device)
-        if positions.shape not in (x.shape[1:2], x.shape[:2]):
-            raise ValueError(
-                f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
-            )
-        return self.rotary(send(positions, x.device), _working_dtype(x))
+        return self.rotary.table(x, _working_dtype(x), positions, caches[0].length if caches else 0)
 
     def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph where that can be (xPos looks at values)."""
-        xpos = self.rotary is not None and self.rotary.xpos_scale_base is not None
+        """Compile each block in place, as one graph."""
         for block in self.blocks:
-            block.compile(fullgraph=not xpos)
+            block.compile(fullgraph=True)
 
     def new_caches(self) -> list[KVCache]:
         """An empty cache for every block."""

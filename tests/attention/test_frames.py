@@ -4,6 +4,7 @@ import resource
 import sys
 
 import pytest
+
 from lightning_dilated.attention import op
 from lightning_dilated.attention.frames import with_room
 

@@ -142,6 +142,23 @@ def test_xpos_refuses_overflow_with_a_remedy_that_works(dtype):
         Rotary(D, BASE, remedy * 0.99)(torch.tensor([far]), dtype)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_own_positions_are_not_read(kind):
+    """On a device that holds no values: of a GPU the host would wait for them, in each step."""
+    module, x = layer(DilatedPattern.dense(8), kind=kind).to("meta"), torch.empty(2, 20, 2 * D, device="meta")
+    assert module.table(x).cos.shape == (20, D // 2)
+    if kind == "xpos":
+        with pytest.raises(RuntimeError, match="meta"):  # those that are given have to be
+            module.table(x, torch.arange(20, device="meta"))
+
+
+def test_own_positions_that_overflow():
+    module = layer(DilatedPattern.dense(8), kind="xpos").half()
+    with pytest.raises(ValueError, match=r"overflows .* reaches 99999"):
+        module.table(torch.empty(1, 10, 2 * D, dtype=torch.float16, device="meta"), start=99_990)
+    assert module.table(torch.empty(1, 10, 2 * D, dtype=torch.float16)).cos.shape == (10, D // 2)
+
+
 def test_no_positions_at_all():
     assert Rotary(D, BASE, SCALE_BASE)(torch.arange(0)).cos.shape == (0, D // 2)
 

@@ -79,19 +79,23 @@ def test_what_a_layer_refuses(pool):
         assert "pass lengths" in told[0] and "a cache serves one rank" in told[1], told
 
 
-def far_xpos(rank, group):
+def far_xpos(rank, group, given):
     """xPos in fp16 overflows at the last positions only: the ranks before have to hear of it."""
     with sequence(group) as ours, ours.active():
         made = layer("xpos").half()
         made.rotary.xpos_scale_base = 1.0
         try:
-            made(tokens()[:, positions(ours, N)].half())
+            mine = positions(ours, N)
+            made(tokens()[:, mine].half(), positions=torch.as_tensor(mine) if given else None)
         except ValueError as error:
             return str(error)
 
 
 def test_xpos_out_of_range(pool):
-    errors = pool.run(3, far_xpos)
+    errors = pool.run(3, far_xpos, False)
+    assert all(error and "overflows" in error for error in errors), errors
+    assert len(set(errors)) == 1  # where the sequence ends is known to all
+    errors = pool.run(3, far_xpos, True)
     assert all(error and "overflows" in error for error in errors), errors
     assert "rank 2 of the sequence refused the call" in errors[0]
 
