@@ -91,15 +91,14 @@ print(found.exchange, time.process_time() - begin, resource.getrusage(resource.R
 """
 
 
-@pytest.mark.parametrize("causal", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["causal", "full"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize(
     "pattern, want",
     [
         ("DilatedPattern.geometric(2048, 1 << 30)", "hierarchical_butterfly"),
-        pytest.param(
+        (
             "DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets='blocked')",
             "switch",
-            marks=pytest.mark.slow,
         ),
     ],
     ids=["geometric", "gigapath"],

@@ -36,10 +36,8 @@ def test_sharded_parameters(pools, policy):
     check(pools(2).run(2, fit, plain.but(fsdp=True, memory=memory)), want, 1e-9, 3e-7)
 
 
-@pytest.mark.parametrize(
-    "precision, tol", [("32-true", 1e-6), pytest.param("bf16-mixed", 1e-2, marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("precision, tol", [("32-true", 1e-6), ("bf16-mixed", 1e-2)])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_twenty_steps(pools, precision, tol, ranks):
     run = Run(steps=20, precision=precision, model={"depth": 3, "num_kv_heads": 2})
     want = pools(1).run(1, fit, run)[0]

@@ -94,11 +94,7 @@ def compare(found, want, tol):
             torch.testing.assert_close(parameters[name], p, rtol=tol, atol=tol, msg=lambda m, n=name: f"{n}: {m}")
 
 
-#: test_longvit.py has this layout, and drop path below this pool
-SLOW = ("4, strided, mean",)
-
-
-@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
+@pytest.mark.parametrize("way", WAYS)
 def test_many_ranks_are_one(pools, way):
     ranks, settings, options = WAYS[way]
     want = pools(1).run(1, fitted, {}, options)[0]
