@@ -38,3 +38,4 @@ def test_auto_weighs_the_busiest(layout, waits):
     assert (found["gather"].waiting > 0.03) == waits
     assert found["switch"].waiting < 6e-3  # its blocks are slower, but equal
     assert plan(problem).exchange == ("switch" if waits else "gather")
+    assert ("layout='zigzag' gives every rank" in str(plan(problem))) == waits
