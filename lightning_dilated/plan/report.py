@@ -14,6 +14,7 @@ from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.asked import Asked
 from lightning_dilated.plan.assumptions import assumptions
+from lightning_dilated.planning.counting.exchange_memory import Exchanged
 from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.estimate import Facts, Time
@@ -99,7 +100,8 @@ def _head(asked: Asked, case: Case) -> list[str]:
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
-        f"pattern: {call.pattern}, {'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
+        f"pattern: {call.pattern}{', odd layers shifted' if call.odd else ''}, "
+        f"{'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
     ]
@@ -183,13 +185,12 @@ def _details(case: Case, row: Row) -> list[str]:
 def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     if case.setup.ranks == 1:
         return []
-    if x.exchange.name is None:
+    crossing = [(who, y) for who, y in _layers(x.exchange) if y.name is not None]
+    if not crossing:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
     layers = sum(stack.depth for stack in case.facts.stacks)
-    lines = [
-        "",
-        f"  exchange {x.exchange.name}, a rank on the mean, of all {layers} layers (from other nodes):",
-    ]
+    names = " and ".join(dict.fromkeys(y.name for _, y in crossing))
+    lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
         near, far = t.step.bytes(run)
@@ -198,15 +199,27 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
             lines.append(
                 f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
             )
-    if x.exchange.plan is not None and x.exchange.name != x.exchange.plan.exchange:
+    return lines + [line for who, y in crossing for line in _prices(who, y)]
+
+
+def _layers(x: Exchanged) -> list[tuple[str, Exchanged]]:
+    """Of which layers, and what their calls exchange."""
+    return (
+        [("a layer's", x)] if x.odd is None else [("of layers 0, 2, ...", x), ("of layers 1, 3, ..., shifted", x.odd)]
+    )
+
+
+def _prices(who: str, x: Exchanged) -> list[str]:
+    """The plan of a layer's call."""
+    if x.plan is None:
+        return []
+    lines = []
+    if x.name != x.plan.exchange:
         lines.append(
-            f"  (a run takes {x.exchange.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
+            f"  (a run takes {x.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
         )
-    if x.exchange.plan is not None and x.exchange.plan.prices:
-        lines += [
-            "  a layer's, on the priced rank with most:",
-            *(f"    {y}" for y in str(x.exchange.plan).splitlines()),
-        ]
+    if x.plan.prices:
+        lines += [f"  {who}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
     return lines
 
 

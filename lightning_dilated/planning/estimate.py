@@ -146,8 +146,9 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
+    odd = facts.call.odd and (facts.call.odd, rows.both[1].name or setup.exchange)
     run = functools.partial(
-        simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange,
+        simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange, odd=odd,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
         bucket_cap_mb=setup.bucket_cap_mb,
         inner=machines[1] if len(machines) > 1 else None,
@@ -224,7 +225,7 @@ def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) 
 
 def _flops(facts: Facts, tokens: int) -> float:
     call = facts.call
-    attended = pairs(call.pattern, tokens, call.heads, call.kv_heads, call.causal)
+    attended = sum(n * pairs(x.pattern, tokens, x.heads, x.kv_heads, x.causal) for x, n in call.layers(facts.depth))
     linear = facts.depth * (2 * facts.trained.weights + facts.trained.gradients)
     linear += facts.vocab * facts.dim * 3 if facts.whole else facts.vocab * facts.dim - facts.projection
-    return 2.0 * linear * tokens + 14.0 * call.head_dim * attended * facts.depth
+    return 2.0 * linear * tokens + 14.0 * call.head_dim * attended

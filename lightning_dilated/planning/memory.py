@@ -270,14 +270,12 @@ def _static(
 
 def _exchange(found: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
     """Rows of other ranks: those that layers keep, and those of a call under way."""
-    if rows.name is None:
-        return 0
     keeps = found.subject.memory.policy != "block"
     layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
     kept, decoder, inner = 0, found.subject.decoder, rows.decoder or Exchanged()
     if moment.decoding or moment.part in (("between",), ("head",)):  # all of the first stack, and at most of the second
         layers = depth
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
-    kept += rows.kept * (layers if keeps else min(layers, 1))
+    kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
     of = inner if moment.decoding else rows
-    return kept + {"forward": of.forward, "backward": of.backward}.get(moment.piece.op, 0)
+    return kept + (of.most(moment.piece.op) if moment.piece.op in ("forward", "backward") else 0)

@@ -6,6 +6,11 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.estimate import Facts, estimate
+from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.memory import Setup
 
 from ..models import tiny
 from .calls import positions, sequence
@@ -70,3 +75,24 @@ def test_ranks_equal_one(pool, name, packed, ranks, layout):
 def close(got, want):
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+# -- the plan ----------------------------------------------------------------------------------------------------------
+CUT = 64  # 4 ranks of 16 tokens: only shifted segments cross
+
+
+def received(rank, group):
+    """Bytes, (forward, backward), of a step of three layers, the second shifted."""
+    with sequence(group) as ours, ours.active():
+        made, tokens = model({"shift_layers": "odd", "depth": 3}), torch.zeros(1, 16, dtype=torch.int64)
+        terms(made, {"tokens": tokens, "labels": tokens})
+        return ours.forward_traffic.received, ours.backward_traffic.received
+
+
+def test_plan_of_shifted_layers(pool):
+    """What `plan` tells is what is moved; in fp32, where these ranks have fp64."""
+    made = tiny(DilatedPattern.longnet([4, 16], [1, 2]), shift_layers="odd", depth=3)
+    facts = Facts.of(made, subject_of(made, "32-true"))
+    step = estimate(facts, MemorySettings(), CUT, Setup("ring_dilated", 4, 4), GPUS["H200"]).step
+    found = torch.tensor(pool.run(4, received), dtype=torch.float64).mean(0)
+    assert found.tolist() == [2 * step.bytes(run)[0] for run in ("forward", "backward")] and found.min() > 0

@@ -35,6 +35,7 @@ class Exchanged:
         forward, backward: what a call holds for a while, in all.
         queries: rows of q that other ranks' keys reach, over heads.
         decoder: of a second stack's call.
+        odd: of the second layer's call, the fourth's and so on, where their pattern is another.
     """
 
     plan: Plan | None = None
@@ -44,6 +45,21 @@ class Exchanged:
     backward: int = 0
     queries: int = 0
     decoder: Exchanged | None = None
+    odd: Exchanged | None = None
+
+    @property
+    def both(self) -> tuple[Exchanged, Exchanged]:
+        """Of the first layer and of the second."""
+        return self, self.odd or self
+
+    def most(self, name: str) -> int:
+        """The larger number of the two."""
+        return max(getattr(x, name) for x in self.both)
+
+    def kept_by(self, layers: int) -> int:
+        """Bytes of rows that the first so many layers keep."""
+        even, odd = self.both
+        return (layers - layers // 2) * even.kept + layers // 2 * odd.kept
 
 
 @functools.lru_cache(maxsize=4096)
@@ -118,10 +134,14 @@ def _of(found: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged:
 def of_call(
     call: OpCall, tokens: int, ranks: int, per_node: int, exchange: str = "auto", links: Links = DEFAULTS
 ) -> Exchanged:
-    """`exchanged` of a model's call over N tokens."""
+    """`exchanged` of a model's calls over N tokens."""
     call = lighter(call, ranks)
     heads = call.heads, call.kv_heads, call.head_dim
-    return exchanged(call.pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
+    even, *odd = (
+        exchanged(x.pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
+        for x, _ in call.layers(2)
+    )
+    return replace(even, odd=odd[0]) if odd else even
 
 
 def of_subject(
@@ -150,5 +170,5 @@ def sharded(call: OpCall, tokens: int, ranks: int, found: Exchanged) -> OpCall:
         return replace(call, tokens=tokens)
     rank = ranks // 2
     own = min(own, tokens - rank * own) if tokens > rank * own else own
-    final = found.queries <= FEW * own * call.heads
+    final = found.most("queries") <= FEW * own * call.heads
     return replace(call, tokens=own, whole=tokens, offset=rank * own, final=final)

@@ -52,7 +52,7 @@ class Subject:
         precision: the Trainer's.
         memory: settings.
         compile_blocks: whether blocks run compiled.
-        call: an op's call of it on one rank; of the pattern with the most parts where layers differ.
+        call: an op's call of it on one rank.
         grain: `batch` takes multiples of so many tokens, a power of two.
         decoder: its second stack, if it has one.
     """
@@ -143,14 +143,14 @@ class Footprint:
         return trial.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Bytes that the op needs beside its results."""
+        """Bytes that the op needs beside its results; where layers differ, the most."""
         piece = moment.piece
         if not piece.op:
             return 0
         call = replace(call, dtype=piece.dtype)
         if piece.heads != call.heads:
             call = replace(call, window=(0, piece.heads))
-        return workspace(call)[piece.op == "backward"]
+        return max(workspace(one)[piece.op == "backward"] for one, _ in call.layers(2))
 
 
 def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:

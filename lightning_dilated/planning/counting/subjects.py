@@ -66,7 +66,7 @@ def subject_of(
     call = OpCall(
         model.pattern, heads, kv, model.dim // heads, causal, 1, products or dtype,
         dropout=getattr(options, "attention_dropout", 0.0) > 0, engine=getattr(options, "engine", "auto"),
-        capability=capability,
+        capability=capability, odd=getattr(model, "odd_pattern", None) if model.depth > 1 else None,
     )  # fmt: skip
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
@@ -139,7 +139,16 @@ def _as_lm(model: LongNetMLM) -> Callable[[int], DilatedModule]:
     """A language model of the same sizes: which tokens are masked depends on values, which fake tensors do not have."""
 
     def make(depth: int) -> DilatedModule:
-        names = ("vocab_size", "dim", "num_heads", "num_kv_heads", "ffn_dim", "tie_embeddings")
+        names = (
+            "vocab_size",
+            "dim",
+            "num_heads",
+            "num_kv_heads",
+            "ffn_dim",
+            "tie_embeddings",
+            "shift_layers",
+            "shift_below",
+        )
         options = {k: v for k, v in vars(model.options).items() if k != "drop_path"}
         found = LongNetLM(model.pattern, depth=depth, **{n: getattr(model, n) for n in names}, **options)
         found.causal = model.causal

@@ -42,6 +42,7 @@ class OpCall:
         dropout: whether attention weights are dropped.
         engine: as the models take it.
         capability: of the GPU.
+        odd: the pattern of the second layer's call, the fourth's and so on, where it is another.
     """
 
     pattern: DilatedPattern
@@ -59,6 +60,14 @@ class OpCall:
     dropout: bool = False
     engine: str = "auto"
     capability: tuple[int, int] = (9, 0)
+    odd: DilatedPattern | None = None
+
+    def layers(self, depth: int) -> list[tuple[OpCall, int]]:
+        """The calls of `depth` layers, each of one pattern, and how many layers make it."""
+        if self.odd is None:
+            return [(self, depth)]
+        even, odd = replace(self, odd=None), replace(self, pattern=self.odd, odd=None)
+        return [(even, depth - depth // 2), (odd, depth // 2)]
 
     @property
     def spans(self) -> list[Span]:

@@ -45,7 +45,7 @@ class Step:
 
     Attributes:
         ranks, tokens: R, and N of the whole sequence.
-        exchange: its name; None where nothing crosses a cut.
+        exchange: its name, of the first pattern that has one; None where nothing crosses a cut.
         recompute: the policy.
         seconds: of the step.
         alone: seconds of a step of one rank with as many tokens and the branches that fit them.
@@ -98,12 +98,13 @@ def simulate(
     bucket_cap_mb: int | None = None,
     watched: int | None = None,
     inner: Machine | None = None,
+    odd: tuple[DilatedPattern, str] | None = None,
 ) -> Step:
     """A step of the machine's model over one sequence of L * R tokens.
 
     Args:
         machine: what one device needs.
-        pattern: of every layer.
+        pattern: of every layer, or of the first, the third and so on.
         tokens: L, of each rank.
         ranks: R.
         exchange: "auto" or a name of `EXCHANGES`; "ring" and "switch" for up to `rounds.EXACT` ranks.
@@ -116,6 +117,7 @@ def simulate(
             DDP's own buckets.
         watched: the rank whose events are returned.
         inner: what a second stack of blocks needs, which stands between the first one's forward and its backward.
+        odd: pattern and exchange of the second layer, the fourth and so on, where they are others.
 
     Raises:
         ValueError, TypeError: for sizes, names or exchanges that cannot be, with the condition that fails.
@@ -129,10 +131,14 @@ def simulate(
         integer(bucket_cap_mb, "bucket_cap_mb", 1)
     if not 0 <= overhead < math.inf:
         raise ValueError(f"overhead must be a finite number of seconds, at least 0; got {overhead!r}.")
-    narrow = _narrow(pattern, tokens, ranks)
-    of = functools.partial(_op, pattern, narrow, tokens, ranks, exchange, per_node, links)
-    name, op = of(machine)
-    stacks = [(machine, op)] + ([] if inner is None else [(inner, of(inner)[1])])
+    layers = [(pattern, exchange), *([] if odd is None else [odd])]
+    narrow = [_narrow(x, tokens, ranks) for x, _ in layers]
+    of = lambda machine: [  # noqa: E731 - (name, op) of each pattern
+        _op(x, less, tokens, ranks, way, per_node, links, machine)
+        for (x, way), less in zip(layers, narrow, strict=True)
+    ]
+    found = of(machine)
+    stacks = [(machine, [op for _, op in found])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
     clock = Clock(ranks, per_node, links, watched)
     if overhead:
         clock.work("overhead", overhead)
@@ -140,17 +146,12 @@ def simulate(
     spent = sum(clock.spent.values())
     busiest = int(np.argmax(spent))
     seconds = float(clock.free["compute"].max())
-    alone = (
-        seconds
-        if ranks == 1
-        else simulate(
-            machine, narrow or pattern, tokens, 1, recompute=recompute, overhead=overhead, inner=inner
-        ).seconds
-    )
+    same = {"recompute": recompute, "overhead": overhead, "inner": inner, "odd": odd and (narrow[1] or odd[0], "auto")}
+    alone = seconds if ranks == 1 else simulate(machine, narrow[0] or pattern, tokens, 1, **same).seconds
     return Step(
         ranks,
         tokens * ranks,
-        name,
+        next((name for name, _ in found if name), None),
         recompute,
         seconds,
         alone,
@@ -161,20 +162,21 @@ def simulate(
     )
 
 
-def _run(clock: Clock, stacks: list[tuple[Machine, Op]], tokens: int, recompute: str, buckets: _Buckets) -> None:
-    """Forward of the stacks in order, backward in reverse, and optimizer."""
+def _run(clock: Clock, stacks: list[tuple[Machine, list[Op]]], tokens: int, recompute: str, buckets: _Buckets) -> None:
+    """Forward of the stacks in order, backward in reverse, and optimizer; a stack's ops take turns."""
     half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
-    for machine, op in stacks:
+    for machine, ops in stacks:
         parts = machine.at(tokens)
-        for _ in range(machine.depth):
+        for layer in range(machine.depth):
             half(parts.rest_forward)
-            op.forward(clock)
+            ops[layer % len(ops)].forward(clock)
             half(parts.rest_forward)
         clock.work("edge", parts.edge_forward)
-    for machine, op in reversed(stacks):
+    for machine, ops in reversed(stacks):
         parts = machine.at(tokens)
         clock.work("edge", parts.edge_backward)
-        for _ in range(machine.depth):
+        for layer in reversed(range(machine.depth)):
+            op = ops[layer % len(ops)]
             if recompute != "none":
                 half(parts.rest_forward * machine.again)
                 if recompute == "block":

@@ -1,0 +1,96 @@
+"""Models whose odd layers are shifted: their calls exchange rows where those of even layers need none."""
+
+from dataclasses import replace
+
+import pytest
+
+import lightning_dilated as ld
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.exchange_memory import exchanged
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.meter import EXCHANGE
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.workspace import workspace
+from lightning_dilated.planning.estimate import Facts, estimate
+from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.memory import Setup, memory
+from lightning_dilated.planning.simulating.simulation import simulate
+from lightning_dilated.sequence.plan import Links
+
+from .machines import machine
+
+#: nested, so that shards of a multiple of 128 tokens cut no segment
+EVEN = DilatedPattern.longnet([64, 128], [1, 2])
+ODD = EVEN.shifted(0.5)
+RANKS, TOKENS = 4, 2048
+SETUP, H200 = Setup("ring_dilated", RANKS, RANKS), GPUS["H200"]
+
+
+def lm(depth=4, kind=ld.LongNetLM, **options):
+    return kind(EVEN, **{"dim": 64, "depth": depth, "num_heads": 4, "shift_layers": "odd", **options})
+
+
+def kept(pattern):
+    return exchanged(pattern, TOKENS, (4, 4, 16), True, RANKS, RANKS, 2).kept
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("kind", [ld.LongNetLM, ld.LongNetMLM])
+def test_layers(kind, depth):
+    model = lm(depth, kind)
+    layers = subject_of(model).call.layers(depth)
+    model.configure_model()
+    of_blocks = [block.attention.attention.pattern for block in model.transformer.blocks]
+    assert {call.pattern: n for call, n in layers} == {p: of_blocks.count(p) for p in of_blocks}
+
+
+@pytest.mark.parametrize("depth", [4, 5])
+@pytest.mark.parametrize("policy", ["attention-kept", "block"])
+def test_memory(policy, depth):
+    """Two of four or five layers keep rows; where blocks are computed again those of one are there at a time."""
+    found = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
+    x = memory(found, depth, TOKENS, SETUP)
+    assert x.exchange.name is None and kept(EVEN) == 0 and x.exchange.odd.kept == kept(ODD) > 0
+    under_way = {0, x.exchange.odd.forward, x.exchange.odd.backward}
+    assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * kept(ODD) in under_way
+
+
+def test_room():
+    """The op's own, of the layers that need more of it."""
+    subject = subject_of(lm())
+    found = footprint(replace(subject, memory=MemorySettings("block")), (1024, 2048))
+    moment = next(m for m in found.moments if m.piece.op == "backward")
+    wide = DilatedPattern.longnet([64, 128, 256], [1, 1, 1])
+    for pattern, odd in ((EVEN, wide), (wide, EVEN)):
+        call = replace(subject.call, tokens=1 << 16, dtype=moment.piece.dtype, pattern=pattern, odd=odd)
+        each = [workspace(one)[1] for one, _ in call.layers(2)]
+        assert found.room(moment, call) == max(each) > min(each)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_time(depth):
+    """Bytes and pairs are those of the layers by themselves."""
+    shifted, options = lm(depth), {"shift_layers": "none"}
+    of = lambda model: Facts.of(model, subject_of(model))  # noqa: E731
+    mixed, even = of(shifted), of(lm(depth, **options))
+    odd = replace(even, call=replace(even.call, pattern=ODD))
+    told = lambda facts: estimate(facts, MemorySettings("block"), TOKENS, SETUP, H200)  # noqa: E731
+    found, low, high = told(mixed), told(even), told(odd)
+    share = depth // 2 / depth
+    for run in ("forward", "again", "backward"):
+        assert low.step.bytes(run)[0] == 0
+        assert found.step.bytes(run)[0] == pytest.approx(share * high.step.bytes(run)[0])
+    assert found.flops == pytest.approx(low.flops + share * (high.flops - low.flops))
+    assert (found.step.exchange, low.step.exchange) == ("gather", None)
+    assert low.seconds < found.seconds < high.seconds
+
+
+def test_simulated_layers_take_turns():
+    """With links that cost nothing a step is the mean of steps of either pattern."""
+    free = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
+    step = lambda pattern, **more: simulate(machine(), pattern, 512, RANKS, links=free, average=False, **more)  # noqa: E731
+    even, odd, both = step(EVEN), step(ODD), step(EVEN, odd=(ODD, "auto"))
+    assert both.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
+    assert both.alone == pytest.approx((even.alone + odd.alone) / 2)
+    assert step(EVEN, odd=(EVEN, "auto")) == even
