@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.callbacks.memory.host import host_memory
 from lightning_dilated.find_max.samples import Samples
 
 #: how torch, CUDA, NCCL and cuBLAS say, besides by torch.OutOfMemoryError, that a GPU's or the host's memory is at its end
@@ -77,6 +78,7 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     data = Samples(cli.model, told["tokens"])
     cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
     found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0, "line": data.line}
+    found["host"] = host_memory()["host_peak"]
     if cli.trainer.strategy.root_device.type == "cuda":
         found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found

@@ -20,6 +20,13 @@ from torch import Tensor
 GIB = 2**30
 #: bytes of all buffers, in those that were in use at a time, beyond which free ones are given up for one of another length
 ROOM = 4
+#: buffers that are registered with CUDA
+_PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
+
+
+def pinned_bytes() -> int:
+    """Of host memory that this process has registered for saved tensors, beside torch's own pinned memory."""
+    return sum(buffer.size for buffer in list(_PINNED))
 
 
 def check_offload(offload: Any) -> float:
@@ -157,6 +164,7 @@ class _Buffer:
             if pinned:
                 torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.memory.data_ptr(), size, 0))
                 weakref.finalize(self, _unregister, self.memory)
+                _PINNED.add(self)
         except RuntimeError as error:
             raise RuntimeError(
                 f"offload could not get {size / GIB:.2f} GiB more of (pinned) host memory: {error}. Lower offload of "

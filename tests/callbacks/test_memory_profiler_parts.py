@@ -180,6 +180,8 @@ def test_host_memory(tmp_path, monkeypatch):
         memory_host.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False
     )
     assert host_memory(status)["pinned"] == 77
+    monkeypatch.setattr(memory_host, "pinned_bytes", lambda: 23)  # of offloaded block inputs
+    assert host_memory(status)["pinned"] == 100
 
 
 # -- numbers -----------------------------------------------------------------------------------------------------------

@@ -253,7 +253,7 @@ def test_command(recipe, capsys, monkeypatch):
 
     def trial(self, tokens):
         tried.append((tokens, self.ranks, list(self.arguments)))
-        return Outcome(tokens, tokens <= 300_000, 5 * 2**30, 6 * 2**30, 2.0, "rank 1: out of memory")
+        return Outcome(tokens, tokens <= 300_000, 5 * 2**30, 6 * 2**30, 2.0, "rank 1: out of memory", host=2**31)
 
     monkeypatch.setattr(Trials, "__call__", trial)
     run([*recipe, "--gpus", "2", "--limit", "1", "--model.dim", "32"])
@@ -261,7 +261,11 @@ def test_command(recipe, capsys, monkeypatch):
     assert tried[0] == (131072, 2, [*recipe, "--model.dim", "32"])
     fits = max(n for n, *_ in tried if n <= 300_000)
     assert f"longest: {fits:,} tokens on 2 rank(s)" in out and f"seq_len: {fits}" in out
-    assert fits % 2048 == 0 and "5.0 GiB allocated, 6.0 reserved" in out and "out of memory (rank 1" in out
+    assert (
+        fits % 2048 == 0
+        and "5.0 GiB allocated, 6.0 reserved, 2.0 GiB of the host" in out
+        and "out of memory (rank 1" in out
+    )
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,13 @@
 """Memory settings on a GPU: gradients as without, and less memory, step after step."""
 
+import gc
+
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.offload import pinned_bytes
 
 from .test_memory_settings import SETTINGS, gradients
 
@@ -47,6 +50,16 @@ def test_float32(name, compiled):
         chosen = MemorySettings(**{**vars(chosen), "tile": 3000})
     for _ in range(3):  # later steps take memory that earlier ones gave back
         assert distance(gradients(model, chosen, given), want) < 1e-4
+
+
+def test_offloaded_inputs_are_counted_as_pinned():
+    model, given, before = model_of(), tokens_of(16384), pinned_bytes()
+    gradients(model, MemorySettings("block", offload=1.0), given)
+    inputs = 16384 * SIZES["dim"] * 4
+    assert pinned_bytes() - before == model.transformer._host.bytes >= 2 * inputs
+    del model
+    gc.collect()
+    assert pinned_bytes() == before
 
 
 @pytest.mark.parametrize("residual", [None, "bfloat16"])

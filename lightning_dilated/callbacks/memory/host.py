@@ -7,14 +7,16 @@ from pathlib import Path
 
 import torch
 
+from lightning_dilated.models.offload import pinned_bytes
+
 STATUS = Path("/proc/self/status")
 
 
 def host_memory(status: Path = STATUS) -> dict[str, int | None]:
-    """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held by torch for copies to a GPU.
+    """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held for copies to a GPU.
 
     Where Linux does not tell, the peak is getrusage's and the present unknown (None); pinned memory is that of torch's own
-    allocator (its caches with it), and unknown without a GPU in use or where torch cannot tell.
+    allocator (its caches with it) and of offloaded block inputs; unknown without a GPU in use or where torch cannot tell.
     """
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -30,4 +32,5 @@ def host_memory(status: Path = STATUS) -> dict[str, int | None]:
 def _pinned() -> int | None:
     if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
         return None
-    return torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return None if of_torch is None else of_torch + pinned_bytes()
