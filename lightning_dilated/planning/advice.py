@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -49,17 +50,32 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
 
 def _otherwise(case: Case, able: list[MemorySettings], tokens: int, model: DilatedModule) -> str:
     """What helps where no settings do."""
-    narrow = ", set the model's residual_dtype to bfloat16," if "residual_dtype" in model.hparams else ""
     longest = {x: case.longest(x) for x in able}
     most = max(longest, key=longest.__getitem__)
     if not longest[most]:
         dealt = case.setup.strategy == "ring_dilated_fsdp"
         take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if dealt else "strategy='ring_dilated_fsdp', or"
         return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
-    return (
-        f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take about "
-        f"{-(-tokens * case.setup.ranks // longest[most])} GPUs{narrow} or offload block inputs to the host (offload=GIB)."
-    )
+    ways = [f"about {-(-tokens * case.setup.ranks // longest[most])} GPUs"]
+    if model.hparams.get("residual_dtype", "bfloat16") is None:
+        ways.append("the model's residual_dtype='bfloat16'")
+    ways += _by_host(case, able, tokens)
+    *others, last = ways
+    said = f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take "
+    return said + (f"{', '.join(others)} or {last}." if others else f"{last}.")
+
+
+def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
+    """Whether block inputs on the host would help, and how much of it that takes; how much there is is not asked, since what
+    machines tell of it grows as it is used."""
+    away = [replace(x, offload=1.0) for x in able if x.policy == "block"]
+    roomy = replace(case, host=float("inf"))
+    needs = {x: roomy.memory(x, tokens).host / GIB for x in away if roomy.fits(x, tokens)}
+    if not needs:
+        return []
+    best = min(needs, key=needs.__getitem__)
+    room = f"{needs[best]:.1f} GiB"
+    return [f"ActivationRecompute({_arguments(best)}), for which the host keeps {room} of each rank's block inputs"]
 
 
 def _arguments(settings: MemorySettings) -> str:

@@ -10,7 +10,7 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.advice import advise
+from lightning_dilated.planning.advice import _by_host, advise
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -29,6 +29,7 @@ from lightning_dilated.planning.estimate import (
     scaled,
 )
 from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
 from lightning_dilated.sequence.plan import DEFAULTS
@@ -236,6 +237,25 @@ def test_advice():
     said = advise(run, model, 1 << 20)
     assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
     assert "ActivationRecompute('attention-kept')" in said
+
+
+@pytest.mark.slow
+def test_advice_of_block_inputs_on_the_host():
+    """Where nothing fits without."""
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    said = advise(trainer(precision="bf16-mixed"), model, 5 << 20)
+    assert "Take about 2 GPUs, the model's residual_dtype='bfloat16' or ActivationRecompute('block', every=2, " in said
+
+
+def test_block_inputs_on_the_host():
+    """Six of them stay there, of 5M tokens of 768 numbers in fp32."""
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    subject = subject_of(model)
+    case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 6)]
+    (said,) = _by_host(case, able, 5 << 20)
+    assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for which")
+    assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
+    assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
 
 
 def test_advice_takes_the_datas_length_and_the_strategy():

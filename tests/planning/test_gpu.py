@@ -18,27 +18,36 @@ from lightning_dilated.planning.memory import Setup
 pytestmark = pytest.mark.gpu
 TOKENS = 1 << 20  # enough that what DDP lets go 0.1 s after its first step is gone at the peak
 PATTERN = {"segment_lengths": [2048, 8192], "dilation_rates": [1, 4]}
+#: and a branch over the shards of two ranks, for which rows are exchanged
+WIDE = {"segment_lengths": [2048, 8192, 2 * TOKENS], "dilation_rates": [1, 4, 64]}
 SIZES = {"dim": 512, "depth": 12, "num_heads": 8, "residual_dtype": "bfloat16"}
 SETTINGS = MemorySettings("block", every=2, offload=1, tile=16384, head_chunks=4)
-WAYS = [("single", 1), ("ring_dilated", 2), ("ring_dilated_fsdp", 2)]
+WAYS = [
+    ("single", 1, PATTERN),
+    ("ring_dilated", 2, PATTERN),
+    ("ring_dilated_fsdp", 2, PATTERN),
+    ("ring_dilated", 2, WIDE),
+]
 
 
-def planned(strategy, ranks):
+def planned(strategy, ranks, pattern):
     """Bytes of a rank."""
-    model = LongNetLM(DilatedPattern.from_dict(PATTERN), **SIZES)
+    model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES)
     gpu = find_gpu("H200")
     subject = subject_of(model, "bf16-mixed", None, False, gpu.capability)
     case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks), gpu, host=64.0)
-    return case.memory(SETTINGS, TOKENS * ranks).peak
+    found = case.memory(SETTINGS, TOKENS * ranks)
+    assert (found.exchange.name is not None) == (pattern == WIDE)
+    return found.peak
 
 
-def measured(folder, strategy, ranks):
+def measured(folder, strategy, ranks, pattern):
     """Bytes of the rank with most, of two steps."""
     told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(SETTINGS)}
     fused = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 1e-4, "fused": True}}
     settings = {
         "trainer": {"precision": "bf16-mixed", "callbacks": [told]},
-        "model": {"class_path": "LongNetLM", "init_args": {"pattern": PATTERN, **SIZES, "optimizer": fused}},
+        "model": {"class_path": "LongNetLM", "init_args": {"pattern": pattern, **SIZES, "optimizer": fused}},
         "data": {"class_path": "lightning_dilated.data.ByteDataModule", "init_args": {"seq_len": 4096}},
     }
     if strategy != "single":
@@ -50,12 +59,13 @@ def measured(folder, strategy, ranks):
     return found.allocated
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), WAYS)
-def test_peak(tmp_path, strategy, ranks):
+@pytest.mark.parametrize(("strategy", "ranks", "pattern"), WAYS, ids=["one", "ddp", "fsdp", "ddp, rows"])
+def test_peak(tmp_path, strategy, ranks, pattern):
     """On two GPUs block inputs once stayed that were done with."""
     pytest.importorskip("jsonargparse")
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the plan is that of a GPU of capability 9.0")
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"needs {ranks} GPUs")
-    assert measured(tmp_path, strategy, ranks) == pytest.approx(planned(strategy, ranks), rel=0.03)
+    want = planned(strategy, ranks, pattern)
+    assert measured(tmp_path, strategy, ranks, pattern) == pytest.approx(want, rel=0.03)
