@@ -139,7 +139,11 @@ class ShardedCheckpoint(Checkpoint):
         if self._peers.rank > 0:
             return None
         self._target.mkdir(parents=True, exist_ok=True)
-        clean(self._target)
+        for name in clean(self._target):
+            rank_zero_warn(
+                f"{self._target / name} was still being written when its job ended: what there was of it is removed, and "
+                "the last whole checkpoint counts."
+            )
         probe = self._target / f".probe-{uuid.uuid4().hex}"
         probe.write_bytes(bytes(4096))
         return probe

@@ -202,14 +202,20 @@ def prune(folder: Path, keep: int) -> None:
         whole += saved.seen() is None
 
 
-def clean(folder: Path) -> None:
-    """Remove what a killed job left half written or half removed; what it was about to replace is put back."""
-    for path in folder.iterdir():
+def clean(folder: Path) -> list[str]:
+    """Remove what a killed job left half written or half removed; what it was about to replace is put back.
+
+    Returns the names of those that were half written.
+    """
+    unfinished = []
+    for path in sorted(folder.iterdir()):
         left = _LEFT.fullmatch(path.name)
         if left and left[2] == "replaced" and not (folder / left[1]).exists():
             path.rename(folder / left[1])
         elif left:
             shutil.rmtree(path)
+            unfinished += [left[1]] if left[2] == "partial" else []
+    return unfinished
 
 
 def _aside(path: Path, why: str) -> Path:

@@ -26,6 +26,24 @@ def test_the_same_weights_come_out(policy, monkeypatch):
     torch.testing.assert_close(*weights)
 
 
+class Names(pl.Callback):
+    """Of the state within training."""
+
+    def on_train_batch_end(self, trainer, module, *unused):
+        self.seen = [(name, x.shape) for name, x in module.state_dict().items()], list(dict(module.named_parameters()))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_names_of_the_state_stay(compiled):
+    """Of every setting at once, compiled or not: those of a model that nothing was done to."""
+    seen = []
+    for callbacks in ([], [ActivationRecompute("block", every=2, offload=1, tile=9, head_chunks=2)]):
+        model = tiny(compile_blocks=compiled)
+        trainer(max_steps=1, callbacks=[*callbacks, names := Names()]).fit(model, loader(batch(2, 24)))
+        seen.append(names.seen)
+    assert seen[0] == seen[1] and len(seen[0][0]) > 10
+
+
 @pytest.mark.parametrize("options", [{}, {"tile": 9, "head_chunks": 2, "offload": 1}])
 def test_groups_run_again_under_the_dtype_of_the_forward(options, monkeypatch):
     """bf16-true changes torch's default dtype, and only around the training step."""

@@ -140,6 +140,8 @@ def test_killed_while_saving(text, whole, tmp_path, where, last):
     assert (".step-00000003.partial" in names(tmp_path)) == (last == 2)
     rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
     assert rest["losses"] == whole["losses"][last:] and not [w for w in rest["said"] if "damaged" in w]
+    said = [w for w in rest["said"] if f"{tmp_path}/step-00000003 was still being written when its job ended" in w]
+    assert len(said) == (last == 2)
     assert names(tmp_path) == [f"step-0000000{n}" for n in (last - 1, last, 6)]
 
 
@@ -148,5 +150,6 @@ def test_killed_while_replacing(copied):
     (copied / "step-00000004").rename(copied / ".step-00000004.replaced")
     (copied / ".step-00000003.replaced").mkdir()
     (copied / ".step-00000002.removed").mkdir()
-    module.clean(copied)
+    (copied / ".step-00000005.partial").mkdir()
+    assert module.clean(copied) == ["step-00000005"]
     assert names(copied) == ["step-00000002", "step-00000003", "step-00000004"]
