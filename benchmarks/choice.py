@@ -6,7 +6,8 @@
 Short calls are decided by the hosts, whose speed drifts by more than exchanges differ. So in each of many rounds every
 exchange is timed once, four calls after another as layers are; in another order than before.
 Times are those of the slowest rank; "of the best" is the median over rounds of a time against that of the named exchange
-with the shortest median.
+with the shortest median. After the rounds: "exposed" is how long what computes stood still for rows in a call of its own,
+the most of any rank, and "received" is counted in both passes on the rank that receives most.
 Shape letters: R ranks, N = R L tokens, L of a rank.
 """
 
@@ -22,14 +23,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from exchange import joined, meet, most, start, step, told
+from exchange import awaited, joined, meet, most, start, step, told
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 
 CALLS = 4
-COLUMNS = ("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best")
+#: calls of which "exposed" is the median
+WATCHED = 5
+COLUMNS = (
+    *("tokens a rank", "causal", "exchange", "head_size", "ms", "quarter below", "quarter above", "of the best"),
+    *("exposed ms", "received MB"),
+)
 
 
 def options() -> argparse.Namespace:
@@ -108,6 +114,7 @@ def lines(args: argparse.Namespace, device: torch.device):
             )  # of the same rounds
             chosen = f"auto ({group.plan.exchange or 'nothing'})" if name == "auto" else name
             cells = [local, causal, chosen, size, *(f"{x * 1e3:.2f}" for x in (middle, low, high)), f"{against:.3f}"]
+            cells += awaited(step(tensors, pattern, causal, group)[1], group, device, WATCHED)
             yield f"| {' | '.join(map(str, cells))} |\n"
         for group in made.values():
             group.close()

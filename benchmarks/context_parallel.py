@@ -4,8 +4,10 @@
     torchrun --nproc-per-node 2 benchmarks/context_parallel.py --dense 4096 --dilated --cpu --heads 4 --dtype float32
 
 N tokens over all ranks, causal. "dense" is every key for every query: torch's context parallel, and ours with each exchange
-and layout named. "dilated" is geometric(2048, N), beside torch's dense attention over the same tokens. Median of the
-repeats, on the slowest rank. Shape letters: N tokens, L = N / R of a rank, H heads, D head dim.
+and layout named. "dilated" is geometric(first, N), beside torch's dense attention over the same tokens. Median of the
+repeats, on the slowest rank. In calls of ours that are not timed: "received" of both passes, on the rank that receives
+most, and "exposed", how long what computes stood still for rows, the most of any rank.
+Shape letters: N tokens, L = N / R of a rank, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from exchange import awaited, meet, most, step, told
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lightning_dilated as ld
@@ -29,9 +32,11 @@ WAYS = [
     ("auto", 1, "contiguous"),
     ("auto", 1, "zigzag"),
     ("gather", 1, "zigzag"),
+    ("ring", 1, "zigzag"),
     ("auto", 4, "contiguous"),
     ("auto", 2, "zigzag"),
 ]
+COLUMNS = ("tokens", "pattern", "way", "forward + backward ms", "times torch's ring", "received MB", "exposed ms")
 
 
 def options() -> argparse.Namespace:
@@ -39,6 +44,7 @@ def options() -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--dense", type=int, nargs="*", default=[131072, 524288], help="N of dense patterns")
     p.add_argument("--dilated", type=int, nargs="*", default=[1048576], help="N of geometric ones")
+    p.add_argument("--first", type=int, default=2048, help="their shortest segment")
     p.add_argument("--heads", type=int, default=12)
     p.add_argument("--head-dim", type=int, default=64)
     p.add_argument("--dtype", default="bfloat16")
@@ -52,15 +58,13 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
     """Median wall seconds on the slowest rank, after a warm-up."""
     found = []
     for i in range(repeats + 1):
-        dist.barrier()
+        meet(device)
         begin = time.perf_counter()
         run()
         if device.type == "cuda":
             torch.cuda.synchronize()
         found += [time.perf_counter() - begin] if i else []
-    slowest = torch.tensor(statistics.median(found), device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
+    return most(device, statistics.median(found))[0]
 
 
 def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str) -> float:
@@ -87,28 +91,47 @@ def of_torch(args: argparse.Namespace, n: int, device: torch.device, rotate: str
 
 def ours(
     args: argparse.Namespace, n: int, device: torch.device, pattern: ld.DilatedPattern, way: tuple
-) -> tuple[float, int, str]:
-    """(seconds, bytes received in both passes on the rank that receives most, the exchange)."""
+) -> tuple[str, float, str, str]:
+    """(the exchange, seconds, cells "exposed ms" and "received MB")."""
     exchange, head_size, layout = way
     group = ld.sequence.SequenceGroup(exchange=exchange, head_size=head_size, layout=layout)
-    shape = 1, group.shard(n).length(group.rank), args.heads, args.head_dim
-    make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
-    q, k, v, grad = (make().requires_grad_(i < 3) for i in range(4))
+    with contextlib.closing(group):  # also where memory did not suffice: it would hold more of it
+        shape = 1, group.shard(n).length(group.rank), args.heads, args.head_dim
+        make = lambda: torch.randn(shape, device=device, dtype=getattr(torch, args.dtype))  # noqa: E731
+        call = step([make().requires_grad_(i < 3) for i in range(4)], pattern, True, group)[1]
 
-    def run() -> None:
-        with group.trusting():
-            out = ld.dilated_attention(q, k, v, pattern, causal=True, sequence=group)
-            torch.autograd.grad(out, (q, k, v), grad)
-        group.settle()
+        def run() -> None:
+            call()
+            group.settle()
 
-    took = seconds(run, device, args.repeats)
-    group.forward_traffic.clear(), group.backward_traffic.clear()
-    run()
-    got = torch.tensor(group.forward_traffic.received + group.backward_traffic.received, device=device)
-    dist.all_reduce(got, op=dist.ReduceOp.MAX)
-    name = f"{exchange}{f' ({group.plan.exchange})' if exchange == 'auto' and group.plan else ''}"
-    group.close()
-    return took, got.item(), f"{name}, head_size {head_size}, {layout}"
+        took = seconds(run, device, args.repeats)
+        name = f"{exchange}{f' ({group.plan.exchange})' if exchange == 'auto' and group.plan else ''}"
+        return f"{name}, head_size {head_size}, {layout}", took, *awaited(call, group, device, args.repeats)
+
+
+def lines(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
+    """Of the table, equal on all ranks."""
+    cases = [(n, ld.DilatedPattern.dense(), "dense", WAYS) for n in args.dense]
+    about = f"geometric({args.first}, N)"
+    cases += [(n, ld.DilatedPattern.geometric(args.first, n), about, WAYS[:1]) for n in args.dilated]
+    for n, pattern, about, ways in cases:
+        ring = None
+        for rotate in [] if args.cpu else args.rotate:
+            took = of_torch(args, n, device, rotate)
+            ring = took if rotate == "alltoall" else ring
+            yield line(n, "dense", f"torch {rotate}", took, ring)
+        for way in ways:
+            if dist.get_world_size() % way[1]:
+                continue
+            with contextlib.suppress(torch.OutOfMemoryError):
+                name, took, exposed, received = ours(args, n, device, pattern, way)
+                yield line(n, about, name, took, ring, received, exposed)
+
+
+def line(n: int, pattern: str, way: str, took: float, ring: float | None, received: str = "", exposed: str = "") -> str:
+    """A row; `ring` are the seconds of torch's, None where it did not run."""
+    times = "" if ring is None else f"{ring / took:.2f}"
+    return f"| {n:,} | {pattern} | {way} | {took * 1000:.2f} | {times} | {received} | {exposed} |\n"
 
 
 def main() -> None:
@@ -118,31 +141,8 @@ def main() -> None:
     if not args.cpu:
         torch.cuda.set_device(device)
     dist.init_process_group("gloo" if args.cpu else "nccl")
-    say = print if dist.get_rank() == 0 else lambda *unused, **more: None
-    say(
-        "| tokens | pattern | way | forward + backward ms | times torch's ring | received MB |\n|---|---|---|---|---|---|",
-        flush=True,
-    )
-    dense, dilated = ld.DilatedPattern.dense(), lambda n: ld.DilatedPattern.geometric(2048, n)
-    cases = [(n, dense, "dense", WAYS) for n in args.dense] + [
-        (n, dilated(n), "geometric(2048, N)", [("auto", 1, "contiguous")]) for n in args.dilated
-    ]
-    for n, pattern, about, ways in cases:
-        ring = float("nan")
-        for rotate in [] if args.cpu else args.rotate:
-            took = of_torch(args, n, device, rotate)
-            ring = took if rotate == "alltoall" else ring
-            say(f"| {n:,} | dense | torch {rotate} | {took * 1000:.2f} | {ring / took:.2f} | |", flush=True)
-        for way in ways:
-            if dist.get_world_size() % way[1]:
-                continue
-            with contextlib.suppress(torch.OutOfMemoryError):
-                took, got, name = ours(args, n, device, pattern, way)
-                say(
-                    f"| {n:,} | {about} | {name} | {took * 1000:.2f} | {ring / took:.2f} | {got / 1e6:.1f} |",
-                    flush=True,
-                )
-    dist.destroy_process_group()
+    head = f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}\n"
+    told(dist.get_rank(), head, lines(args, device), None)
 
 
 if __name__ == "__main__":

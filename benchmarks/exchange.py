@@ -140,6 +140,21 @@ def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tu
     return exposed, sum(planned), unlike
 
 
+def counted(run, group: SequenceGroup) -> tuple[int, int]:
+    """Bytes that this rank receives in one call, (forward, backward)."""
+    group.forward_traffic.clear(), group.backward_traffic.clear()
+    run()
+    group.settle()
+    return group.forward_traffic.received, group.backward_traffic.received
+
+
+def awaited(run, group: SequenceGroup, device: torch.device, repeats: int) -> tuple[str, str]:
+    """Cells "exposed ms" and "received MB" (both passes, the rank that receives most), from calls that are not timed."""
+    exposed, _, unlike = watched(run, group, device, repeats)
+    (received,) = most(device, sum(counted(run, group)))
+    return f"{exposed * 1e3:.2f}", f"{received / 1e6:.2f}{' (NOT as planned)' if unlike else ''}"
+
+
 def still():
     """Within, exchanges pack, compute and add up as ever, on whatever their buffers hold, but nothing moves."""
 
@@ -195,9 +210,7 @@ def measure(
     )
     line.added = line.both - alone
     line.exposed, line.planned, line.unlike = watched(both, group, device, args.repeats)
-    group.forward_traffic.clear(), group.backward_traffic.clear()
-    both()
-    line.received = tuple(most(device, group.forward_traffic.received, group.backward_traffic.received))
+    line.received = tuple(most(device, *counted(both, group)))
     if args.still:
         with still():
             line.moving = line.both - seconds(both, device, args.repeats, group.settle)

@@ -1,15 +1,21 @@
 """benchmarks/exchange.py: every exchange and what "auto" chose, bytes counted as planned, and calls that move nothing.
 
-benchmarks/choice.py: the same in turn."""
+benchmarks/choice.py: the same in turn, and what its rows say of bytes and waits."""
 
+import contextlib
 import runpy
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import torch
 
+from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.plan import make_problem, moved
+from lightning_dilated.sequence.summary import summary
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "exchange.py"
@@ -49,23 +55,46 @@ def test_head_groups(pool):
     )
 
 
-def in_turn(rank, group, options):
-    """The cells of each line."""
+def in_turn(rank, group, options, told=None):
+    """The cells of each line. `told`: what is said to have been counted."""
     path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
     with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
         script = runpy.run_path(str(FOLDER / "choice.py"))
-        return [line.strip("| \n").split(" | ") for line in script["lines"](script["options"](), torch.device("cpu"))]
+        with mock.patch("exchange.summary", partial(told, rank)) if told else contextlib.nullcontext():
+            found = list(script["lines"](script["options"](), torch.device("cpu")))
+    assert all(line.count("|") == len(script["COLUMNS"]) + 1 for line in found)
+    return [line.strip("| \n").split(" | ") for line in found]
+
+
+TURNS = "--device cpu --local 128 --first 128 --heads 4 --head-dim 64 --dtype float32 --exchanges gather ring "
 
 
 def test_in_turn(pool):
-    """All ranks say the same, and the best of the named ones is 1.000 of itself."""
-    sizes = (
-        "--device cpu --local 32 --first 8 --heads 4 --head-dim 8 --dtype float32 --rounds 3 --exchanges gather ring"
-    )
-    first, *others = pool.run(4, in_turn, sizes)
+    """All ranks say the same, the best of the named ones is 1.000 of itself, and bytes are those of the plan."""
+    first, *others = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
     assert others == [first] * 3
-    auto, *named = first
-    assert auto[2].removeprefix("auto (").removesuffix(")") in EXCHANGES
-    assert [row[2] for row in named] == ["gather", "ring"]
-    assert min(named, key=lambda row: float(row[4]))[-1] == "1.000"
-    assert all(float(below) <= float(ms) <= float(above) for *_, ms, below, above, _ in first)
+    problem = partial(make_problem, DilatedPattern.geometric(128, 512), 512, 4, ranks=4)
+    for causal, (auto, *named) in ((False, first[:3]), (True, first[3:])):
+        chosen = auto[2].removeprefix("auto (").removesuffix(")")
+        assert chosen in EXCHANGES and {row[1] for row in (auto, *named)} == {str(causal)}
+        assert [row[2] for row in named] == ["gather", "ring"]
+        least = min(float(row[4]) for row in named)
+        assert "1.000" in {row[7] for row in named if float(row[4]) == least}
+        for name, row in zip((chosen, "gather", "ring"), (auto, *named), strict=True):
+            ms, below, above, _, exposed = map(float, row[4:9])
+            assert below <= ms <= above and exposed > 0
+            passes = [moved(problem(causal=causal), name, rank, 4, 64, 4) for rank in range(4)]
+            most = max(forward.received + backward.received for forward, backward in passes)
+            assert row[9] == f"{most / 1e6:.2f}" and most > 10**5
+
+
+def unlike(rank, clock, links):
+    """Each rank waits a second longer than the one before, and rank 1 sends a byte too many."""
+    *rows, total = summary(clock, links)
+    return [*(replace(x, sent=x.sent + (rank == 1)) for x in rows), replace(total, exposed=rank + 1.0)]
+
+
+def test_in_turn_counted_otherwise(pool):
+    for rows in pool.run(4, in_turn, TURNS + "--rounds 2", unlike):
+        assert [row[8] for row in rows] == ["4000.00"] * 3
+        assert all(row[9].endswith(" (NOT as planned)") for row in rows), rows

@@ -1,0 +1,95 @@
+"""benchmarks/context_parallel.py on the CPU: every way that serves has a row, and its bytes are those of the plan."""
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern
+from lightning_dilated.sequence.plan import make_problem, moved
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+HEADS, DIM, DENSE, DILATED = 4, 64, 256, 512
+SIZES = (
+    f"--cpu --dense {DENSE} --dilated {DILATED} --first 128 --heads {HEADS} --head-dim {DIM} "
+    "--dtype float32 --repeats 1"
+).split()
+COLUMNS = ["tokens", "pattern", "way", "forward + backward ms", "times torch's ring", "received MB", "exposed ms"]
+#: (exchange, head_size, layout) of the dense rows
+WAYS = [
+    ("auto", 1, "contiguous"),
+    ("auto", 1, "zigzag"),
+    ("gather", 1, "zigzag"),
+    ("ring", 1, "zigzag"),
+    ("auto", 4, "contiguous"),
+    ("auto", 2, "zigzag"),
+]
+
+
+def table(rank, group, options, of_torch=None):
+    """The lines. `of_torch`: the seconds that torch's context parallel is said to take, which needs GPUs."""
+    path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
+    with path, mock.patch.object(sys, "argv", ["context_parallel.py", *options]):
+        script = runpy.run_path(str(FOLDER / "context_parallel.py"))
+        with mock.patch.dict(script["lines"].__globals__, of_torch=lambda *unused: of_torch):
+            return list(script["lines"](script["options"](), torch.device("cpu")))
+
+
+def cells(line):
+    return [cell.strip() for cell in line.strip().strip("|").split("|")]
+
+
+def planned(n, pattern, ranks, exchange, layout):
+    """Bytes of both passes on the rank that receives most."""
+    problem = make_problem(pattern, n, HEADS, ranks=ranks, layout=layout, causal=True)
+    passes = [moved(problem, exchange, rank, ranks, DIM, 4) for rank in range(ranks)]
+    return max(forward.received + backward.received for forward, backward in passes)
+
+
+def check(rows, ranks):
+    """The rows of dense patterns, one a way that serves so many ranks, and last that of the geometric one."""
+    dense, dilated = DilatedPattern.dense(), DilatedPattern.geometric(128, DILATED)
+    want = [(DENSE, dense, "dense", way) for way in WAYS if ranks % way[1] == 0]
+    want += [(DILATED, dilated, "geometric(128, N)", ("auto", 1, "contiguous"))]
+    for row, (n, pattern, about, (exchange, head_size, layout)) in zip(rows, want, strict=True):
+        tokens, said, way, ms, times, received, exposed = row
+        chosen, *settings = way.split(", ")
+        assert (tokens, said, settings) == (str(n), about, [f"head_size {head_size}", layout])
+        assert chosen.split(" (")[0] == exchange and times == ""  # without torch's ring
+        assert 0 < float(ms) < 60_000 and 0 < float(exposed) < 60_000 and float(received) > 0.05
+        if head_size == 1:
+            chosen = chosen.removeprefix("auto (").removesuffix(")")
+            assert received == f"{planned(n, pattern, ranks, chosen, layout) / 1e6:.2f}", row
+
+
+def test_four_ranks(pool):
+    first, *others = pool.run(4, table, SIZES)
+    assert others == [first] * 3
+    check([cells(line) for line in first], 4)
+
+
+def test_beside_torch(pool):
+    """Torch's rows come first and say nothing of bytes and waits; each row says how often it fits into torch's ring."""
+    options = [*SIZES[1:], "--dilated", "--rotate", "allgather", "alltoall"]
+    rows = [cells(line) for line in pool.run(4, table, options, 2.0)[0]]
+    assert rows[:2] == [
+        [str(DENSE), "dense", "torch allgather", "2000.00", "", "", ""],  # the ring is still to come
+        [str(DENSE), "dense", "torch alltoall", "2000.00", "1.00", "", ""],
+    ]
+    assert len(rows) == 2 + len(WAYS) and all(all(row) for row in rows[2:])
+    assert all(float(row[4]) == pytest.approx(2000 / float(row[3]), rel=1e-2) for row in rows[2:])
+
+
+def test_two_ranks_of_torchrun():
+    """As one starts it, from another folder than the script's; head_size 4 serves no two ranks."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launch, FOLDER / "context_parallel.py", *SIZES]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    head, bars, *rows = map(cells, done.stdout.splitlines())
+    assert head == COLUMNS and bars == ["---"] * len(COLUMNS)
+    check(rows, 2)
