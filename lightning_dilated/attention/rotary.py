@@ -90,20 +90,26 @@ class Rotary(nn.Module):
         """
         if positions is None:
             at, end = _held(start, x.shape[1], x.device)
-            return self(at, dtype, end - 1)
+            return self._of(at, dtype, end - 1)
         if positions.shape not in (x.shape[1:2], x.shape[:2]):
             raise ValueError(
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
-        return self(send(positions, x.device), dtype)
+        on_cpu = positions.device.type == "cpu" and self.xpos_scale_base is not None
+        known = _furthest(positions) if on_cpu else None  # before they go to a GPU, which would have to be waited for
+        return self._of(send(positions, x.device), dtype, known)
+
+    def _of(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:
+        """Plain rotary positions have no range."""
+        return self(positions, dtype) if self.xpos_scale_base is None else self(positions, dtype, furthest)
 
     def forward(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, furthest: int | None = None
     ) -> RotaryTable:
         """The table of global positions (N,) or (B, N), to be applied to q and k of `dtype`.
 
-        `furthest` from 0 is the whole sequence's, equal on all ranks; xPos, if it is None, reads it off the positions, for
-        which the host waits.
+        `furthest` from 0 is as far as they reach, or as the whole sequence does; xPos, if it is None, reads it off the
+        positions, for which the host waits if they are on a GPU.
 
         Raises:
             ValueError: where xPos's scales would overflow.
@@ -114,19 +120,12 @@ class Rotary(nn.Module):
         cos, sin = torch.cos(angle).to(wide), torch.sin(angle).to(wide)
         if self.xpos_scale_base is None:
             return RotaryTable(cos, sin)
-        if furthest is None:
-            group = active_sequence()
-            # the ranks with low positions are in range: they have to raise with the others
-            check = self._check_positions if group is None else functools.partial(group.guard, self._check_positions)
-            check(positions, dtype)
-        else:
-            self._check_range(furthest, dtype)
+        group, furthest = active_sequence(), _furthest(positions) if furthest is None else furthest
+        # the ranks with low positions are in range: they have to raise with the others
+        check = self._check_range if group is None else functools.partial(group.guard, self._check_range)
+        check(furthest, dtype)
         zeta = (channel + GAMMA) / (1 + GAMMA)
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
-
-    def _check_positions(self, positions: Tensor, dtype: torch.dtype) -> None:
-        if positions.numel():
-            self._check_range(int(positions.abs().max()), dtype)
 
     def _check_range(self, furthest: int, dtype: torch.dtype) -> None:
         """xPos multiplies k by a power that grows with the position; refuse before it overflows into NaN."""
@@ -138,6 +137,10 @@ class Rotary(nn.Module):
                 f"sequence reaches {furthest}. Set xpos_scale_base to at least {math.ceil(furthest / powers)}, or use "
                 "plain rotary positions."
             )
+
+
+def _furthest(positions: Tensor) -> int:
+    return int(positions.abs().max()) if positions.numel() else 0
 
 
 def token_positions(start: int, length: int, device: torch.device | None = None) -> Tensor:

@@ -141,8 +141,7 @@ class ShardedCheckpoint(Checkpoint):
         self._target.mkdir(parents=True, exist_ok=True)
         for name in clean(self._target):
             rank_zero_warn(
-                f"{self._target / name} was still being written when its job ended: what there was of it is removed, and "
-                "the last whole checkpoint counts."
+                f"{self._target / name} was still being written when its job ended: what there was of it is removed."
             )
         probe = self._target / f".probe-{uuid.uuid4().hex}"
         probe.write_bytes(bytes(4096))

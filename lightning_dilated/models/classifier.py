@@ -20,7 +20,6 @@ from lightning_dilated.models.transformer import DilatedTransformer, init_weight
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec
-from lightning_dilated.transfer import send
 
 
 class LongNetClassifier(PooledModule):
@@ -157,7 +156,7 @@ class LongNetClassifier(PooledModule):
         x = batch[self.input]
         x = self.embedding(x) if self.input == "tokens" else self.project(x.to(self.project.weight.dtype))
         positions = token_positions(0, x.shape[1])
-        x = self.transformer(self.dropout(x), positions=send(positions, x.device), lengths=lengths)
+        x = self.transformer(self.dropout(x), positions=positions, lengths=lengths)
         return first_token(x, positions) if self.pool == "first" else mean_token(x, positions, lengths)
 
     def _check_input(self, batch: Mapping[str, Any]) -> None:

@@ -140,7 +140,7 @@ class DilatedTransformer(nn.Module):
         return self.rotary.table(x, _working_dtype(x), positions, caches[0].length if caches else 0)
 
     def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph."""
+        """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""
         for block in self.blocks:
             block.compile(fullgraph=True)
 

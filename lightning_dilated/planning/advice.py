@@ -20,7 +20,7 @@ from lightning_dilated.planning.memory import Setup
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
     """Settings of ActivationRecompute (and more GPUs, where none do) with which a step would fit; None where that cannot be
-    told: for models that are not counted, and lengths that nobody named. Takes seconds, and no GPU.
+    told: for models that are not counted, and lengths that nobody named. Takes up to half a minute, and no GPU.
 
     Args:
         trainer: of the run.
@@ -45,24 +45,25 @@ def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | Non
     if best is not None and best != now:
         peak = case.memory(best, tokens).peak / GIB
         return f"{said}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
-    return f"{said}.{_otherwise(case, able, tokens, pl_module)}" if best is None else None
+    return f"{said}.{_otherwise(case, able, now, tokens, pl_module)}" if best is None else None
 
 
-def _otherwise(case: Case, able: list[MemorySettings], tokens: int, model: DilatedModule) -> str:
+def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
     """What helps where no settings do."""
+    if now.offload and replace(case, host=float("inf")).fits(now, tokens):
+        return " By the plan that fits, if the host has room for the block inputs."
     longest = {x: case.longest(x) for x in able}
     most = max(longest, key=longest.__getitem__)
     if not longest[most]:
         dealt = case.setup.strategy == "ring_dilated_fsdp"
         take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if dealt else "strategy='ring_dilated_fsdp', or"
         return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
-    ways = [f"about {-(-tokens * case.setup.ranks // longest[most])} GPUs"]
-    if model.hparams.get("residual_dtype", "bfloat16") is None:
-        ways.append("the model's residual_dtype='bfloat16'")
-    ways += _by_host(case, able, tokens)
-    *others, last = ways
-    said = f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take "
-    return said + (f"{', '.join(others)} or {last}." if others else f"{last}.")
+    ways = [f"about {-(-tokens * case.setup.ranks // longest[most])} GPUs", *_by_host(case, able, tokens)]
+    narrow = model.hparams.get("residual_dtype", "bfloat16") is None
+    return (
+        f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take {' or '.join(ways)}."
+        f"{' Less is needed with residual_dtype=bfloat16 of the model.' if narrow else ''}"
+    )
 
 
 def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:

@@ -87,7 +87,7 @@ class Plan:
         lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
         waits = max((p.waiting for p in self.prices if p.exchange != "switch"), default=0.0)
         late = self.problem.causal and self.problem.shard.layout == "contiguous"
-        if late and waits > min(p.seconds for p in self.prices):
+        if late and self.prices and waits > min(p.seconds for p in self.prices):
             lines.append(
                 f"the last ranks have most keys to see: where rows travel, the others wait {waits * 1e3:.3f} ms for them; "
                 "layout='zigzag' gives every rank an early and a late part"

@@ -152,6 +152,14 @@ def test_own_positions_are_not_read(kind):
             module.table(x, torch.arange(20, device="meta"))
 
 
+def test_given_positions_are_read_before_they_are_sent():
+    """Those of the CPU; the device of x has no values."""
+    module, x = layer(DilatedPattern.dense(8), kind="xpos").half().to("meta"), torch.empty(1, 3, 2 * D, device="meta")
+    assert module.table(x.half(), torch.tensor([0, 5, 9])).cos.shape == (3, D // 2)
+    with pytest.raises(ValueError, match=r"overflows .* reaches 99999"):
+        module.table(x.half(), torch.tensor([0, 99_999, 1]))
+
+
 def test_own_positions_that_overflow():
     module = layer(DilatedPattern.dense(8), kind="xpos").half()
     with pytest.raises(ValueError, match=r"overflows .* reaches 99999"):

@@ -10,7 +10,7 @@ import torch
 import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.advice import _by_host, advise
+from lightning_dilated.planning.advice import _by_host, _otherwise, advise
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -244,7 +244,11 @@ def test_advice_of_block_inputs_on_the_host():
     """Where nothing fits without."""
     model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
     said = advise(trainer(precision="bf16-mixed"), model, 5 << 20)
-    assert "Take about 2 GPUs, the model's residual_dtype='bfloat16' or ActivationRecompute('block', every=2, " in said
+    assert (
+        "Take about 2 GPUs or ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for"
+        in said
+    )
+    assert "Less is needed with residual_dtype=bfloat16 of the model." in said
 
 
 def test_block_inputs_on_the_host():
@@ -256,6 +260,10 @@ def test_block_inputs_on_the_host():
     assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for which")
     assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
     assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
+    now = replace(able[0], offload=1.0)  # what is advised is in use
+    assert _otherwise(case, able, now, 5 << 20, model) == (
+        " By the plan that fits, if the host has room for the block inputs."
+    )
 
 
 def test_advice_takes_the_datas_length_and_the_strategy():

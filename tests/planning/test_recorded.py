@@ -36,7 +36,8 @@ def test_longest(number):
     assert case.time(point.settings, tokens).seconds == pytest.approx(seconds, rel=0.2)
 
 
-#: (file's day, recompute): tokens of each: ms by GPUs; rows of one machine, or of four GPUs' first day
+#: (file's day, recompute): tokens of each: ms by GPUs; rows of one machine, or of four GPUs' first day. Not those of 65,536
+#: tokens on two GPUs whose hosts were slower than they (up to 19 % more than simulated: the host is not)
 STEPS = {
     ("22", "none"): {65536: {1: 140.6, 2: 147.4, 4: 173.4}, 262144: {1: 533.7, 2: 545.0, 4: 554.8}},
     ("22", "attention-kept"): {1 << 20: {1: 2336.4, 4: 2418.6}},
@@ -53,9 +54,11 @@ def seconds_of(tokens, ranks, recompute, beyond=0.0):
 
 @pytest.mark.parametrize("day, recompute", STEPS)
 def test_steps(day, recompute):
-    """Within 15 %, from the parts of one GPU and what its whole step took beyond them."""
+    """Wanted: within 15 %, from the parts of one GPU and what its whole step took beyond them; told: within 3 %, but for the
+    shortest step of four."""
     for tokens, rows in STEPS[day, recompute].items():
         beyond, several = rows[1] / 1e3 - seconds_of(tokens, 1, recompute), {n: ms for n, ms in rows.items() if n > 1}
         assert beyond >= 0 and several
         for ranks, ms in several.items():
-            assert seconds_of(tokens, ranks, recompute, beyond) * 1e3 == pytest.approx(ms, rel=0.15), (tokens, ranks)
+            within = 0.15 if (ranks, tokens) == (4, 65536) else 0.035
+            assert seconds_of(tokens, ranks, recompute, beyond) * 1e3 == pytest.approx(ms, rel=within), (tokens, ranks)

@@ -39,3 +39,5 @@ def test_auto_weighs_the_busiest(layout, waits):
     assert found["switch"].waiting < 6e-3  # its blocks are slower, but equal
     assert plan(problem).exchange == ("switch" if waits else "gather")
     assert ("layout='zigzag' gives every rank" in str(plan(problem))) == waits
+    packed = make_problem(DENSE, 131072, 12, ranks=4, layout=layout, causal=True, cu_seqlens=(0, 7, 131072))
+    assert str(plan(problem, "ring")) and str(plan(packed))  # without prices
