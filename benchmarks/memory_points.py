@@ -42,6 +42,7 @@ LARGE = {"dim": 2048, "depth": 24, "num_heads": 16}
 LLAMA = {"dim": 4096, "depth": 32, "num_heads": 32, "num_kv_heads": 8, "ffn_dim": 14336}
 BLOCK, TILED = MemorySettings("block"), MemorySettings("block", tile=16 * K)
 HALF = {"residual_dtype": "bfloat16"}
+WORDS = {"vocab_size": 128256, "tie_embeddings": False}
 
 
 @dataclass(frozen=True)
@@ -103,7 +104,10 @@ POINTS = [
     Point("125M", SMALL | HALF, block(every=2, offload=1, head_chunks=12), 12 * M, "ring_dilated"),
     # what offload costs
     Point("125M", SMALL | HALF, block(None, offload=1), M),
-]
+    # of words in place of bytes: 8.03 billion parameters
+    Point("8B, words", LLAMA | HALF | WORDS, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true",
+          "adamw8bit"),
+]  # fmt: skip
 
 
 def options() -> argparse.Namespace:
