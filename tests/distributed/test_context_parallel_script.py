@@ -19,24 +19,31 @@ SIZES = (
     "--dtype float32 --repeats 1"
 ).split()
 COLUMNS = ["tokens", "pattern", "way", "forward + backward ms", "times torch's ring", "received MB", "exposed ms"]
+
+
+def script():
+    """What context_parallel.py defines; it imports the script beside it."""
+    with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
+        return runpy.run_path(str(FOLDER / "context_parallel.py"))
+
+
 #: (exchange, head_size, layout) of the dense rows
-WAYS = [
-    ("auto", 1, "contiguous"),
-    ("auto", 1, "zigzag"),
-    ("gather", 1, "zigzag"),
-    ("ring", 1, "zigzag"),
-    ("auto", 4, "contiguous"),
-    ("auto", 2, "zigzag"),
-]
+WAYS = script()["WAYS"]
+
+
+def test_ways():
+    """The ring, what takes turns with heads, and what `auto` makes of either layout of tokens."""
+    assert {("ring", 1, "zigzag"), ("auto", 4, "contiguous"), ("auto", 1, "contiguous"), ("auto", 1, "zigzag")} < set(
+        WAYS
+    )
 
 
 def table(rank, group, options, of_torch=None):
     """The lines. `of_torch`: the seconds that torch's context parallel is said to take, which needs GPUs."""
-    path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
-    with path, mock.patch.object(sys, "argv", ["context_parallel.py", *options]):
-        script = runpy.run_path(str(FOLDER / "context_parallel.py"))
-        with mock.patch.dict(script["lines"].__globals__, of_torch=lambda *unused: of_torch):
-            return list(script["lines"](script["options"](), torch.device("cpu")))
+    made = script()
+    told = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
+    with told, mock.patch.dict(made["lines"].__globals__, of_torch=lambda *unused: of_torch):
+        return list(made["lines"](made["options"](), torch.device("cpu")))
 
 
 def cells(line):
