@@ -25,6 +25,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
+from lightning_dilated.callbacks.throughput import PEAKS
+from lightning_dilated.models.flops import step_flops
 from lightning_dilated.models.memory import MemorySettings
 
 #: kinds of kernels, by what their names hold; the first that fits
@@ -56,6 +58,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--recompute", default="none", choices=["none", "attention-kept", "block"])
     p.add_argument("--every", type=int, default=1)
     p.add_argument("--offload", type=float, default=0.0, help="a fraction of the kept inputs, or GiB above 1")
+    p.add_argument("--torch-offload", action="store_true", help="these inputs by torch's save_on_cpu instead")
     p.add_argument("--tile", type=int)
     p.add_argument("--head-chunks", type=int, default=1)
     p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
@@ -94,6 +97,11 @@ class Clock(pl.Callback):
         self.last = time.perf_counter()
 
 
+def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
+    """Block inputs wait in pinned memory as torch itself has it: each copy is waited for, none is asked for ahead."""
+    transformer._host.keeping = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
+
+
 def settings_of(args: argparse.Namespace) -> MemorySettings:
     """What training keeps."""
     return MemorySettings(args.recompute, args.every, args.offload, args.tile, args.head_chunks)
@@ -113,6 +121,8 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
     model = ld.LongNetLM(pattern, optimizer=optimizer, **options)
     model.configure_model()
     model.transformer.memory = settings_of(args)
+    if args.torch_offload:
+        offloaded_by_torch(model.transformer)
     for block in model.transformer.blocks:
         if args.attention == "dense":
             block.attention.attention = Dense()
@@ -144,6 +154,29 @@ def table(clock: Clock, rows: int = 30) -> None:
         print(f"| `{name[:110]}` | {ms:.2f} | {int(calls)} |")
 
 
+def rate_of(args: argparse.Namespace, model: ld.LongNetLM, seconds: float) -> list[str]:
+    """[TFLOP/s of the step's own FLOPs, their part of the GPU's peak], of our attention, whose pairs are counted."""
+    if args.attention != "ours":
+        return ["", ""]
+    rate = step_flops(model, args.seq_len, [args.seq_len]) / seconds
+    peak = PEAKS.get(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
+    return [f"{rate / 1e12:.1f}", f"{100 * rate / peak:.1f} %" if peak else ""]
+
+
+def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Optimizer, clock: Clock) -> str:
+    """One line of a table."""
+    states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
+    weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
+    middle, plain = statistics.median(clock.seconds), MemorySettings()
+    told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
+    told += ["offloaded by torch"] if args.torch_offload else []
+    told += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
+    cells = [args.attention, f"{args.seq_len:,}", ", ".join(told) or "nothing", "no" if args.no_compile else "yes"]
+    cells += [f"{args.precision} ({', '.join(weights)}; {', '.join(states)})", f"{middle * 1000:.1f}"]
+    cells += [f"{args.seq_len / middle / 1000:.1f}", f"{clock.peak:.1f}", *rate_of(args, model, middle)]
+    return f"| {' | '.join(cells)} |"
+
+
 def main() -> None:
     """Print one row, and the profile."""
     args = options()
@@ -158,17 +191,7 @@ def main() -> None:
         log_every_n_steps=10**9,
     )  # fmt: skip
     trainer.fit(model, DataLoader([batch] * steps, batch_size=1, pin_memory=torch.cuda.is_available()))
-    optimizer = trainer.optimizers[0]
-    states = {str(x.dtype).removeprefix("torch.") for s in optimizer.state.values() for x in s.values() if x.ndim}
-    weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
-    middle, plain = statistics.median(clock.seconds), MemorySettings()
-    told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
-    told = ", ".join([*told, *([f"residual {args.residual_dtype}"] if args.residual_dtype else [])]) or "nothing"
-    print(
-        f"| {args.attention} | {args.seq_len:,} | {told} | {'no' if args.no_compile else 'yes'} "
-        f"| {args.precision} ({', '.join(weights)}; {', '.join(states)}) | {middle * 1000:.1f} "
-        f"| {args.seq_len / middle / 1000:.1f} | {clock.peak:.1f} |"
-    )
+    print(row(args, model, trainer.optimizers[0], clock))
     if args.profile:
         table(clock)
 

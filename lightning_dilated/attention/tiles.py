@@ -44,6 +44,24 @@ def tiled(
     return _apply(run, modules, step, unused, *rows)
 
 
+def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
+    """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are made with it, tile by tile.
+
+    So nothing is computed again in the backward, which only multiplies them. They take as much memory as what `tiled` keeps.
+
+    Args:
+        run: one number a token, (B, N) of rows (B, N, ...); must not draw random numbers.
+        modules, tile, rows: as of `tiled`.
+
+    Raises:
+        ValueError, RuntimeError: as `tiled`.
+    """
+    step = step_of(tile, rows[0])
+    if step >= rows[0].shape[1]:
+        return run(*rows).sum()
+    return _apply_sum(run, modules, step, *rows)
+
+
 def step_of(tile: int | None, x: Tensor) -> int:
     """Tokens of each sample in a tile."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
@@ -54,6 +72,15 @@ def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool,
     check_whole(modules)
     random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for of in modules for m in of.modules())
     return _Tiled.apply(run, modules, step, random, unused, len(rows), *rows, *trained(modules))
+
+
+@torch.compiler.disable
+def _apply_sum(run: Callable, modules: Sequence[nn.Module], step: int, *rows: Tensor) -> Tensor:
+    check_whole(modules)
+    leaves = trained(modules)
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *leaves)):
+        return _Summed.apply(run, step, len(rows), *rows, *leaves)
+    return forward_tiles(run, step, rows).sum()
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
@@ -124,6 +151,38 @@ class _Tiled(torch.autograd.Function):
         return *[None] * 6, *made, *sums
 
 
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, run, step, count, *tensors):
+        rows, leaves = tensors[:count], tensors[count:]
+        wanted = ctx.needs_input_grad[3 : 3 + count]
+        made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
+        with torch.enable_grad():
+            forget_casts()
+            total, sums = sum_tiles(run, step, rows, leaves, made)
+        forget_casts()
+        ctx.step, ctx.dtypes = step, [x.dtype for x in leaves]
+        ctx.count = count
+        ctx.save_for_backward(*made, *sums)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        made, sums = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        found = [None if x is None else _scaled(x, grad, ctx.step) for x in made]
+        sums = [None if x is None else (x * grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
+        return None, None, None, *found, *sums
+
+
+def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
+    """x (B, N, ...) times a number that is not rounded to x's dtype before."""
+    out = torch.empty_like(x)
+    for cut in cuts(x.shape[1], step):
+        out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
+    return out
+
+
 def cuts(length: int, step: int) -> list[slice]:
     """Slices of `step` tokens; of none, one (an empty shard): the results still need their shapes."""
     return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
@@ -162,16 +221,57 @@ def backward_tiles(
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     for cut in cuts(rows[0].shape[1], step):
-        pieces = [x[:, cut] for x in rows]
-        pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
-        out = run(*(p.view_as(p) for p in pieces))  # views: hooks of modules do not work on leaves within a backward
-        asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
-        found = torch.autograd.grad(out, [*asked, *leaves], grad[:, cut], allow_unused=True)
-        del out, pieces
-        for into, part in zip((x for x in made if x is not None), found, strict=False):
-            into[:, cut] = 0 if part is None else part
-        sums = [_added(total, part) for total, part in zip(sums, found[len(asked) :], strict=True)]
+        pieces, out = _piece(run, cut, rows, made)
+        parts = _gradients(out, cut, pieces, leaves, grad[:, cut], made)
+        del pieces, out
+        sums = [_added(total, part) for total, part in zip(sums, parts, strict=True)]
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
+
+
+def sum_tiles(
+    run: Callable[..., Tensor],
+    step: int,
+    rows: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    made: Sequence[Tensor | None],
+) -> tuple[Tensor, list[Tensor | None]]:
+    """(the sum of run(*rows), its gradients by the leaves, in at least fp32); as `backward_tiles`."""
+    sums: list[Tensor | None] = [None] * len(leaves)
+    whole = None
+    for cut in cuts(rows[0].shape[1], step):
+        pieces, out = _piece(run, cut, rows, made)
+        whole = _added(whole, out.detach().sum())
+        parts = _gradients(out, cut, pieces, leaves, torch.ones_like(out), made)
+        del pieces, out
+        sums = [_added(total, part) for total, part in zip(sums, parts, strict=True)]
+    return whole, sums
+
+
+def _piece(
+    run: Callable[..., Tensor], cut: slice, rows: Sequence[Tensor], made: Sequence[Tensor | None]
+) -> tuple[list[Tensor], Tensor]:
+    """(the tile of rows, of which those in `made` ask for gradients; what is run of it)."""
+    pieces = [x[:, cut] for x in rows]
+    pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
+    return pieces, run(
+        *(p.view_as(p) for p in pieces)
+    )  # views: hooks of modules do not work on leaves within a backward
+
+
+def _gradients(
+    out: Tensor,
+    cut: slice,
+    pieces: Sequence[Tensor],
+    leaves: Sequence[Tensor],
+    grad: Tensor,
+    made: Sequence[Tensor | None],
+) -> tuple[Tensor | None, ...]:
+    """Of the leaves; those of the pieces are written into `made`."""
+    asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
+    found = torch.autograd.grad(out, [*asked, *leaves], grad, allow_unused=True)
+    for into, part in zip((x for x in made if x is not None), found, strict=False):
+        into[:, cut] = 0 if part is None else part
+    return found[len(asked) :]
 
 
 def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

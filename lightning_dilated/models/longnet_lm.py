@@ -16,18 +16,17 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
-from lightning_dilated.attention.tiles import tiled
+from lightning_dilated.attention.functional import autocast
+from lightning_dilated.attention.tiles import tiled, tiled_sum
 from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
+from lightning_dilated.models.token_loss import IGNORE, token_nats
 from lightning_dilated.models.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
-
-#: labels with this value are left out of the loss
-IGNORE = -100
 
 
 class TokenModel(DilatedModule):
@@ -151,17 +150,18 @@ class TokenModel(DilatedModule):
         """(..., V) of hidden states (..., E)."""
         return self.head(self.transformer.norm(working(x, self.head.weight)))
 
-    def _losses(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100; in tiles where the
-        memory settings have them, so that the logits of all tokens never exist."""
+    def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100."""
+        return token_nats(self._logits(x).flatten(0, 1), labels.flatten()).view(labels.shape)
 
-        def nats(x: Tensor, labels: Tensor) -> Tensor:
-            logits = self._logits(x).flatten(0, 1)
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            flat = nn.functional.cross_entropy(wide, labels.flatten(), ignore_index=IGNORE, reduction="none")
-            return flat.view(labels.shape)
-
-        return tiled(nats, (self.transformer.norm, self.head), self.transformer.memory.tile, x, labels)
+    def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
+        """`_nats`, or their sum, in tiles where the memory settings have them: the logits of all tokens never exist then."""
+        within = (self.transformer.norm, self.head), self.transformer.memory.tile, x, labels
+        # of the sum, gradients are made as the logits are there; those of fp16 are too small before a loss scale is on them
+        if summed and autocast(working(x[:, :0], self.head.weight))[0].dtype != torch.float16:
+            return tiled_sum(self._nats, *within)
+        losses = tiled(self._nats, *within)
+        return losses.sum() if summed else losses
 
 
 class LongNetLM(TokenModel):
@@ -201,6 +201,10 @@ class LongNetLM(TokenModel):
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        return self._losses(*self._states(batch))
+
+    def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(hidden states before the last norm (B, N, E), labels)."""
         tokens, labels = batch["tokens"], batch["labels"]
         if tokens.shape != labels.shape or tokens.ndim != 2:
             raise ValueError(
@@ -208,12 +212,15 @@ class LongNetLM(TokenModel):
                 "labels are the next token of each position, already shifted."
             )
         self.configure_model()
-        x = self._hidden(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))
-        return self._losses(x, labels)
+        return self._hidden(tokens, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), labels
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
-        return self.token_losses(batch).sum(), (batch["labels"] != IGNORE).sum()
+        own = (
+            getattr(self.token_losses, "__func__", None) is LongNetLM.token_losses
+        )  # else what someone put in its place
+        total = self._losses(*self._states(batch), summed=True) if own else self.token_losses(batch).sum()
+        return total, (batch["labels"] != IGNORE).sum()
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte and perplexity (of a token). A base of a genome is one byte, so there they are bits per base."""

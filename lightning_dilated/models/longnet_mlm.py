@@ -19,6 +19,7 @@ from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.token_loss import token_nats
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import sequence_sum
@@ -142,8 +143,7 @@ class LongNetMLM(TokenModel):
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
         """(1, M, 2): nats, and 1 where the likeliest token is the true one, of hidden states (1, M, E) and labels (1, M)."""
         logits, labels = self._logits(x[0]), labels[0]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        losses = nn.functional.cross_entropy(logits.to(wide), labels, reduction="none")
+        losses = token_nats(logits, labels)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

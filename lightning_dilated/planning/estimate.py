@@ -34,9 +34,9 @@ BANDWIDTH = 4.1e12
 #: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
-#: bytes that the loss reads and writes of a logit, in fp32: log-softmax, what was picked of it, and its gradient; and of the
-#: cast to it, and back, where products give 16 bits
-LOSS_FORWARD, LOSS_BACKWARD, LOSS_CAST = 8, 16, 6
+#: of a logit, what the loss reads and writes in the logits' own dtype, forward and backward, and the bytes of the fp32 value
+#: that it writes in the forward; see `models.token_loss`
+LOSS_FORWARD, LOSS_BACKWARD, LOSS_WIDE = 1, 4, 4
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
@@ -123,10 +123,10 @@ def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[flo
     block's, which has passes beside, and the loss's passes over the logits."""
     more = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
-    cast = LOSS_CAST if _size(facts) < 4 else 0
-    each = more * parts.tokens / BANDWIDTH * slower * facts.logits
+    each, size = more * parts.tokens / BANDWIDTH * slower * facts.logits, _size(facts)
     back = facts.whole * parts.rest_backward  # a frozen projection of features has none
-    return products * parts.rest_forward + (LOSS_FORWARD + cast) * each, products * back + (LOSS_BACKWARD + cast) * each
+    passes = (LOSS_FORWARD * size + LOSS_WIDE) * each, LOSS_BACKWARD * size * each
+    return products * parts.rest_forward + passes[0], products * back + passes[1]
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:

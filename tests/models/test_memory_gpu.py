@@ -1,11 +1,15 @@
 """Memory settings on a GPU: gradients as without, and less memory, step after step."""
 
+import functools
 import gc
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.offload import pinned_bytes
 
@@ -111,3 +115,36 @@ def test_memory():
     assert told["every"][1] < told["heads"][1] - 3.5, told  # two of six inputs stay
     assert told["offload"][1] < told["heads"][1] - 3.5, told  # at most two are still on their way
     assert told["offload"][0] < told["heads"][0] - 2.5, told
+
+
+EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 3000, "head_chunks": 2}
+
+
+def losses_of_twenty_steps(precision, engine, memory):
+    """Through the Trainer, on true bytes; a step's update decides the next one's loss."""
+    pl.seed_everything(0)
+    torch._dynamo.reset()
+    optimizer = functools.partial(torch.optim.AdamW, lr=1e-3, fused=True)
+    model = LongNetLM(PATTERN, **SIZES, engine=engine, optimizer=optimizer, compile_blocks=True)
+    losses = []
+
+    class Keep(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, *unused):
+            losses.append(outputs["loss"].detach())
+
+    callbacks = [Keep(), *([ActivationRecompute(**memory)] if memory else [])]
+    off = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = pl.Trainer(devices=1, precision=precision, max_steps=20, limit_val_batches=0, callbacks=callbacks, **off)
+    trainer.fit(model, ByteDataModule(seq_len=32768, batch_size=1))
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(("precision", "engine", "tol"), [("32-true", "triton", 1e-6), ("bf16-mixed", "auto", 1e-2)])
+def test_twenty_steps(precision, engine, tol):
+    """Every exact setting at once, against none."""
+    want = losses_of_twenty_steps(precision, engine, None)
+    again = losses_of_twenty_steps(precision, engine, None)
+    found = losses_of_twenty_steps(precision, engine, EVERYTHING)
+    off, noise = (float(((x - want) / want).abs().max()) for x in (found, again))
+    print(f"| {precision} | {engine} | {want[0]:.6f} | {want[-1]:.6f} | {found[-1]:.6f} | {off:.1e} | {noise:.1e} |")
+    assert len(want) == 20 and want[-1] < want[0] - 0.5 and off < tol

@@ -19,9 +19,10 @@ class Passes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = func._schema.name.partition("::")[2]
-        if name in self.left_out or any(r.alias_info is not None for r in func._schema.returns):
+        view = any(r.alias_info is not None for r in func._schema.returns) and not func._schema.is_mutable
+        if name in self.left_out or view or name == "scatter_":  # which writes a number of each row
             return out
-        given = () if name.startswith("nll_loss") else (args, kwargs)  # which reads a number of each row
+        given = () if name == "gather" else (args, kwargs)  # which reads one
         both = [x for x in tree_leaves((given, out)) if isinstance(x, torch.Tensor)]
         self.seen += sum(x.nbytes for x in both if self.sizes <= set(x.shape))
         return out

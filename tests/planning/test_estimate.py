@@ -11,6 +11,7 @@ import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.advice import _by_host, _otherwise, advise
+from lightning_dilated.planning.counting.disguise import as_on_gpu
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -20,8 +21,8 @@ from lightning_dilated.planning.estimate import (
     HOST_LINK,
     HOST_MEMORY,
     LOSS_BACKWARD,
-    LOSS_CAST,
     LOSS_FORWARD,
+    LOSS_WIDE,
     PASSES,
     Facts,
     estimate,
@@ -96,7 +97,7 @@ def test_a_wide_vocabulary_costs_its_products_and_its_loss():
     base = measured_machine()
     rate = base.block_parameters / ((1 - PASSES) * base.parts[1].rest_forward)
     wide = (1 << 17) - 256
-    loss = wide * base.parts[1].tokens * (LOSS_FORWARD + LOSS_CAST) / BANDWIDTH
+    loss = wide * base.parts[1].tokens * (2 * LOSS_FORWARD + LOSS_WIDE) / BANDWIDTH
     assert more.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
 
 
@@ -118,13 +119,14 @@ def test_passes_of_the_loss(narrow):
     size, model = 1009, ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=1, vocab_size=1009)
     model.configure_model()
     x, labels = torch.randn(1, 257, 64, requires_grad=True), torch.zeros(1, 257, dtype=torch.int64)
-    with torch.autocast("cpu", torch.bfloat16, enabled=narrow), Passes(257, size, products=False) as forward:
+    cast = torch.autocast("cpu", torch.bfloat16, enabled=narrow)
+    with as_on_gpu(), cast, Passes(257, size, products=False) as forward:
         losses = model._losses(x, labels)
     with Passes(257, size, products=False) as backward:
         losses.sum().backward()
-    cast = LOSS_CAST if narrow else 0
-    for seen, want in ((forward, LOSS_FORWARD), (backward, LOSS_BACKWARD)):
-        assert seen.seen / (257 * size) == pytest.approx(want + cast, rel=0.01)
+    own = 2 if narrow else 4
+    for seen, want in ((forward, LOSS_FORWARD * own + LOSS_WIDE), (backward, LOSS_BACKWARD * own)):
+        assert seen.seen / (257 * size) == pytest.approx(want, rel=0.01)
 
 
 def test_settings_cost():
@@ -298,10 +300,10 @@ def test_advice_of_parameters_on_the_host():
 def test_advice_amid_a_step(monkeypatch):
     """As the profiler asks for it: while ranks share a sequence, without gradients."""
     model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
-    wanted = advise(trainer(precision="bf16-mixed"), model, 1 << 24)
+    wanted = advise(trainer(precision="bf16-mixed"), model, 1 << 25)
     monkeypatch.setattr(group, "_active", [SimpleNamespace(ranks=2, name="other")])
     with torch.no_grad():
-        assert advise(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
+        assert advise(trainer(precision="bf16-mixed"), model, 1 << 25) == wanted != None  # noqa: E711
 
 
 def test_no_advice():

@@ -24,9 +24,12 @@ image_patches = importlib.import_module("lightning_dilated.models.image_patches"
 
 @contextlib.contextmanager
 def as_on_gpu() -> Iterator[None]:
-    """Within, rotary positions are turned by their kernel, norms are one kernel each way, in the dtype that autocast has on
-    a GPU, positions of patches are told for a whole sequence, and a number that is read off a tensor is 1, so that checks of
-    values pass."""
+    """Within, tensors are made as a GPU makes them, and checks of values pass.
+
+    Rotary positions are turned by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU, and
+    logarithms of probabilities one that casts as it reads; positions of patches are told for a whole sequence; a number that
+    is read off a tensor is 1.
+    """
 
     def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         return turn.turn(joint, table.cos, table.sin, table.scale, heads)
@@ -44,6 +47,12 @@ def as_on_gpu() -> Iterator[None]:
         narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
         return layer_norm(x.float() if narrow else x, *rest)
 
+    log_softmax = torch.log_softmax
+
+    def wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+        fused = dtype is not None and not torch.is_grad_enabled()
+        return x.new_empty(x.shape, dtype=dtype) if fused else log_softmax(x, dim, dtype=dtype)
+
     places = image_patches.places
 
     def places_of_all(positions: Tensor, *sizes: int) -> Any:
@@ -55,6 +64,7 @@ def as_on_gpu() -> Iterator[None]:
         mock.patch.object(RotaryTable, "split", split),
         mock.patch.object(torch, "rms_norm", rms_norm),
         mock.patch.object(torch, "layer_norm", wide_layer_norm),
+        mock.patch.object(torch, "log_softmax", wide_log_softmax),
         _Ones(),
     ):
         yield

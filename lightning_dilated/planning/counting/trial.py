@@ -41,6 +41,7 @@ MAIN = "transformer"
 LOOPS = [
     (tiles, "forward_tiles"),
     (tiles, "backward_tiles"),
+    (tiles, "sum_tiles"),
     (chunks, "products"),
     (chunks, "products_backward"),
     (chunks, "backward_tiles"),

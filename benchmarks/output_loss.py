@@ -1,0 +1,150 @@
+"""Output projection and loss over long sequences: in tiles beside the same at once, torch's own and liger-kernel's.
+
+    python benchmarks/output_loss.py
+    python benchmarks/output_loss.py --seq-len 4096 --dim 64 --vocab 512 --tile 1024 --steps 1     # on a CPU
+
+Each way takes hidden states (N, E) in bf16 and labels, and gives the mean loss, the gradient of the states and that of the
+weights (fp32, cast to bf16 on the way, as under autocast). Errors are those of the gradients (the larger) beside fp32's.
+Ways that are not installed here are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.tiles import tiled, tiled_sum
+from lightning_dilated.models.token_loss import token_nats
+
+Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--seq-len", type=int, default=262144)
+    p.add_argument("--dim", type=int, default=4096)
+    p.add_argument("--vocab", type=int, nargs="+", default=[256, 50304, 128256])
+    p.add_argument("--tile", type=int, default=8192, help="tokens")
+    p.add_argument("--most", type=float, default=60.0, help="GiB of logits in fp32 beyond which none are made at once")
+    p.add_argument("--steps", type=int, default=3, help="measured, after one for warming up")
+    return p.parse_args()
+
+
+def nats(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
+    """(1, N) losses."""
+    return token_nats(head(x)[0], labels[0]).view(labels.shape)
+
+
+def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
+    """The mean, by torch's cross-entropy in fp32."""
+    return nn.functional.cross_entropy(head(x)[0].float(), labels[0])
+
+
+def ours(tile: int) -> Way:
+    """As LongNetLM does: gradients are made with the sum."""
+    return lambda head, x, labels: tiled_sum(partial(nats, head), (head,), tile, x, labels) / labels.numel()
+
+
+def again(tile: int) -> Way:
+    """Each tile's logits once more in the backward, as where the loss of each token has a gradient of its own."""
+    return lambda head, x, labels: tiled(partial(nats, head), (head,), tile, x, labels).mean()
+
+
+def of_torch(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
+    """torch's, in chunks of its own choice."""
+    weight = head.weight.to(x.dtype)
+    return nn.functional.linear_cross_entropy(x[0], weight, labels[0], options=nn.LinearCrossEntropyOptions())
+
+
+def of_liger() -> Way:
+    """liger-kernel's."""
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    loss = LigerFusedLinearCrossEntropyLoss()
+    return lambda head, x, labels: loss(head.weight.to(x.dtype), x[0], labels[0])
+
+
+def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
+    """Those that are here, by name."""
+    tiles = f"tiles of {args.tile:,}"
+    found: dict[str, Way] = {tiles: ours(args.tile), f"{tiles}, computed again": again(args.tile)}
+    if args.seq_len * vocab * 4 <= args.most * 2**30:
+        found |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
+    if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13
+        found["torch, chunked"] = of_torch
+    if device == "cuda":  # its kernels are Triton's
+        with contextlib.suppress(ImportError):
+            found["liger-kernel"] = of_liger()
+    return found
+
+
+def once(way: Way, head: nn.Linear, x: Tensor, labels: Tensor) -> list[Tensor]:
+    """Gradients of the states and the weights."""
+    with torch.autocast(x.device.type, torch.bfloat16):
+        loss = way(head, x, labels)
+    return list(torch.autograd.grad(loss, [x, head.weight]))
+
+
+def exact(head: nn.Linear, x: Tensor, labels: Tensor, step: int) -> list[Tensor]:
+    """The same in fp32, by torch's cross-entropy, `step` tokens at a time."""
+    wide, total = x.detach().float(), 0.0
+    made = torch.empty_like(wide)
+    for cut in (slice(at, at + step) for at in range(0, x.shape[1], step)):
+        some = wide[0, cut].requires_grad_()
+        loss = nn.functional.cross_entropy(head(some), labels[0, cut], reduction="sum") / labels.numel()
+        made[0, cut], weight = torch.autograd.grad(loss, [some, head.weight])
+        total = total + weight
+    return [made, total]
+
+
+def measured(way: Way, steps: int, *given: nn.Linear | Tensor) -> tuple[list[Tensor], float, float]:
+    """(gradients, ms, GiB above what was there)."""
+    on_gpu, seconds, before = given[1].device.type == "cuda", [], 0
+    for step in range(steps + 1):
+        found = None
+        if on_gpu:
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+        began = time.perf_counter()
+        found = once(way, *given)
+        if on_gpu:
+            torch.cuda.synchronize()
+        if step:
+            seconds.append(time.perf_counter() - began)
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30 if on_gpu else float("nan")
+    return found, 1000 * statistics.median(seconds), peak
+
+
+def main() -> None:
+    """Print a row for each way."""
+    args = options()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    print(f"{name}, torch {torch.__version__}: {args.seq_len:,} tokens of width {args.dim}, forward and backward\n")
+    print("| vocabulary | way | ms | GiB | error |\n| --- | --- | --- | --- | --- |", flush=True)
+    for vocab in args.vocab:
+        torch.manual_seed(0)
+        head = nn.Linear(args.dim, vocab, bias=False, device=device)
+        x = torch.randn(1, args.seq_len, args.dim, device=device, dtype=torch.bfloat16).requires_grad_()
+        labels = torch.randint(0, vocab, (1, args.seq_len), device=device)
+        want = exact(head, x, labels, args.tile)
+        for way, run in ways(args, vocab, device).items():
+            found, ms, peak = measured(run, args.steps, head, x, labels)
+            errors = [
+                float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(found, want, strict=True)
+            ]
+            print(f"| {vocab:,} | {way} | {ms:.1f} | {peak:.2f} | {max(errors):.1e} |", flush=True)
+            del found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""The loss of tokens: cross-entropy and its gradient, and its sum with gradients that are made with it."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_dilated import LongNetLM
+from lightning_dilated.attention.tiles import tiled_sum
+from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.token_loss import token_nats
+
+from . import batch, tiny
+from .test_memory_settings import PATTERN, same
+
+
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]))
+@settings(max_examples=40, deadline=None)
+def test_nats_are_cross_entropy(tokens, vocab, seed, scale):
+    """Labels left out among them, likely tokens, and a weight for each."""
+    made = torch.Generator().manual_seed(seed)
+    logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=made)).requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=made)
+    labels = labels.masked_fill(torch.rand(tokens, generator=made) < 0.3, -100)
+    weights = torch.randn(tokens, dtype=torch.float64, generator=made)
+    found, want = token_nats(logits, labels), nn.functional.cross_entropy(logits, labels, reduction="none")
+    same([found, *torch.autograd.grad((found * weights).sum(), logits)],
+         [want, *torch.autograd.grad((want * weights).sum(), logits)])  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+def test_narrow_logits(dtype, tol):
+    """Loss in fp32; each entry of the gradient as fp32's, rounded: also 1 - p of a token that is all but certain."""
+    logits = (8 * torch.randn(64, 300)).to(dtype).requires_grad_()
+    labels = logits.detach().argmax(-1)
+    wide = logits.detach().float().requires_grad_()
+    scale = 2.0**14  # a loss scale, without which fp16 has no such gradients
+    found, want = token_nats(logits, labels), nn.functional.cross_entropy(wide, labels, reduction="none")
+    torch.testing.assert_close(found, want)
+    (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((found, logits), (want, wide)))
+    assert a.dtype == dtype
+    torch.testing.assert_close(a.float(), b, rtol=tol, atol=scale * 1e-7)
+
+
+@pytest.mark.parametrize("label", [-1, 7, -101])
+def test_labels_out_of_range(label):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        token_nats(torch.randn(2, 7), torch.tensor([0, label]))
+
+
+def sums(model, given, memory):
+    """[the mean loss, gradients of all that is trained]."""
+    model.transformer.memory = memory
+    total, count = model.loss_terms(given)
+    return [
+        total.detach() / count,
+        *torch.autograd.grad(total / count, [p for p in model.parameters() if p.requires_grad]),
+    ]
+
+
+OPTIONS = {
+    "tied": {},
+    "untied, layernorm": {"tie_embeddings": False, "norm": "layernorm", "bias": True},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("frozen", [None, "transformer.norm", "head", "transformer.blocks"])
+@pytest.mark.parametrize("tile", [7, 1, 64])
+def test_gradients_that_are_made_with_the_sum(options, frozen, tile):
+    model, given = tiny(PATTERN, **options), batch(2, 23)
+    given["labels"][:, 3:9] = -100
+    if frozen:
+        model.get_submodule(frozen).requires_grad_(False)
+    same(sums(model, given, MemorySettings(tile=tile)), sums(model, given, MemorySettings()))
+
+
+def test_each_tile_runs_once_and_a_graph_that_is_kept_gives_the_same_again():
+    layer, seen = nn.Linear(4, 1), []
+
+    def run(x):
+        seen.append(x.shape[1])
+        return layer(x)[..., 0].square()
+
+    x = torch.randn(2, 8, 4, requires_grad=True)
+    total, wanted = tiled_sum(run, (layer,), 6, x), [x, *layer.parameters()]
+    assert seen == [3, 3, 2]
+    twice = [torch.autograd.grad(3 * total, wanted, retain_graph=True) for _ in range(2)]
+    assert seen == [3, 3, 2]
+    want = torch.autograd.grad(3 * run(x).sum(), wanted)
+    for found in twice:
+        same(found, want, 1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(tiled_sum(run, (layer,), 6, x), total.detach())
+
+
+def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
+    """1 / 1001 in bfloat16 is 0.2 % off, in all gradients alike."""
+    layer, x = nn.Linear(4, 1, bias=False).bfloat16(), torch.randn(1, 64, 4).bfloat16().requires_grad_()
+    total = tiled_sum(lambda x: layer(x)[..., 0].float(), (layer,), 8, x)
+    by = torch.tensor(1 / 1001)
+    one, small = (torch.autograd.grad(total, [x, layer.weight], g, retain_graph=True) for g in (None, by))
+    torch.testing.assert_close(small[0], (one[0].float() * by).bfloat16(), rtol=0, atol=0)
+    want = x.detach().float().sum((0, 1)) * by
+    assert (small[1].float() - want).norm() < 2**-8 * want.norm()
+
+
+def test_the_loss_of_a_subclass_is_its_own():
+    class Half(LongNetLM):
+        def token_losses(self, batch):
+            return super().token_losses(batch) / 2
+
+    given, of = batch(1, 23), {}
+    for kind in (LongNetLM, Half):
+        torch.manual_seed(0)
+        model = kind(PATTERN, dim=16, depth=1, num_heads=4)
+        model.configure_model()
+        model.transformer.memory = MemorySettings(tile=5)
+        of[kind] = model.loss_terms(given)[0]
+    torch.testing.assert_close(of[Half], of[LongNetLM] / 2)
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+def test_under_autocast(precision):
+    model, given = tiny(PATTERN, torch.float32, vocab_size=300), batch(1, 64)
+    exact = sums(model, given, MemorySettings())
+    with torch.autocast("cpu", precision):
+        plain, found = (sums(model, given, MemorySettings(tile=tile)) for tile in (None, 8))
+    off = lambda of: max(float((a.float() - b).norm() / b.norm()) for a, b in zip(of, exact, strict=True))  # noqa: E731
+    assert off(found) < 1.5 * off(plain) + 1e-4
