@@ -198,8 +198,8 @@ def row(number: int, point: Point, planned: Future[Planned], args: argparse.Name
     most = ""
     if args.search and found is not None and found.fits:
         most = f"{longest(lambda n: trials(n).fits, plan.longest, M * args.gpus // 8).fits:,}"
-    host = f"{found.host / GIB:.1f}" if found is not None and found.fits else ""
-    cells += [*peak, *time, f"{plan.host / GIB:.1f}", host, f"{plan.longest:,}", most]
+    host = [f"{x / GIB:.1f}" for x in (found.pinned, found.host)] if found is not None and found.fits else ["", ""]
+    cells += [*peak, *time, f"{plan.host / GIB:.1f}", *host, f"{plan.longest:,}", most]
     return f"| {' | '.join(str(cell) for cell in cells)} |"
 
 
@@ -209,7 +209,8 @@ def main() -> None:
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     lines = [f"{name}, torch {torch.__version__}, bf16-mixed where not said, compiled blocks, AdamW", ""]
     lines += ["| # | model | GPUs | tokens | settings | planned GiB | measured | off | planned s | measured | off "
-              "| tokens/s | planned host GiB | resident | longest, planned | measured |", "| --- " * 16 + "|"]  # fmt: skip
+              "| tokens/s | planned host GiB | page-locked | resident | longest, planned | measured |",
+              "| --- " * 17 + "|"]  # fmt: skip
     print("\n".join(lines), flush=True)
     chosen = [
         (number, point) for number, point in enumerate(POINTS)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated.attention.tiles import tiled, tiled_sum
-from lightning_dilated.models.token_loss import token_nats
+from lightning_dilated.models.token_loss import loss_tile, token_nats
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 
@@ -32,7 +32,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--seq-len", type=int, default=262144)
     p.add_argument("--dim", type=int, default=4096)
     p.add_argument("--vocab", type=int, nargs="+", default=[256, 50304, 128256])
-    p.add_argument("--tile", type=int, default=8192, help="tokens")
+    p.add_argument("--tile", type=int, default=8192, help="tokens at most; fewer of a wide vocabulary")
     p.add_argument("--most", type=float, default=60.0, help="GiB of logits in fp32 beyond which none are made at once")
     p.add_argument("--steps", type=int, default=3, help="measured, after one for warming up")
     return p.parse_args()
@@ -74,8 +74,8 @@ def of_liger() -> Way:
 
 def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
     """Those that are here, by name."""
-    tiles = f"tiles of {args.tile:,}"
-    found: dict[str, Way] = {tiles: ours(args.tile), f"{tiles}, computed again": again(args.tile)}
+    tile = loss_tile(args.tile, vocab)
+    found: dict[str, Way] = {f"tiles of {tile:,}": ours(tile), f"tiles of {tile:,}, computed again": again(tile)}
     if args.seq_len * vocab * 4 <= args.most * 2**30:
         found |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
     if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13

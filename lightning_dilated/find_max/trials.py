@@ -31,7 +31,7 @@ SHOWN = 15
 class Outcome:
     """Of a trial: whether it fitted; the most bytes that a rank had allocated and reserved (0 where unknown); seconds of the
     second step; who ran out of memory and how, if one did; what a recipe says of a length, {} standing for it; the most
-    bytes of the host that a rank had resident, libraries' with them."""
+    bytes of the host that a rank had resident, libraries' with them; those page-locked in the end."""
 
     tokens: int
     fits: bool
@@ -41,6 +41,7 @@ class Outcome:
     message: str = ""
     line: str = LINE
     host: int = 0
+    pinned: int = 0
 
     def __str__(self) -> str:
         if not self.fits:
@@ -49,6 +50,7 @@ class Outcome:
             f", {self.allocated / GIB:.1f} GiB allocated, {self.reserved / GIB:.1f} reserved" if self.allocated else ""
         )
         peak += f", {self.host / GIB:.1f} GiB of the host a rank" if self.host else ""
+        peak += f" ({self.pinned / GIB:.1f} page-locked)" if self.host and self.pinned else ""
         rate = f", {self.tokens / self.seconds:,.0f} tokens/s" if self.seconds else ""
         return f"{self.tokens:>14,} tokens: fits{peak}, {self.seconds:.2f} s a step{rate}"
 
@@ -115,9 +117,8 @@ class Trials:
                 if said and "missing" in said:
                     return Outcome(tokens, False, message=f"rank {rank}: {said['missing']}")
             if all(found):
-                most = {
-                    name: max(said[name] for said in found) for name in ("allocated", "reserved", "seconds", "host")
-                }
+                names = ("allocated", "reserved", "seconds", "host", "pinned")
+                most = {name: max(said[name] for said in found) for name in names}
                 return Outcome(tokens, True, **most, line=found[0]["line"])
             # a killed rank's connections end the others with errors of their own: it is looked for before these
             gone = [process.poll() for process in ranks]

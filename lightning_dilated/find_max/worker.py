@@ -78,7 +78,8 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
     data = Samples(cli.model, told["tokens"])
     cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
     found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0, "line": data.line}
-    found["host"] = host_memory()["host_peak"]
+    host = host_memory()
+    found |= {"host": host["host_peak"], "pinned": host["pinned"] or 0}
     if cli.trainer.strategy.root_device.type == "cuda":
         found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     return found

@@ -21,7 +21,7 @@ from lightning_dilated.attention.tiles import tiled, tiled_sum
 from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
-from lightning_dilated.models.token_loss import IGNORE, token_nats
+from lightning_dilated.models.token_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.models.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
 from lightning_dilated.pattern import DilatedPattern
@@ -156,7 +156,7 @@ class TokenModel(DilatedModule):
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
         """`_nats`, or their sum, in tiles where the memory settings have them: the logits of all tokens never exist then."""
-        within = (self.transformer.norm, self.head), self.transformer.memory.tile, x, labels
+        within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
         # of the sum, gradients are made as the logits are there; those of fp16 are too small before a loss scale is on them
         if summed and autocast(working(x[:, :0], self.head.weight))[0].dtype != torch.float16:
             return tiled_sum(self._nats, *within)

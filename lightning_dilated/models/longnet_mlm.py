@@ -19,7 +19,7 @@ from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
-from lightning_dilated.models.token_loss import token_nats
+from lightning_dilated.models.token_loss import loss_tile, token_nats
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import sequence_sum
@@ -136,7 +136,7 @@ class LongNetMLM(TokenModel):
         self.configure_model()
         seen, chosen = self.masked(batch)
         x = self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))[chosen]
-        tile, labels = self.transformer.memory.tile, batch["tokens"][chosen]
+        tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
         terms = tiled(self._terms, (self.transformer.norm, self.head), tile, x[None], labels[None])[0]
         return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
 

@@ -24,8 +24,8 @@ class MemorySettings:
         offload: of the kept block inputs, a fraction (up to 1) or as many as fit into so many GiB (above 1) wait in pinned
             host memory.
         tile: tokens, of all samples together, of which norm, feed-forward and residual, and last norm, output projection and
-            loss, are computed at a time; None: all. With head chunks, NARROW times as many are projected to q, k and v, and
-            from the heads' outputs, at a time.
+            loss, are computed at a time (loss of a wide vocabulary: fewer, see `token_loss.loss_tile`); None: all. With head
+            chunks, NARROW times as many are projected to q, k and v, and from the heads' outputs, at a time.
         head_chunks: windows of heads whose q, k and v are made one after another.
 
     Raises:

@@ -13,6 +13,14 @@ from torch.autograd.function import once_differentiable
 
 #: labels with this value are left out of the loss
 IGNORE = -100
+#: logits of a tile: enough that adding up the gradient of the weights, tile after tile, takes little beside; and the fewest
+#: tokens of one all the same
+MOST, LEAST = 2**29, 1024
+
+
+def loss_tile(tile: int | None, vocab: int) -> int | None:
+    """Tokens whose logits are made at a time where other layers see `tile`, none of them all: fewer of a wide vocabulary."""
+    return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
 def token_nats(logits: Tensor, labels: Tensor) -> Tensor:

@@ -253,7 +253,8 @@ def test_command(recipe, capsys, monkeypatch):
 
     def trial(self, tokens):
         tried.append((tokens, self.ranks, list(self.arguments)))
-        return Outcome(tokens, tokens <= 300_000, 5 * 2**30, 6 * 2**30, 2.0, "rank 1: out of memory", host=2**31)
+        memory = {"allocated": 5 * 2**30, "reserved": 6 * 2**30, "host": 2**31, "pinned": 2**30}
+        return Outcome(tokens, tokens <= 300_000, **memory, seconds=2.0, message="rank 1: out of memory")
 
     monkeypatch.setattr(Trials, "__call__", trial)
     run([*recipe, "--gpus", "2", "--limit", "1", "--model.dim", "32"])
@@ -263,7 +264,7 @@ def test_command(recipe, capsys, monkeypatch):
     assert f"longest: {fits:,} tokens on 2 rank(s)" in out and f"seq_len: {fits}" in out
     assert (
         fits % 2048 == 0
-        and "5.0 GiB allocated, 6.0 reserved, 2.0 GiB of the host" in out
+        and "5.0 GiB allocated, 6.0 reserved, 2.0 GiB of the host a rank (1.0 page-locked), 2.00 s" in out
         and "out of memory (rank 1" in out
     )
 

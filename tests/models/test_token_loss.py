@@ -6,13 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_dilated import LongNetLM
+from lightning_dilated import LongNetLM, LongNetMLM
 from lightning_dilated.attention.tiles import tiled_sum
+from lightning_dilated.models import token_loss
 from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.token_loss import token_nats
+from lightning_dilated.models.token_loss import loss_tile, token_nats
 
-from . import batch, tiny
-from .test_memory_settings import PATTERN, same
+from . import SIZES, batch, tiny
+from .test_memory_settings import PATTERN, Largest, same
 
 
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]))
@@ -47,6 +48,21 @@ def test_narrow_logits(dtype, tol):
 def test_labels_out_of_range(label):
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
         token_nats(torch.randn(2, 7), torch.tensor([0, label]))
+
+
+def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):
+    assert [loss_tile(x, 256) for x in (None, 1, 32768)] == [None, 1, 32768]
+    assert [loss_tile(x, 128256) for x in (None, 100, 32768)] == [None, 100, 4185]
+    assert loss_tile(32768, 2**21) == 1024
+    monkeypatch.setattr(token_loss, "MOST", 2**14)
+    monkeypatch.setattr(token_loss, "LEAST", 8)
+    model, given = tiny(vocab_size=1024, dim=8), batch(1, 100, vocab_size=1024)
+    for kind in (model, LongNetMLM(PATTERN, mask_fraction=0.9, **{**SIZES, "vocab_size": 1024, "dim": 8})):
+        kind.configure_model()
+        kind.transformer.memory = MemorySettings(tile=50)
+        with Largest() as seen:
+            kind.loss_terms({**given, "index": torch.zeros(1, dtype=torch.int64)})[0].backward()
+        assert seen.most == 16 * 1024
 
 
 def sums(model, given, memory):
