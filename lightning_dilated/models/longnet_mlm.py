@@ -19,7 +19,7 @@ from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.masking import Masking, sample_numbers
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
-from lightning_dilated.models.token_loss import loss_tile, token_nats
+from lightning_dilated.models.token_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import sequence_sum
@@ -127,15 +127,14 @@ class LongNetMLM(TokenModel):
                 'the dataset return {"tokens": ..., "index": index}.'
             )
         index = sample_numbers(index)
-        positions = token_positions(0, tokens.shape[1], tokens.device)
+        positions = token_positions(0, tokens.shape[1])
         stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
         """(nats, at least fp32; whether the likeliest token is the true one; the sample in the batch), each (M,)."""
-        self.configure_model()
-        seen, chosen = self.masked(batch)
-        x = self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens"))[chosen]
+        x, chosen = self._states(batch)
+        x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
         terms = tiled(self._terms, (self.transformer.norm, self.head), tile, x[None], labels[None])[0]
         return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
@@ -148,8 +147,20 @@ class LongNetMLM(TokenModel):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats over the masked tokens, their number)."""
-        losses, right, _ = self.masked_terms(batch)
-        return losses.sum(), torch.full((), len(right), device=losses.device)
+        if getattr(self.masked_terms, "__func__", None) is not LongNetMLM.masked_terms:  # what someone put in its place
+            losses, right, _ = self.masked_terms(batch)
+            return losses.sum(), torch.full((), len(right), device=losses.device)
+        x, chosen = self._states(batch)
+        labels = batch["tokens"].masked_fill(~chosen, IGNORE)
+        if self.vocab_size > self.dim:  # else logits of all tokens take less than waiting for how many are masked
+            x, labels = x[chosen][None], labels[chosen][None]
+        return self._losses(x, labels, summed=True), chosen.sum()
+
+    def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(hidden states before the last norm (B, N, E), which tokens are to be found (B, N))."""
+        self.configure_model()
+        seen, chosen = self.masked(batch)
+        return self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per masked token."""

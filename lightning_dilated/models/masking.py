@@ -100,13 +100,14 @@ class Masking:
             tokens: (B, L) int64.
             stream: two numbers that tell uses of one sample apart, such as (1, training step).
             index: (B,) integers, the samples' numbers.
-            positions: (L,) int64, global.
+            positions: (L,) int64, global; best on the CPU, where what stretches they lie in is found without waiting.
             lengths: (B,) tokens of each sample; those beyond are padding and never chosen.
         """
         device = tokens.device
-        index, positions = send(index.to(torch.int64), device), send(positions, device)
+        index = send(index.to(torch.int64), device)
         row = fold(torch.full((), START, dtype=torch.int64, device=device), self.seed, *stream, index[:, None])
         begin = self._stretches(row, positions)
+        positions = send(positions, device)
         chosen = fold(row, _CHOOSE, begin) < round(self.fraction * _WORDS)
         for token in self.never:
             chosen = chosen & (tokens != token)
@@ -123,9 +124,10 @@ class Masking:
     def _stretches(self, row: Tensor, positions: Tensor) -> Tensor:
         """The position that each token's stretch begins at, (B, L)."""
         if self.span == 1:
-            return positions.expand(len(row), -1)
-        blocks, which = torch.unique(positions // self.block, return_inverse=True)
-        place = torch.arange(self.block, device=positions.device)
+            return send(positions, row.device).expand(len(row), -1)
+        found = torch.unique(positions // self.block, return_inverse=True)
+        blocks, which, within = (send(x, row.device) for x in (*found, positions % self.block))
+        place = torch.arange(self.block, device=row.device)
         at = blocks[:, None] * self.block + place
         begins = (fold(row[:, :, None], _BEGIN, at) < round(_WORDS / self.span)) | (place == 0)
-        return torch.where(begins, at, -1).cummax(-1).values[:, which, positions % self.block]
+        return torch.where(begins, at, -1).cummax(-1).values[:, which, within]

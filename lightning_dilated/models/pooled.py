@@ -75,6 +75,8 @@ class PooledModule(DilatedModule):
         self.num_classes, self.regression_loss = num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
         self.head: nn.Module | None = None
+        #: the label that was last moved to a device, and what the head took it for, or the error that it raised
+        self._read: tuple[Any, Any] = None, None
         #: the classes that the outputs of the head stand for, once trained on data that names them
         self.classes: list[str] | None = None
         if task is not None:
@@ -178,11 +180,28 @@ class PooledModule(DilatedModule):
         if "label" not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
         self.configure_model()
-        label = guarded(self._check_label, batch["label"])
-        return self.head(self.embed(batch)), label
+        label = guarded(self._checked, batch["label"])
+        return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
 
-    def _check_label(self, label: Any) -> Tensor:
-        return self.head.check(torch.as_tensor(label, device=self.head.linear.weight.device))
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """DilatedModule's; labels are read before, since the host would wait for what the GPU is doing."""
+        moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
+            try:
+                found = self.head.check(torch.as_tensor(batch["label"]))
+            except (TypeError, ValueError) as error:  # raised in the step, where all ranks hear of it
+                found = error
+            self._read = moved["label"], found
+        return moved
+
+    def _checked(self, label: Any) -> Tensor:
+        """Labels as the head takes them."""
+        moved, found = self._read
+        if moved is None or label is not moved:
+            return self.head.check(torch.as_tensor(label))
+        if isinstance(found, Exception):
+            raise found
+        return found
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
         """(sum of the samples' losses, number of samples), alike on all ranks of the sequence."""

@@ -1,5 +1,5 @@
 """A fit during which torch refuses waits of the host for the GPU, all but those of `torch.cuda.synchronize`, of events and
-of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits RingDilatedStrategy`."""
+of pinning more memory: `python -m torch.distributed.run ... -m tests.models.steps_without_waits STRATEGY MODEL`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 
 WARM, STEPS = 3, 8
+SIZES = {"dim": 64, "depth": 2, "num_heads": 4, "compile_blocks": False}
+MODELS = {
+    "LongNetLM": {},
+    "LongNetMLM": {"vocab_size": 60, "mask_span": 3},
+    "LongNetClassifier": {"vocab_size": 256, "num_classes": 4},
+}
 
 
 class Text(Dataset):
@@ -21,7 +27,12 @@ class Text(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         text = torch.randint(0, 256, (2049,), generator=torch.Generator().manual_seed(index))
-        return {"tokens": text[:-1], "labels": text[1:]}
+        named = {
+            "LongNetLM": {"labels": text[1:]},
+            "LongNetMLM": {"index": index},
+            "LongNetClassifier": {"label": index % 4},
+        }
+        return {"tokens": text[:-1] % MODELS[NAME].get("vocab_size", 256), **named[NAME]}
 
 
 class Refuse(pl.Callback):
@@ -34,10 +45,13 @@ class Refuse(pl.Callback):
             torch.cuda.set_sync_debug_mode("default")
 
 
+NAME = sys.argv[2]
+
+
 def main() -> None:
     strategy = getattr(ld, sys.argv[1])(exchange="gather")
     ranks = int(os.environ.get("WORLD_SIZE", 1))
-    model = ld.LongNetLM(ld.DilatedPattern.geometric(256, 2048), dim=64, depth=2, num_heads=4, compile_blocks=False)
+    model = getattr(ld, NAME)(ld.DilatedPattern.geometric(256, 2048), **SIZES, **MODELS[NAME])
     trainer = pl.Trainer(
         accelerator="gpu", devices=ranks, strategy=strategy, precision="bf16-mixed", max_steps=STEPS, logger=False,
         enable_checkpointing=False, enable_model_summary=False, gradient_clip_val=1.0, callbacks=[Refuse()],

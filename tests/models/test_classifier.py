@@ -201,3 +201,24 @@ def test_a_blank_row_is_refused():
     data["coords"][:, 0] = -1
     with pytest.raises(ValueError, match=r"set data\.class_token to false"):
         model.loss_terms(data)
+
+
+@pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])
+def test_labels_are_read_before_they_are_moved(label, message):
+    """Once: on a GPU each read would wait. A bad one is said in the step, where the other ranks hear of it."""
+    model = LongNetClassifier(PATTERN, vocab_size=8, num_classes=3, **SIZES)
+    model.configure_model()
+    seen, check = [], model.head.check
+    model.head.check = lambda label: seen.append(label) or check(label)
+    moved = model.transfer_batch_to_device(
+        {"tokens": torch.zeros(2, 8, dtype=torch.int64), "label": torch.tensor(label)}, torch.device("cpu"), 0
+    )
+    if message is None:
+        model.loss_terms(moved)
+    else:
+        with pytest.raises((TypeError, ValueError), match=message):
+            model.loss_terms(moved)
+    assert len(seen) == 1
+    with pytest.raises(ValueError, match="found 7"):
+        model.loss_terms({**moved, "label": torch.tensor([7, 0])})
+    assert len(seen) == 2

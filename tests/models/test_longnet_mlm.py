@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from lightning_dilated import DilatedPattern, LongNetMLM
+from lightning_dilated.models.memory import MemorySettings
 
 from . import PATTERN, SIZES, loader, trainer
 
@@ -216,3 +217,39 @@ def test_refused(name):
     call, error, text = REFUSED[name]
     with pytest.raises(error, match=text):
         call()
+
+
+@pytest.mark.parametrize("vocab_size", [8, 40])  # below dim: logits of all tokens; above: of the masked ones
+@pytest.mark.parametrize("tile", [None, 5])
+def test_the_loss_is_that_of_the_masked_terms(vocab_size, tile):
+    """In value, count and gradients."""
+    torch.manual_seed(0)
+    model = LongNetMLM(
+        {"segment_lengths": [16], "dilation_rates": [1]}, vocab_size, dim=16, depth=1, num_heads=2
+    ).double()
+    model.transformer.memory = MemorySettings(tile=tile)
+    given = {
+        "tokens": torch.randint(0, vocab_size, (2, 30)),
+        "index": torch.arange(2),
+        "lengths": torch.tensor([30, 17]),
+    }
+    losses, right, _ = model.masked_terms(given)
+    total, count = model.loss_terms(given)
+    assert count == len(right) > 0 and count.dtype == torch.int64
+    of = lambda x: [x, *torch.autograd.grad(x, list(model.parameters()))]  # noqa: E731
+    for a, b in zip(of(total), of(losses.sum()), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-11)
+
+
+def test_the_loss_of_a_subclass_is_its_own():
+    class Half(LongNetMLM):
+        def masked_terms(self, batch):
+            losses, *others = super().masked_terms(batch)
+            return losses / 2, *others
+
+    given, found = {"tokens": torch.randint(0, 8, (2, 30)), "index": torch.arange(2)}, []
+    for kind in (LongNetMLM, Half):
+        torch.manual_seed(0)
+        model = kind({"segment_lengths": [16], "dilation_rates": [1]}, 8, dim=16, depth=1, num_heads=2)
+        found.append(model.loss_terms(given)[0])
+    torch.testing.assert_close(found[1], found[0] / 2)
