@@ -84,12 +84,19 @@ def _apply_sum(run: Callable, modules: Sequence[nn.Module], step: int, *rows: Te
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
-    """Raise where FSDP would gather weights within: they would be others than those that gradients are asked for."""
-    for name in (type(m).__name__ for of in modules for m in of.modules() if isinstance(m, FSDPModule)):
-        raise ValueError(
-            f"{name} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). Call fully_shard "
-            "for the TransformerBlock and for the whole model only, not for layers within them."
-        )
+    """Raise where FSDP would gather weights within, which would be others than those that gradients are asked for, or has
+    put tensors in their place that are nobody's parameters."""
+    for m in (m for of in modules for m in of.modules()):
+        if isinstance(m, FSDPModule):
+            raise ValueError(
+                f"{type(m).__name__} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). "
+                "Call fully_shard for the TransformerBlock and for the whole model only, not for layers within them."
+            )
+        if any(isinstance(x, Tensor) and x.requires_grad for x in vars(m).values()):
+            raise ValueError(
+                f"{type(m).__name__} holds weights that are no parameters, so their gradients would be lost in tiles (tile, "
+                "head_chunks). Shard by fully_shard (FSDP2) and not by FullyShardedDataParallel."
+            )
 
 
 def weights(modules: Sequence[nn.Module]) -> dict[nn.Parameter, bool]:

@@ -157,8 +157,8 @@ class TokenModel(DilatedModule):
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
         """`_nats`, or their sum, in tiles where the memory settings have them: the logits of all tokens never exist then."""
         within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
-        # of the sum, gradients are made as the logits are there; those of fp16 are too small before a loss scale is on them
-        if summed and autocast(working(x[:, :0], self.head.weight))[0].dtype != torch.float16:
+        # of the sum, gradients are made as the logits are there; in fp16 they are too small before a loss scale is on them
+        if summed and torch.float16 not in (x.dtype, autocast(working(x[:, :0], self.head.weight))[0].dtype):
             return tiled_sum(self._nats, *within)
         losses = tiled(self._nats, *within)
         return losses.sum() if summed else losses

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import TransformerBlock
@@ -94,6 +94,20 @@ def test_layers_that_are_sharded_by_themselves(part, tmp_path):
         fully_shard(block, mesh=mesh)
         with pytest.raises(ValueError, match="is sharded by itself, so its gradients would be lost"):
             block(torch.randn(1, 21, 16))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("chosen", [MemorySettings(tile=5), MemorySettings(head_chunks=2)], ids=str)
+def test_flat_parameters(chosen, tmp_path):
+    """FullyShardedDataParallel's modules hold views of one tensor, and no parameters."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        block = TransformerBlock(16, 4, 24, PATTERN, causal=True)
+        block.memory = chosen
+        sharded = FullyShardedDataParallel(block, device_id=torch.device("cpu"))
+        with pytest.raises(ValueError, match="not by FullyShardedDataParallel"):
+            sharded(torch.randn(1, 21, 16))
     finally:
         torch.distributed.destroy_process_group()
 

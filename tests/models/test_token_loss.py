@@ -8,7 +8,7 @@ from torch import nn
 
 from lightning_dilated import LongNetLM, LongNetMLM
 from lightning_dilated.attention.tiles import tiled_sum
-from lightning_dilated.models import token_loss
+from lightning_dilated.models import longnet_lm, token_loss
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.token_loss import loss_tile, token_nats
 
@@ -135,6 +135,15 @@ def test_the_loss_of_a_subclass_is_its_own():
         model.transformer.memory = MemorySettings(tile=5)
         of[kind] = model.loss_terms(given)[0]
     torch.testing.assert_close(of[Half], of[LongNetLM] / 2)
+
+
+def test_states_in_fp16_have_no_gradients_without_a_loss_scale(monkeypatch):
+    monkeypatch.setattr(longnet_lm, "tiled_sum", None)
+    model, given = tiny(PATTERN, torch.float32, residual_dtype="float16"), batch(1, 64)
+    model.transformer.memory = MemorySettings(tile=8)
+    model.loss_terms(given)[0].backward()
+    with torch.autocast("cpu", torch.float16):
+        tiny(PATTERN, torch.float32).loss_terms(given)[0].backward()
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
