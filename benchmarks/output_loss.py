@@ -20,7 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.tiles import tiled, tiled_sum
+from lightning_dilated.attention.tile_sums import tiled_sum
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.token_loss import loss_tile, token_nats
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]

@@ -8,11 +8,12 @@ Shape letters: B batch, N tokens.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_dilated.attention.replay import Replay, forget_casts
@@ -44,24 +45,6 @@ def tiled(
     return _apply(run, modules, step, unused, *rows)
 
 
-def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are made with it, tile by tile.
-
-    So nothing is computed again in the backward, which only multiplies them. They take as much memory as what `tiled` keeps.
-
-    Args:
-        run: one number a token, (B, N) of rows (B, N, ...); must not draw random numbers.
-        modules, tile, rows: as of `tiled`.
-
-    Raises:
-        ValueError, RuntimeError: as `tiled`.
-    """
-    step = step_of(tile, rows[0])
-    if step >= rows[0].shape[1]:
-        return run(*rows).sum()
-    return _apply_sum(run, modules, step, *rows)
-
-
 def step_of(tile: int | None, x: Tensor) -> int:
     """Tokens of each sample in a tile."""
     return max(1, x.shape[1]) if tile is None else max(1, tile // max(1, x.shape[0]))
@@ -72,15 +55,6 @@ def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool,
     check_whole(modules)
     random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for of in modules for m in of.modules())
     return _Tiled.apply(run, modules, step, random, unused, len(rows), *rows, *trained(modules))
-
-
-@torch.compiler.disable
-def _apply_sum(run: Callable, modules: Sequence[nn.Module], step: int, *rows: Tensor) -> Tensor:
-    check_whole(modules)
-    leaves = trained(modules)
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*rows, *leaves)):
-        return _Summed.apply(run, step, len(rows), *rows, *leaves)
-    return forward_tiles(run, step, rows).sum()
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
@@ -135,6 +109,21 @@ def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -
     return found
 
 
+def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's backward that says so where its result is to be differentiated again: that would leave out all within."""
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "this loss, or what runs in tiles (tile, head_chunks), has no double backward: its gradient was asked to be "
+                "differentiated again. Leave out create_graph=True."
+            )
+        return backward(ctx, *grads)
+
+    return run
+
+
 class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, modules, step, random, unused, count, *tensors):
@@ -146,7 +135,7 @@ class _Tiled(torch.autograd.Function):
         return forward_tiles(run, step, tensors[:count])
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # raises if one was changed in place
         rows = saved[: ctx.count]
@@ -156,38 +145,6 @@ class _Tiled(torch.autograd.Function):
         with ctx.replay.again():
             sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, made)
         return *[None] * 6, *made, *sums
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, run, step, count, *tensors):
-        rows, leaves = tensors[:count], tensors[count:]
-        wanted = ctx.needs_input_grad[3 : 3 + count]
-        made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
-        with torch.enable_grad():
-            forget_casts()
-            total, sums = sum_tiles(run, step, rows, leaves, made)
-        forget_casts()
-        ctx.step, ctx.dtypes = step, [x.dtype for x in leaves]
-        ctx.count = count
-        ctx.save_for_backward(*made, *sums)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        made, sums = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
-        found = [None if x is None else _scaled(x, grad, ctx.step) for x in made]
-        sums = [None if x is None else (x * grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
-        return None, None, None, *found, *sums
-
-
-def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
-    """x (B, N, ...) times a number that is not rounded to x's dtype before."""
-    out = torch.empty_like(x)
-    for cut in cuts(x.shape[1], step):
-        out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
-    return out
 
 
 def cuts(length: int, step: int) -> list[slice]:
@@ -228,33 +185,15 @@ def backward_tiles(
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     for cut in cuts(rows[0].shape[1], step):
-        pieces, out = _piece(run, cut, rows, made)
-        parts = _gradients(out, cut, pieces, leaves, grad[:, cut], made)
+        pieces, out = piece_of(run, cut, rows, made)
+        parts = gradients_of(out, cut, pieces, leaves, grad[:, cut], made)
         del pieces, out
-        sums = [_added(total, part) for total, part in zip(sums, parts, strict=True)]
+        sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
+        del parts
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
 
 
-def sum_tiles(
-    run: Callable[..., Tensor],
-    step: int,
-    rows: Sequence[Tensor],
-    leaves: Sequence[Tensor],
-    made: Sequence[Tensor | None],
-) -> tuple[Tensor, list[Tensor | None]]:
-    """(the sum of run(*rows), its gradients by the leaves, in at least fp32); as `backward_tiles`."""
-    sums: list[Tensor | None] = [None] * len(leaves)
-    whole = None
-    for cut in cuts(rows[0].shape[1], step):
-        pieces, out = _piece(run, cut, rows, made)
-        whole = _added(whole, out.detach().sum())
-        parts = _gradients(out, cut, pieces, leaves, torch.ones_like(out), made)
-        del pieces, out
-        sums = [_added(total, part) for total, part in zip(sums, parts, strict=True)]
-    return whole, sums
-
-
-def _piece(
+def piece_of(
     run: Callable[..., Tensor], cut: slice, rows: Sequence[Tensor], made: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor]:
     """(the tile of rows, of which those in `made` ask for gradients; what is run of it)."""
@@ -265,7 +204,7 @@ def _piece(
     )  # views: hooks of modules do not work on leaves within a backward
 
 
-def _gradients(
+def gradients_of(
     out: Tensor,
     cut: slice,
     pieces: Sequence[Tensor],
@@ -281,7 +220,8 @@ def _gradients(
     return found[len(asked) :]
 
 
-def _added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
+    """Their sum in at least fp32, in place of the first; None is nothing."""
     if part is None:
         return total
     part = part.to(torch.promote_types(part.dtype, torch.float32))

@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.tiles import tiled, tiled_sum
+from lightning_dilated.attention.tile_sums import tiled_sum
+from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
@@ -216,9 +217,7 @@ class LongNetLM(TokenModel):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
-        own = (
-            getattr(self.token_losses, "__func__", None) is LongNetLM.token_losses
-        )  # else what someone put in its place
+        own = type(self).token_losses is _TOKEN_LOSSES and "token_losses" not in vars(self)
         total = self._losses(*self._states(batch), summed=True) if own else self.token_losses(batch).sum()
         return total, (batch["labels"] != IGNORE).sum()
 
@@ -282,3 +281,7 @@ class LongNetLM(TokenModel):
         except RuntimeError as error:
             raise ValueError(f"the tensors do not fit each other. {error}") from None
         return model
+
+
+#: that of the class, by which one that someone put in its place is known
+_TOKEN_LOSSES = LongNetLM.token_losses

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from lightning_dilated.attention.tiles import only_once
 
 #: labels with this value are left out of the loss
 IGNORE = -100
@@ -26,11 +27,11 @@ def loss_tile(tile: int | None, vocab: int) -> int | None:
 def token_nats(logits: Tensor, labels: Tensor) -> Tensor:
     """(M,) nats of labels (M,) by logits (M, V), at least fp32, 0 where the label is `IGNORE`.
 
-    As `nn.functional.cross_entropy` of logits in fp32, but the gradient is made in the dtype of the logits, rounded once:
-    probabilities, and what the label's lacks of 1, which is taken from the loss itself and exact for likely tokens, too.
+    As `nn.functional.cross_entropy` of logits in fp32, but the gradient is made in the dtype of the logits: probabilities,
+    and what the label's lacks of 1, which is taken from the loss itself and exact for likely tokens, too.
 
     Raises:
-        IndexError, RuntimeError: for other labels outside of 0 to V - 1, as `gather` says it.
+        IndexError, RuntimeError: for other labels outside of 0 to V - 1, as `gather` says it; for a double backward.
     """
     return _Nats.apply(logits, labels)
 
@@ -40,21 +41,20 @@ class _Nats(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
         left_out = labels == IGNORE
         at = labels.masked_fill(left_out, 0)[:, None]
-        # on a GPU the wide values are made as the logits are read
         wide = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         nats = wide.gather(1, at)[:, 0].neg_().masked_fill_(left_out, 0)
-        ctx.save_for_backward(logits, at, left_out, nats)
+        ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats))  # no result, which the caller may write to
         return nats
 
     @staticmethod
-    @once_differentiable
+    @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits, at, left_out, nats = ctx.saved_tensors
+        logits, at, left_out, lacking = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)[:, None]
         # fp16 would lose what is small before a loss scale makes it larger
         wide = torch.promote_types(logits.dtype, torch.float32)
         dtype = wide if logits.dtype == torch.float16 else logits.dtype
         with torch.autocast(logits.device.type, enabled=False):
             made = torch.softmax(logits, -1, dtype=dtype)
-            made.scatter_(1, at, torch.expm1(-nats)[:, None].to(dtype))
+            made.scatter_(1, at, lacking[:, None].to(dtype))
             return made.mul_(grad).to(logits.dtype), None

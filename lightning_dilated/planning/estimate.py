@@ -35,8 +35,8 @@ BANDWIDTH = 4.1e12
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
 #: of a logit, what the loss reads and writes in the logits' own dtype, forward and backward, and the bytes of the fp32 value
-#: that it writes in the forward; see `models.token_loss`
-LOSS_FORWARD, LOSS_BACKWARD, LOSS_WIDE = 1, 4, 4
+#: that it writes in the forward; of bf16 that is a cast before, which is written and read; see `models.token_loss`
+LOSS_FORWARD, LOSS_BACKWARD, LOSS_WIDE, LOSS_CAST = 1, 4, 4, 8
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
@@ -125,7 +125,8 @@ def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[flo
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
     each, size = more * parts.tokens / BANDWIDTH * slower * facts.logits, _size(facts)
     back = facts.whole * parts.rest_backward  # a frozen projection of features has none
-    passes = (LOSS_FORWARD * size + LOSS_WIDE) * each, LOSS_BACKWARD * size * each
+    cast = LOSS_CAST if facts.precision.startswith("bf16") else 0
+    passes = (LOSS_FORWARD * size + LOSS_WIDE + cast) * each, LOSS_BACKWARD * size * each
     return products * parts.rest_forward + passes[0], products * back + passes[1]
 
 

@@ -21,6 +21,7 @@ from lightning_dilated.planning.estimate import (
     HOST_LINK,
     HOST_MEMORY,
     LOSS_BACKWARD,
+    LOSS_CAST,
     LOSS_FORWARD,
     LOSS_WIDE,
     PASSES,
@@ -97,7 +98,7 @@ def test_a_wide_vocabulary_costs_its_products_and_its_loss():
     base = measured_machine()
     rate = base.block_parameters / ((1 - PASSES) * base.parts[1].rest_forward)
     wide = (1 << 17) - 256
-    loss = wide * base.parts[1].tokens * (2 * LOSS_FORWARD + LOSS_WIDE) / BANDWIDTH
+    loss = wide * base.parts[1].tokens * (2 * LOSS_FORWARD + LOSS_WIDE + LOSS_CAST) / BANDWIDTH
     assert more.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
 
 
@@ -113,19 +114,19 @@ def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
     assert least < seconds[0] - seconds[1] < least / 0.4
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-def test_passes_of_the_loss(narrow):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_passes_of_the_loss(dtype):
     """Beside what operators read and write of the logits."""
     size, model = 1009, ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=1, vocab_size=1009)
     model.configure_model()
     x, labels = torch.randn(1, 257, 64, requires_grad=True), torch.zeros(1, 257, dtype=torch.int64)
-    cast = torch.autocast("cpu", torch.bfloat16, enabled=narrow)
+    cast = torch.autocast("cpu", dtype if dtype != torch.float32 else torch.bfloat16, enabled=dtype != torch.float32)
     with as_on_gpu(), cast, Passes(257, size, products=False) as forward:
         losses = model._losses(x, labels)
     with Passes(257, size, products=False) as backward:
         losses.sum().backward()
-    own = 2 if narrow else 4
-    for seen, want in ((forward, LOSS_FORWARD * own + LOSS_WIDE), (backward, LOSS_BACKWARD * own)):
+    own, wide = dtype.itemsize, LOSS_WIDE + (LOSS_CAST if dtype == torch.bfloat16 else 0)
+    for seen, want in ((forward, LOSS_FORWARD * own + wide), (backward, LOSS_BACKWARD * own)):
         assert seen.seen / (257 * size) == pytest.approx(want, rel=0.01)
 
 

@@ -27,8 +27,8 @@ def as_on_gpu() -> Iterator[None]:
     """Within, tensors are made as a GPU makes them, and checks of values pass.
 
     Rotary positions are turned by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU, and
-    logarithms of probabilities one that casts as it reads; positions of patches are told for a whole sequence; a number that
-    is read off a tensor is 1.
+    logarithms of probabilities of fp16 (not of bf16) one that casts as it reads; positions of patches are told for a whole
+    sequence; a number that is read off a tensor is 1.
     """
 
     def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
@@ -50,7 +50,7 @@ def as_on_gpu() -> Iterator[None]:
     log_softmax = torch.log_softmax
 
     def wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        fused = dtype is not None and not torch.is_grad_enabled()
+        fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
         return x.new_empty(x.shape, dtype=dtype) if fused else log_softmax(x, dim, dtype=dtype)
 
     places = image_patches.places

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_dilated.attention import chunks, products, tiles
+from lightning_dilated.attention import chunks, products, tile_sums, tiles
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
@@ -40,8 +40,9 @@ MAIN = "transformer"
 #: loops over tiles, by where they are called
 LOOPS = [
     (tiles, "forward_tiles"),
+    (tile_sums, "forward_tiles"),
     (tiles, "backward_tiles"),
-    (tiles, "sum_tiles"),
+    (tile_sums, "sum_tiles"),
     (chunks, "products"),
     (chunks, "products_backward"),
     (chunks, "backward_tiles"),
@@ -167,7 +168,7 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 def _tiles_apart(tape: Tape) -> Iterator[None]:
     """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
-        for module in (tiles, products):
+        for module in (tiles, tile_sums, products):
             stack.enter_context(mock.patch.object(module, "cuts", _few))
         for module, name in LOOPS:
             stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
