@@ -75,8 +75,8 @@ class PooledModule(DilatedModule):
         self.num_classes, self.regression_loss = num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
         self.head: nn.Module | None = None
-        #: the label that was last moved to a device, and what the head took it for, or the error that it raised
-        self._read: tuple[Any, Any] = None, None
+        #: the label that was last moved to a device, its version, and what the head took it for, or the error that it raised
+        self._read: tuple[Any, int, Any] = None, 0, None
         #: the classes that the outputs of the head stand for, once trained on data that names them
         self.classes: list[str] | None = None
         if task is not None:
@@ -191,13 +191,15 @@ class PooledModule(DilatedModule):
                 found = self.head.check(torch.as_tensor(batch["label"]))
             except (TypeError, ValueError) as error:  # raised in the step, where all ranks hear of it
                 found = error
-            self._read = moved["label"], found
+            label = moved["label"]
+            tells = isinstance(label, Tensor) and not label.is_inference()  # whether it is written to later
+            self._read = (label, label._version, found) if tells else (None, 0, None)
         return moved
 
     def _checked(self, label: Any) -> Tensor:
         """Labels as the head takes them."""
-        moved, found = self._read
-        if moved is None or label is not moved:
+        moved, version, found = self._read
+        if moved is None or label is not moved or label._version != version:
             return self.head.check(torch.as_tensor(label))
         if isinstance(found, Exception):
             raise found

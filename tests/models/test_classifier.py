@@ -219,6 +219,9 @@ def test_labels_are_read_before_they_are_moved(label, message):
         with pytest.raises((TypeError, ValueError), match=message):
             model.loss_terms(moved)
     assert len(seen) == 1
+    moved["label"].fill_(5)  # as a hook may, between
+    with pytest.raises((TypeError, ValueError), match=r"found 5|must be integers"):
+        model.loss_terms(moved)
     with pytest.raises(ValueError, match="found 7"):
         model.loss_terms({**moved, "label": torch.tensor([7, 0])})
-    assert len(seen) == 2
+    assert len(seen) == 3
