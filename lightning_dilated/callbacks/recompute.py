@@ -66,6 +66,16 @@ class ActivationRecompute(pl.Callback):
         """Memory is taken to its end, but for what others than torch need."""
         leave_room(trainer.strategy.root_device)
 
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Host memory is given back: Lightning is about to move model, gradients and optimizer states there."""
+        for m, _ in self._before:
+            if isinstance(m, DilatedTransformer):
+                m.free_host_memory()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise, so that a job which failed ends with its own error, and not for want of host memory."""
+        self.on_train_end(trainer, pl_module)
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""
         for m, settings in self._before:

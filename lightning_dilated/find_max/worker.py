@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,20 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
+#: of a trial: the first has no optimizer states yet
+STEPS = 2
 
 
 class _Steps(pl.Callback):
-    """Seconds of the last step; on a GPU it waits for the device."""
+    """Seconds of each step; on a GPU they wait for the device. After the second, or where memory is at its end, the process
+    leaves: past Lightning's teardown, which moves model, gradients and optimizer states to the host.
 
-    seconds = 0.0
+    Args:
+        leave: is told how it went.
+    """
+
+    def __init__(self, leave: Callable[[dict[str, Any]], None]) -> None:
+        self.leave = leave
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
         """The clock starts."""
@@ -43,19 +52,32 @@ class _Steps(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
         """The clock stops."""
-        if trainer.strategy.root_device.type == "cuda":
+        on_gpu = trainer.strategy.root_device.type == "cuda"
+        if on_gpu:
             torch.cuda.synchronize()
-        self.seconds = time.perf_counter() - self.began
+        seconds = time.perf_counter() - self.began
+        if trainer.global_step < STEPS:
+            return
+        host = host_memory()
+        found = {"seconds": seconds, "host": host["host_peak"], "pinned": host["pinned"] or 0}
+        found |= {"allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}
+        found |= {"reserved": torch.cuda.max_memory_reserved() if on_gpu else 0}
+        trainer.strategy.barrier()  # a rank that is gone would end those which still compute
+        self.leave(found)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Say what was missing."""
+        if (words := _missing(exception)) is not None:
+            self.leave({"missing": words})
 
 
-def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
-    """Two steps, what they took, and what a recipe says of the length."""
+def train(told: dict[str, Any], arguments: list[str]) -> None:
+    """Two steps; what they took, and what a recipe says of the length, is left in a file."""
     from lightning_dilated.cli import DilatedCLI
 
-    steps = _Steps()
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     options |= {
-        "max_steps": 2,
+        "max_steps": STEPS,
         "max_epochs": None,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
@@ -69,20 +91,33 @@ def train(told: dict[str, Any], arguments: list[str]) -> dict[str, Any]:
             """Without what writes files."""
             callbacks = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
             kept = [c for c in callbacks if isinstance(c, ActivationRecompute)]
-            return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [*kept, steps]})
+            return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [steps, *kept]})
 
         def check_data(self) -> None:
             """The recipe's own are not read, and may be too short for its sequences."""
 
+    steps = _Steps(lambda said: _leave(told, {"line": data.line, **said}))
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
     data = Samples(cli.model, told["tokens"])
     cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
-    found = {"seconds": steps.seconds, "allocated": 0, "reserved": 0, "line": data.line}
-    host = host_memory()
-    found |= {"host": host["host_peak"], "pinned": host["pinned"] or 0}
-    if cli.trainer.strategy.root_device.type == "cuda":
-        found |= {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
-    return found
+
+
+def _leave(told: dict[str, Any], said: dict[str, Any]) -> None:
+    """Leave a file that says how it went, and this process."""
+    place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
+    place.with_suffix(".part").write_text(json.dumps(said))
+    place.with_suffix(".part").rename(place)
+    sys.stdout.flush()
+    os._exit(0)  # past destructors that would wait for ranks which are no longer there
+
+
+def _missing(error: BaseException) -> str | None:
+    """What an error says of memory at its end; None of any other."""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return str(error).splitlines()[0] if str(error) else type(error).__name__
+    if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS):
+        return f"{str(error).splitlines()[0]} (in {_where(error)}{_free()})"
+    return None
 
 
 def _where(error: BaseException) -> str:
@@ -111,24 +146,18 @@ def _end_with(parent: int) -> None:
 
 
 def main(told: dict[str, Any], arguments: list[str]) -> None:
-    """Train, and leave a file that says how it went."""
+    """Train; a file says how it went."""
     if told["limit"] is not None:
         import resource
 
         resource.setrlimit(resource.RLIMIT_DATA, (int(told["limit"] * 2**30),) * 2)
     try:
-        said = train(told, arguments)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        said = {"missing": str(error).splitlines()[0] if str(error) else type(error).__name__}
-    except RuntimeError as error:
-        if not any(words in str(error).lower() for words in WORDS):
+        train(told, arguments)
+    except (RuntimeError, MemoryError) as error:
+        if (words := _missing(error)) is None:
             raise
-        said = {"missing": f"{str(error).splitlines()[0]} (in {_where(error)}{_free()})"}
-    place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
-    place.with_suffix(".part").write_text(json.dumps(said))
-    place.with_suffix(".part").rename(place)
-    sys.stdout.flush()
-    os._exit(0)  # past destructors that would wait for ranks which are no longer there
+        _leave(told, {"missing": words})
+    raise RuntimeError(f"training ended before {STEPS} steps were done.")
 
 
 if __name__ == "__main__":

@@ -84,6 +84,17 @@ class Host:
         self._held -= sum(buffer.size for buffer in self._free)
         self._free.clear()
 
+    def close(self) -> None:
+        """Give all memory back to the system, with tensors that still wait in it: there is no backward any more."""
+        with contextlib.suppress(RuntimeError):  # a GPU that failed says so again, and copies nothing
+            self._give_up()
+        for away in (found() for found in self._order):
+            if away is not None:
+                self._held -= away.forget()
+        self._free.clear()
+        self._order.clear()
+        self._leaving = None
+
     def _fitting(self, size: int) -> _Buffer | None:
         """The smallest free buffer for so many bytes that is not far too large."""
         found = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
@@ -198,6 +209,11 @@ class _Away:
             self._wait()
         self._host.put(buffer)
 
+    def forget(self) -> int:
+        """Let go of what waits, without a way back; the bytes of it."""
+        buffer, self._buffer, self.tensor = self._buffer, None, None
+        return 0 if buffer is None else buffer.size
+
     def _flat(self) -> Tensor:
         dtype, shape, _ = self._like
         return self._buffer.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
@@ -226,6 +242,10 @@ class _Away:
     def fetch(self) -> None:
         """Start the way back."""
         if self.tensor is None:
+            if self._buffer is None:
+                raise RuntimeError(
+                    "a saved block input is no longer in host memory: it was given back as training ended."
+                )
             dtype, shape, device = self._like
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
             with self._beside():

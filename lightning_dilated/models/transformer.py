@@ -105,6 +105,13 @@ class DilatedTransformer(nn.Module):
             block.memory = settings
         self._memory, self._host = settings, Host(settings.offload)
 
+    def free_host_memory(self) -> None:
+        """Give host memory of offloaded block inputs back to the system; forwards that wait for a backward are lost.
+
+        A later forward takes it anew.
+        """
+        self._host.close()
+
     def forward(
         self,
         x: Tensor,

@@ -19,7 +19,7 @@ from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.estimate import Facts, Time
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
-from lightning_dilated.planning.memory import GIB, Memory, Setup
+from lightning_dilated.planning.memory import GIB, Memory, Setup, moved_as_fit_ends
 from lightning_dilated.planning.memory_plot import Bar
 from lightning_dilated.planning.simulating.rounds import EXACT
 
@@ -169,6 +169,11 @@ def _details(case: Case, row: Row) -> list[str]:
         lines += [f"  {'pinned host memory':<22}{x.host / GIB:>9.2f} GiB a rank"]
     if x.states:
         lines += [f"  {'states on the host':<22}{x.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
+    else:
+        end = moved_as_fit_ends(case.found(row.settings), case.facts.depth, case.setup)
+        lines += [
+            f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank: Lightning moves model and states there"
+        ]
     for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
         if kind == "optimizer" and case.setup.cpu_offload:
             lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")

@@ -186,6 +186,13 @@ def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
     return locked + _states(-(-found.trained(depth) // setup.ranks), size, setup)
 
 
+def moved_as_fit_ends(found: Footprint, depth: int, setup: Setup) -> int:
+    """Bytes of a rank's parameters, gradients and optimizer states, which Lightning moves to the host when a fit ends."""
+    trained = found.trained(depth)
+    whole = found.parameters(depth) + trained + _states(trained, found.parameter_size, setup)
+    return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
+
+
 @functools.cache
 def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
     """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""

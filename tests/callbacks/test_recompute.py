@@ -81,3 +81,34 @@ def test_a_module_without_blocks():
 def test_policy():
     with pytest.raises(ValueError, match="got 'blocks'"):
         ActivationRecompute("blocks")
+
+
+class Room(pl.Callback):
+    """Of the host: what block inputs had while training went on, and what is left as Lightning moves the model there."""
+
+    def __init__(self, fail=False):
+        self.fail, self.had, self.left = fail, None, None
+
+    def on_train_batch_end(self, trainer, module, *unused):
+        self.had = module.transformer._host.bytes
+        self.losses = module.token_losses(batch(2, 24))  # whose block inputs wait for a backward
+        self.waiting = module.transformer._host.bytes
+        trainer.strategy.teardown = lambda: setattr(self, "left", module.transformer._host.bytes)
+        if self.fail:
+            raise RuntimeError("a failed step")
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_host_memory_is_given_back_before_the_model_comes(fail):
+    """Where a step failed, too, although its graph is still there."""
+    room, model = Room(fail), tiny().train()
+    training = trainer(max_steps=1, callbacks=[ActivationRecompute(offload=1), room])
+    if fail:
+        with pytest.raises(RuntimeError, match="a failed step"):
+            training.fit(model, loader(batch(2, 24)))
+    else:
+        training.fit(model, loader(batch(2, 24)))
+    assert room.waiting >= room.had > 0 == room.left
+    with pytest.raises(RuntimeError, match="given back as training ended"):
+        room.losses.sum().backward()
+    model.token_losses(batch(2, 24)).sum().backward()  # and a later one takes it anew

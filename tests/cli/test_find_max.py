@@ -214,11 +214,12 @@ def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
         raise RuntimeError(words)
 
     monkeypatch.setattr(worker, "train", fail)
-    monkeypatch.setattr(worker.os, "_exit", lambda code: None)
+    monkeypatch.setattr(worker.os, "_exit", lambda code: sys.exit(code))
     monkeypatch.delenv("RANK", raising=False)
     told = {"folder": str(tmp_path), "limit": None}
     if missing:
-        worker.main(told, [])
+        with pytest.raises(SystemExit):
+            worker.main(told, [])
         said = json.loads((tmp_path / "0.json").read_text())["missing"]
         assert said.startswith(words.splitlines()[0]) and said.endswith(", main)")  # the last line of ours
     else:

@@ -13,7 +13,7 @@ from lightning_dilated.plan.options import number, parser
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.longest import yaml_lines
-from lightning_dilated.planning.memory import Setup, memory
+from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
 
 GIB = 2**30
 SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]
@@ -48,6 +48,8 @@ def test_numbers_are_those_of_planning(cli):
     for name, size in x.kinds.items():
         assert kind(result, name) == pytest.approx(size / GIB, abs=0.005)
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
+    (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
+    assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, 2, Setup()) / GIB, abs=0.005)
 
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):

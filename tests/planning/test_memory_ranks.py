@@ -15,7 +15,7 @@ from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.estimate import Facts
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.longest import Case
-from lightning_dilated.planning.memory import Setup, _static, memory
+from lightning_dilated.planning.memory import Setup, _static, memory, moved_as_fit_ends
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import make_problem
 
@@ -135,6 +135,21 @@ def test_host_memory_is_what_training_takes(offload, every):
     model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
     found = footprint(subject_of(lm(depth=4), "32-true", settings), (1024, 2048))
     assert memory(found, 4, 256).host == model.transformer._host.bytes
+
+
+def test_what_lightning_moves_as_fit_ends():
+    """Beside what a step leaves."""
+    model = lm()
+    model.configure_model()
+    found = footprint(subject_of(model, "32-true", MemorySettings()), (1024, 2048))
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, 256, dtype=torch.int64)
+    model.token_mean({"tokens": tokens, "labels": tokens})[0].backward()
+    optimizer.step()
+    states = [x for state in optimizer.state.values() for x in state.values() if x.ndim]
+    whole = sum(x.nbytes for x in (*model.parameters(), *(p.grad for p in model.parameters()), *states))
+    assert moved_as_fit_ends(found, 3, Setup()) == moved_as_fit_ends(found, 3, Setup("ring_dilated", 4, 4)) == whole
+    assert moved_as_fit_ends(found, 3, Setup("ring_dilated_fsdp", 4, 4)) == -(-whole // 4)
 
 
 def test_offloading_frees_the_gpu(counted):
