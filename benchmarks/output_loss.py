@@ -39,9 +39,9 @@ def options() -> argparse.Namespace:
     return p.parse_args()
 
 
-def nats(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
+def nats(head: nn.Linear, x: Tensor, labels: Tensor, compiled: bool = True) -> Tensor:
     """(1, N) losses."""
-    return token_nats(head(x)[0], labels[0]).view(labels.shape)
+    return token_nats(head(x)[0], labels[0], compiled).view(labels.shape)
 
 
 def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
@@ -49,9 +49,10 @@ def plain(head: nn.Linear, x: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.cross_entropy(head(x)[0].float(), labels[0])
 
 
-def ours(tile: int) -> Way:
+def ours(tile: int, compiled: bool = True) -> Way:
     """As LongNetLM does: gradients are made with the sum."""
-    return lambda head, x, labels: tiled_sum(partial(nats, head), (head,), tile, x, labels) / labels.numel()
+    run = partial(nats, compiled=compiled)
+    return lambda head, x, labels: tiled_sum(partial(run, head), (head,), tile, x, labels) / labels.numel()
 
 
 def again(tile: int) -> Way:
@@ -76,7 +77,10 @@ def of_liger() -> Way:
 def ways(args: argparse.Namespace, vocab: int, device: str) -> dict[str, Way]:
     """Those that are here, by name."""
     tile = loss_tile(args.tile, vocab)
-    found: dict[str, Way] = {f"tiles of {tile:,}": ours(tile), f"tiles of {tile:,}, computed again": again(tile)}
+    name = f"tiles of {tile:,}"
+    found: dict[str, Way] = {name: ours(tile), f"{name}, computed again": again(tile)}
+    if device == "cuda":
+        found[f"{name}, not compiled"] = ours(tile, False)
     if args.seq_len * vocab * 4 <= args.most * 2**30:
         found |= {"at once": lambda head, x, labels: nats(head, x, labels).mean(), "torch, at once": plain}
     if hasattr(nn, "LinearCrossEntropyOptions"):  # torch 2.13

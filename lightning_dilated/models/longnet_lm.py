@@ -43,7 +43,8 @@ class TokenModel(DilatedModule):
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
             nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
-        compile_blocks: compile every block by torch.compile when it is first run; generation stays uncompiled.
+        compile_blocks: compile every block, and on a GPU the loss, by torch.compile when it is first run; generation stays
+            uncompiled.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation keeps under mixed
             precision, where they are float32 else.
         optimizer, lr_scheduler: see `DilatedModule`.
@@ -153,7 +154,8 @@ class TokenModel(DilatedModule):
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
         """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100."""
-        return token_nats(self._logits(x).flatten(0, 1), labels.flatten()).view(labels.shape)
+        logits = self._logits(x).flatten(0, 1)
+        return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
         """`_nats`, or their sum, in tiles where the memory settings have them: the logits of all tokens never exist then."""

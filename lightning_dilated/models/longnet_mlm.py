@@ -142,7 +142,7 @@ class LongNetMLM(TokenModel):
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
         """(1, M, 2): nats, and 1 where the likeliest token is the true one, of hidden states (1, M, E) and labels (1, M)."""
         logits, labels = self._logits(x[0]), labels[0]
-        losses = token_nats(logits, labels)
+        losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ Shape letters: M tokens, V vocabulary.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -24,23 +26,35 @@ def loss_tile(tile: int | None, vocab: int) -> int | None:
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
-def token_nats(logits: Tensor, labels: Tensor) -> Tensor:
+def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
     """(M,) nats of labels (M,) by logits (M, V), at least fp32, 0 where the label is `IGNORE`.
 
     As `nn.functional.cross_entropy` of logits in fp32, but the gradient is made in the dtype of the logits: probabilities,
     and what the label's lacks of 1, which is taken from the loss itself and exact for likely tokens, too.
 
+    Args:
+        compiled: on a GPU, one pass over the logits each way, by torch.compile.
+
     Raises:
         IndexError, RuntimeError: for other labels outside of 0 to V - 1, as `gather` says it; for a double backward.
     """
-    return _Nats.apply(logits, labels)
+    return (_FusedNats if _fuses(logits, compiled) else _Nats).apply(logits, labels)
+
+
+def _fuses(logits: Tensor, compiled: bool) -> bool:
+    return compiled and logits.is_cuda and not torch.compiler.is_compiling()
+
+
+def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(which are left out; (M, 1) places of all others)."""
+    left_out = labels == IGNORE
+    return left_out, labels.masked_fill(left_out, 0)[:, None]
 
 
 class _Nats(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
-        left_out = labels == IGNORE
-        at = labels.masked_fill(left_out, 0)[:, None]
+        left_out, at = _places(labels)
         wide = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         nats = wide.gather(1, at)[:, 0].neg_().masked_fill_(left_out, 0)
         ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats))  # no result, which the caller may write to
@@ -58,3 +72,42 @@ class _Nats(torch.autograd.Function):
             made = torch.softmax(logits, -1, dtype=dtype)
             made.scatter_(1, at, lacking[:, None].to(dtype))
             return made.mul_(grad).to(logits.dtype), None
+
+
+class _FusedNats(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
+        left_out, at = _places(labels)
+        label = logits.gather(1, at)[:, 0]
+        with torch.autocast(logits.device.type, enabled=False):
+            top, total = _compiled(_sums)(logits)
+        nats = (total.log() + (top - label)).masked_fill_(left_out, 0)
+        ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats), top, total)
+        return nats
+
+    @staticmethod
+    @only_once
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        logits, at, left_out, *rest = ctx.saved_tensors
+        with torch.autocast(logits.device.type, enabled=False):
+            return _compiled(_gradient)(logits, at, *rest, grad.masked_fill(left_out, 0)), None
+
+
+@functools.cache
+def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(run)  # past its limit of shapes it runs uncompiled: more memory, the same numbers
+
+
+def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row the largest logit, and the sum of exp(logit - largest)."""
+    wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    top = wide.amax(-1)
+    return top, (wide - top[:, None]).exp().sum(-1)
+
+
+def _gradient(logits: Tensor, at: Tensor, lacking: Tensor, top: Tensor, total: Tensor, grad: Tensor) -> Tensor:
+    """Probabilities, but `lacking` at the label, times each row's gradient."""
+    wide = logits.to(top.dtype)
+    of_all = (wide - top[:, None]).exp() / total[:, None]
+    here = torch.arange(logits.shape[1], device=logits.device) == at
+    return (torch.where(here, lacking[:, None], of_all) * grad[:, None]).to(logits.dtype)

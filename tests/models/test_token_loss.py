@@ -1,5 +1,9 @@
 """The loss of tokens: cross-entropy and its gradient, and its sum with gradients that are made with it."""
 
+import contextlib
+import functools
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,38 +21,102 @@ from . import SIZES, batch, tiny
 from .test_memory_settings import PATTERN, Largest, same
 
 
-@given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]))
-@settings(max_examples=40, deadline=None)
-def test_nats_are_cross_entropy(tokens, vocab, seed, scale):
+@contextlib.contextmanager
+def way(fused, compiled=lambda run: run):
+    """As on a GPU, where passes are compiled, or as elsewhere."""
+    with (
+        mock.patch.object(token_loss, "_fuses", lambda logits, wanted: fused and wanted),
+        mock.patch.object(token_loss, "_compiled", compiled),
+    ):
+        yield
+
+
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
     """Labels left out among them, likely tokens, and a weight for each."""
     made = torch.Generator().manual_seed(seed)
     logits = (scale * torch.randn(tokens, vocab, dtype=torch.float64, generator=made)).requires_grad_()
     labels = torch.randint(0, vocab, (tokens,), generator=made)
     labels = labels.masked_fill(torch.rand(tokens, generator=made) < 0.3, -100)
     weights = torch.randn(tokens, dtype=torch.float64, generator=made)
-    found, want = token_nats(logits, labels), nn.functional.cross_entropy(logits, labels, reduction="none")
-    same([found, *torch.autograd.grad((found * weights).sum(), logits)],
-         [want, *torch.autograd.grad((want * weights).sum(), logits)])  # fmt: skip
+    want = nn.functional.cross_entropy(logits, labels, reduction="none")
+    with way(fused):
+        found = token_nats(logits, labels, compiled=True)
+        made = torch.autograd.grad((found * weights).sum(), logits)
+    same([found, *made], [want, *torch.autograd.grad((want * weights).sum(), logits)])
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("dtype, tol", [(torch.bfloat16, 2**-7), (torch.float16, 2**-10.5)])
-def test_narrow_logits(dtype, tol):
+def test_narrow_logits(dtype, tol, fused):
     """Loss in fp32; each entry of the gradient as fp32's, rounded: also 1 - p of a token that is all but certain."""
     logits = (8 * torch.randn(64, 300)).to(dtype).requires_grad_()
     labels = logits.detach().argmax(-1)
     wide = logits.detach().float().requires_grad_()
     scale = 20000.0  # a loss scale, without which fp16 has no such gradients
-    found, want = token_nats(logits, labels), nn.functional.cross_entropy(wide, labels, reduction="none")
-    torch.testing.assert_close(found, want)
-    (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((found, logits), (want, wide)))
+    with way(fused):
+        found, want = token_nats(logits, labels, True), nn.functional.cross_entropy(wide, labels, reduction="none")
+        torch.testing.assert_close(found, want)
+        (a,), (b,) = (torch.autograd.grad(scale * x.sum(), y) for x, y in ((found, logits), (want, wide)))
     assert a.dtype == dtype
-    torch.testing.assert_close(a.float(), b, rtol=tol, atol=1e-7)
+    last = scale * 2**-22 if fused else 1e-7  # of a sum in fp32, in another order
+    torch.testing.assert_close(a.float(), b, rtol=tol, atol=last)
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("label", [-1, 7, -101])
-def test_labels_out_of_range(label):
-    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        token_nats(torch.randn(2, 7), torch.tensor([0, label]))
+def test_labels_out_of_range(label, fused):
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"), way(fused):
+        token_nats(torch.randn(2, 7), torch.tensor([0, label]), True)
+
+
+@pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
+def test_models_whose_blocks_are_compiled(kind, monkeypatch):
+    """Their loss is, too; of every tile, under autocast, and the same as without."""
+    torch._dynamo.reset()
+    model = kind(PATTERN, **{**SIZES, "vocab_size": 300}, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
+    model.configure_model()
+    given, runs = {**batch(1, 64, vocab_size=300), "index": torch.zeros(1, dtype=torch.int64)}, []
+
+    @functools.cache
+    def compiled(run):
+        made = torch.compile(run, fullgraph=True, backend="aot_eager")
+        return lambda *of: runs.append(run) or made(*of)
+
+    for dtype, tol in ((None, 1e-6), (torch.bfloat16, 0.02)):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            want = sums(model, given, MemorySettings(tile=20))
+            monkeypatch.setattr(model, "compile_blocks", True)
+            with way(True, compiled):
+                found = sums(model, given, MemorySettings(tile=20))
+            monkeypatch.setattr(model, "compile_blocks", False)
+        for a, b in zip(found, want, strict=True):
+            assert (a - b).norm() <= tol * b.norm()
+    assert {token_loss._sums, token_loss._gradient} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype, tol", [(torch.float32, 2e-5), (torch.bfloat16, 2**-7), (torch.float16, 2**-10)])
+def test_on_a_gpu(dtype, tol):
+    """Rows of many blocks, lengths that come anew, labels left out."""
+    made = torch.Generator("cuda").manual_seed(0)
+    for tokens in (1, 64, 517, 4185):
+        logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=made)).to(dtype).requires_grad_()
+        labels = logits.detach().float().add(8 * torch.randn(50304, device="cuda", generator=made)).argmax(-1)
+        labels[::5] = -100
+        wide = logits.detach().float().requires_grad_()
+        want = nn.functional.cross_entropy(wide, labels, reduction="none")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = token_nats(logits, labels, True)
+        torch.testing.assert_close(found, want, rtol=1e-6, atol=2e-6)
+        (a,) = torch.autograd.grad(20000 * found.sum(), logits)
+        taken = torch.cuda.max_memory_allocated() - before
+        (b,) = torch.autograd.grad(20000 * want.sum(), wide)
+        torch.testing.assert_close(a.float(), b, rtol=tol, atol=20000 * 2**-21)  # of sums in fp32, in another order
+        print(f"{dtype}, {tokens} tokens: {taken / logits.nbytes:.3f} of the logits' bytes")
+        assert taken < 1.02 * logits.nbytes + 2**22  # the gradient, and nothing else so wide
 
 
 def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):

@@ -34,7 +34,7 @@ def planned(strategy, ranks, pattern, precision="bf16-mixed", optimizer="adamw",
     """Memory of a rank."""
     model = LongNetLM(DilatedPattern.from_dict(pattern), **SIZES, **more)
     gpu = find_gpu("H200")
-    subject = subject_of(model, precision, None, False, gpu.capability)
+    subject = subject_of(model, precision, None, None, gpu.capability)
     case = Case(subject, Facts.of(model, subject), Setup(strategy, ranks, optimizer=optimizer), gpu, host=64.0)
     found = case.memory(SETTINGS, TOKENS * ranks)
     assert (found.exchange.name is not None) == (pattern == WIDE)
@@ -88,11 +88,12 @@ def test_peak(tmp_path, strategy, ranks, pattern):
     agrees(measured(tmp_path, strategy, ranks, pattern), planned(strategy, ranks, pattern))
 
 
-def test_peak_of_a_model_in_16_bits(tmp_path):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_peak_of_a_model_in_16_bits(tmp_path, compiled):
     """0.6 billion parameters, most of them of words; the host has none of them."""
     pytest.importorskip("torchao")
     alone(1)
-    more = {"vocab_size": 1 << 19, "tie_embeddings": False, "precision": "bf16-true"}
+    more = {"vocab_size": 1 << 19, "tie_embeddings": False, "precision": "bf16-true", "compile_blocks": compiled}
     agrees(
         measured(tmp_path, "single", 1, PATTERN, optimizer=EIGHT, **more),
         planned("single", 1, PATTERN, optimizer="adamw8bit", **more),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -17,14 +17,18 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from lightning_dilated.attention import turn
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.models import token_loss
 
 #: by its name: the package of models has a function of that name
 image_patches = importlib.import_module("lightning_dilated.models.image_patches")
 
 
 @contextlib.contextmanager
-def as_on_gpu() -> Iterator[None]:
+def as_on_gpu(compiled: bool = False) -> Iterator[None]:
     """Within, tensors are made as a GPU makes them, and checks of values pass.
+
+    Args:
+        compiled: whether the model's blocks and loss are; this is about the loss.
 
     Rotary positions are turned by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU, and
     logarithms of probabilities of fp16 (not of bf16) one that casts as it reads; positions of patches are told for a whole
@@ -53,6 +57,9 @@ def as_on_gpu() -> Iterator[None]:
         fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
         return x.new_empty(x.shape, dtype=dtype) if fused else log_softmax(x, dim, dtype=dtype)
 
+    def in_one_pass(run: Callable) -> Callable:
+        return _sizes_of_sums if run is token_loss._sums else lambda logits, *_: torch.empty_like(logits)
+
     places = image_patches.places
 
     def places_of_all(positions: Tensor, *sizes: int) -> Any:
@@ -65,6 +72,8 @@ def as_on_gpu() -> Iterator[None]:
         mock.patch.object(torch, "rms_norm", rms_norm),
         mock.patch.object(torch, "layer_norm", wide_layer_norm),
         mock.patch.object(torch, "log_softmax", wide_log_softmax),
+        mock.patch.object(token_loss, "_fuses", lambda logits, _: compiled),
+        mock.patch.object(token_loss, "_compiled", in_one_pass),
         _Ones(),
     ):
         yield
@@ -79,6 +88,11 @@ def _traced() -> bool:
     """Whether a graph is being made of what runs."""
     keys = torch._C._TorchDispatchModeKey
     return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
+    each = logits.new_empty(len(logits), dtype=torch.promote_types(logits.dtype, torch.float32))
+    return each, torch.empty_like(each)
 
 
 class _Ones(TorchDispatchMode):

@@ -100,8 +100,8 @@ def step(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
-    tape = Tape()
-    with FakeTensorMode(), _alone(), as_on_gpu(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
+    with FakeTensorMode(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=said)
         with _default(dtype), _not_moved():
