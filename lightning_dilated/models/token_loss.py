@@ -19,6 +19,8 @@ IGNORE = -100
 #: logits of a tile: enough that adding up the gradient of the weights, tile after tile, takes little beside; and the fewest
 #: tokens of one all the same
 MOST, LEAST = 2**29, 1024
+#: words from which on one pass over the logits gains more than calls of compiled code cost
+WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
@@ -33,7 +35,7 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
     and what the label's lacks of 1, which is taken from the loss itself and exact for likely tokens, too.
 
     Args:
-        compiled: on a GPU, one pass over the logits each way, by torch.compile.
+        compiled: on a GPU, and of `WIDE` vocabularies, one pass over the logits each way, by torch.compile.
 
     Raises:
         IndexError, RuntimeError: for other labels outside of 0 to V - 1, as `gather` says it; for a double backward.
@@ -42,7 +44,8 @@ def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor
 
 
 def _fuses(logits: Tensor, compiled: bool) -> bool:
-    return compiled and logits.is_cuda and not torch.compiler.is_compiling()
+    wide = logits.shape[1] >= WIDE
+    return compiled and wide and logits.is_cuda and not torch.compiler.is_compiling()
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,9 +91,11 @@ class _FusedNats(torch.autograd.Function):
     @staticmethod
     @only_once
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        logits, at, left_out, *rest = ctx.saved_tensors
+        logits, at, left_out, lacking, top, total = ctx.saved_tensors
+        grad = grad.masked_fill(left_out, 0)
         with torch.autocast(logits.device.type, enabled=False):
-            return _compiled(_gradient)(logits, at, *rest, grad.masked_fill(left_out, 0)), None
+            made = _compiled(_shares)(logits, top, grad / total)
+        return made.scatter_(1, at, (lacking * grad)[:, None].to(made.dtype)), None
 
 
 @functools.cache
@@ -105,9 +110,6 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, (wide - top[:, None]).exp().sum(-1)
 
 
-def _gradient(logits: Tensor, at: Tensor, lacking: Tensor, top: Tensor, total: Tensor, grad: Tensor) -> Tensor:
-    """Probabilities, but `lacking` at the label, times each row's gradient."""
-    wide = logits.to(top.dtype)
-    of_all = (wide - top[:, None]).exp() / total[:, None]
-    here = torch.arange(logits.shape[1], device=logits.device) == at
-    return (torch.where(here, lacking[:, None], of_all) * grad[:, None]).to(logits.dtype)
+def _shares(logits: Tensor, top: Tensor, by: Tensor) -> Tensor:
+    """exp(logit - largest) times a number of each row."""
+    return ((logits.to(top.dtype) - top[:, None]).exp() * by[:, None]).to(logits.dtype)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.models.token_loss import loss_tile
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.exchange_memory import lighter, of_call
 from lightning_dilated.planning.facts import Facts
@@ -35,8 +36,11 @@ BANDWIDTH = 4.1e12
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
 #: of a logit, what the loss reads and writes in the logits' own dtype, forward and backward, and the bytes of the fp32 value
-#: that it writes in the forward; of bf16 that is a cast before, which is written and read; see `models.token_loss`
+#: that it writes in the forward; of bf16 that is a cast before, which is written and read; see `models.token_loss`. Compiled
+#: it moves less, and that slower: with these an H200's times are met as the tests say
 LOSS_FORWARD, LOSS_BACKWARD, LOSS_WIDE, LOSS_CAST = 1, 4, 4, 8
+#: bytes that adding up a weight's gradient moves for each number and tile of the loss, in fp32; and where it comes in 16 bits
+TILE_SUM, TILE_SUM_CAST = 12, 6
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
@@ -158,7 +162,7 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     plain = step if memory.policy == "none" else run(recompute="none")
     again = _grouped(machines, memory, own, step.seconds - plain.seconds)
     again += sum(_again(x, m, memory, own) for x, m in zip(stacks, machines, strict=True))
-    again += sum(_windowed(x, memory, own, gpu) for x in stacks)
+    again += sum(_windowed(x, memory, own, gpu) for x in stacks) + _summed(facts, memory, own, gpu)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(stacks, machines[0].parameter_size, setup, busy) if fsdp else 0.0
     copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
@@ -204,6 +208,15 @@ def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
     slower = GPUS["H200"].flops / gpu.flops  # their memory is not known; as much slower as their products
     return facts.depth * passes * own * facts.dim * _size(facts) / BANDWIDTH * slower
+
+
+def _summed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
+    """Seconds of adding up the gradient of the output projection, tile after tile of the loss."""
+    tile = loss_tile(memory.tile, facts.vocab)
+    if not facts.logits or tile is None or tile >= own:
+        return 0.0
+    each = TILE_SUM + (TILE_SUM_CAST if _size(facts) == 2 else 0)
+    return -(-own // tile) * facts.vocab * facts.dim * each / BANDWIDTH * GPUS["H200"].flops / gpu.flops
 
 
 def _size(facts: Facts) -> int:

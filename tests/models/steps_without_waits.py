@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_dilated as ld
 
 WARM, STEPS = 3, 8
-SIZES = {"dim": 64, "depth": 2, "num_heads": 4, "compile_blocks": False}
+SIZES = {"dim": 64, "depth": 2, "num_heads": 4}
 MODELS = {
-    "LongNetLM": {},
+    "LongNetLM": {"vocab_size": 2048, "compile_blocks": True},  # and so the loss
     "LongNetMLM": {"vocab_size": 60, "mask_span": 3},
     "LongNetClassifier": {"vocab_size": 256, "num_classes": 4},
 }

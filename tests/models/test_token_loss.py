@@ -93,7 +93,7 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
             monkeypatch.setattr(model, "compile_blocks", False)
         for a, b in zip(found, want, strict=True):
             assert (a - b).norm() <= tol * b.norm()
-    assert {token_loss._sums, token_loss._gradient} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
+    assert {token_loss._sums, token_loss._shares} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
 
 
 @pytest.mark.gpu
@@ -107,6 +107,7 @@ def test_on_a_gpu(dtype, tol):
         labels[::5] = -100
         wide = logits.detach().float().requires_grad_()
         want = nn.functional.cross_entropy(wide, labels, reduction="none")
+        torch.autograd.grad(token_nats(logits, labels, True).sum(), logits)  # compiling measures with memory of its own
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         found = token_nats(logits, labels, True)
