@@ -146,7 +146,8 @@ class TokenModel(DilatedModule):
 
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
-        return self.transformer(self.dropout(self.embedding(tokens)), normed=False, **options)
+        x = self.transformer.residual(self.dropout(self.embedding(tokens)))
+        return self.transformer(x, normed=False, **options)
 
     def _logits(self, x: Tensor) -> Tensor:
         """(..., V) of hidden states (..., E)."""

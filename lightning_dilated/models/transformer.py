@@ -112,6 +112,10 @@ class DilatedTransformer(nn.Module):
         """
         self._host.close()
 
+    def residual(self, x: Tensor) -> Tensor:
+        """x in the dtype of the hidden states between blocks. Who makes x calls it, lest the wider one be held meanwhile."""
+        return x if self.residual_dtype is None else x.to(self.residual_dtype)
+
     def forward(
         self,
         x: Tensor,
@@ -125,7 +129,7 @@ class DilatedTransformer(nn.Module):
     ) -> Tensor:
         """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None; `watch` is
         called with the input and with every block's output; `normed=False` leaves the last norm to the caller."""
-        x = x if self.residual_dtype is None else x.to(self.residual_dtype)
+        x = self.residual(x)
         given = {"positions": self._table(x, positions, caches), "lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:
             drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)

@@ -35,11 +35,10 @@ BANDWIDTH = 4.1e12
 #: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
 #: the measured machine, by a trace of its step: those grow with the width, and products with its square
 PASSES = 0.28
-#: of a logit, what the loss reads and writes in the logits' own dtype, forward and backward, and the bytes of the fp32 value
-#: that it writes in the forward; of bf16 that is a cast before, which is written and read; see `models.token_loss`. Compiled
-#: it moves less, and that slower: with these an H200's times are met as the tests say
-LOSS_FORWARD, LOSS_BACKWARD, LOSS_WIDE, LOSS_CAST = 1, 4, 4, 8
-#: bytes that adding up a weight's gradient moves for each number and tile of the loss, in fp32; and where it comes in 16 bits
+#: passes over the logits, in their own dtype, that the loss takes beside products, forward and backward: as many as times of
+#: the compiled loss on an H200 show, benchmarks/results/2026-11-23_h200_one_gpu.md
+LOSS_FORWARD, LOSS_BACKWARD = 5, 4
+#: bytes that adding up a weight's gradient moves for each number and tile of the loss; more where it comes in 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
 #: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
 #: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
@@ -127,11 +126,9 @@ def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[flo
     block's, which has passes beside, and the loss's passes over the logits."""
     more = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
-    each, size = more * parts.tokens / BANDWIDTH * slower * facts.logits, _size(facts)
+    each = more * parts.tokens * _size(facts) / BANDWIDTH * slower * facts.logits
     back = facts.whole * parts.rest_backward  # a frozen projection of features has none
-    cast = LOSS_CAST if facts.precision.startswith("bf16") else 0
-    passes = (LOSS_FORWARD * size + LOSS_WIDE + cast) * each, LOSS_BACKWARD * size * each
-    return products * parts.rest_forward + passes[0], products * back + passes[1]
+    return products * parts.rest_forward + LOSS_FORWARD * each, products * back + LOSS_BACKWARD * each
 
 
 def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gpu: Gpu, away: int = 0) -> Time:

@@ -227,10 +227,7 @@ def _at(
     """Bytes by kind at a moment; `second`: at that of the second group of blocks, which is told of the last."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
-        flying = 2 if host >= (-(-depth // found.subject.period) - found.first_kept) * size else 1
-        if moment.part[0] == "backward" and moment.part[2] > 0:  # the next one comes beside a group's first block
-            flying -= 1
-        less = max(0, host - flying * size)
+        less = max(0, host - _beside(found, moment, depth, host // size) * size)
         held, kept = held - less, kept - less
     held -= _decoder_away(found, moment, tokens)
     parameters = found.parameters(depth)
@@ -245,6 +242,17 @@ def _at(
     kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
     part = (moment.part[0], "second", *moment.part[2:]) if second else moment.part
     return {kind: n for kind, n in kinds.items() if n}, part
+
+
+def _beside(found: Footprint, moment: Moment, depth: int, away: int) -> int:
+    """How many block inputs are on the GPU, too, of those that wait on the host."""
+    period = found.subject.period
+    if moment.part[0] == "backward":  # where all are away the last group's is used; the next comes beside a first block
+        return (away >= -(-depth // period) - found.first_kept) + (moment.part[2] == 0)
+    blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
+    return (
+        1 + blocks
+    )  # the last that left is let go when another does; and who called the blocks holds what went into them
 
 
 def _static(

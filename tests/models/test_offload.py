@@ -5,11 +5,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
-from lightning_dilated.models import offload
+from lightning_dilated.attention import chunks
+from lightning_dilated.models import longnet_lm, offload
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.memory import _beside
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, gradients, same
@@ -146,3 +151,27 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
     monkeypatch.setattr(host, "_stream", SimpleNamespace(synchronize=lambda: waits.append(len(host._free))))
     host._give_up()
     assert waits == [1] and not host._free and host.bytes == 0
+
+
+def test_what_is_on_the_gpu_beside(monkeypatch):
+    """Of group inputs that wait on the host, as the plan counts them: the first, which who called the blocks holds, and the
+    last that left. And the embedding's wider output is gone."""
+    inputs, seen, init = [], [], offload._Away.__init__
+    keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
+    monkeypatch.setattr(offload._Away, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
+    there = lambda: sum(not x.expired() for x in inputs)  # noqa: E731
+    monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: seen.append(there()) or f(*given))
+    nats = longnet_lm.token_nats
+    monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: seen.append(there()) or nats(*given))
+    model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
+    model.embedding.register_forward_hook(lambda module, given, out: keep(out))
+    model.transformer.memory = chosen = MemorySettings("block", every=2, offload=1, tile=21, head_chunks=2)
+    inputs.clear()
+    with torch.autocast("cpu", torch.bfloat16):
+        model.loss_terms(batch(1, 21))
+    windows, loss = seen[:-1], seen[-1]
+    groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks of two windows each
+    found = footprint(subject_of(model, "bf16-mixed", chosen), (42, 63))
+    part = lambda *name: SimpleNamespace(part=name)  # noqa: E731
+    planned = _beside(found, part("forward", "last", 0), 8, 4), _beside(found, part("behind", "last", 1), 8, 4)
+    assert inputs[0].expired() and groups == [[1] * 4, *[[planned[0]] * 4] * 3] and loss == planned[1] == 1

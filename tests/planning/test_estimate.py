@@ -11,7 +11,6 @@ import lightning_dilated as ld
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.advice import _by_host, _otherwise, advise
-from lightning_dilated.planning.counting.disguise import as_on_gpu
 from lightning_dilated.planning.counting.exchange_memory import lighter
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -20,10 +19,7 @@ from lightning_dilated.planning.estimate import (
     BANDWIDTH,
     HOST_LINK,
     HOST_MEMORY,
-    LOSS_BACKWARD,
-    LOSS_CAST,
     LOSS_FORWARD,
-    LOSS_WIDE,
     PASSES,
     Facts,
     estimate,
@@ -35,7 +31,6 @@ from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
 from lightning_dilated.sequence.plan import DEFAULTS
-from tests.planning.passes import Passes
 
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 H200, ONE = GPUS["H200"], Setup()
@@ -98,7 +93,7 @@ def test_a_wide_vocabulary_costs_its_products_and_its_loss():
     base = measured_machine()
     rate = base.block_parameters / ((1 - PASSES) * base.parts[1].rest_forward)
     wide = (1 << 17) - 256
-    loss = wide * base.parts[1].tokens * (2 * LOSS_FORWARD + LOSS_WIDE + LOSS_CAST) / BANDWIDTH
+    loss = wide * base.parts[1].tokens * 2 * LOSS_FORWARD / BANDWIDTH
     assert more.edge_forward == pytest.approx(base.parts[1].edge_forward + wide * 768 / rate + loss)
 
 
@@ -114,20 +109,23 @@ def test_a_head_takes_no_less_than_its_flops(dim, passes, tokens):
     assert least < seconds[0] - seconds[1] < least / 0.4
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_passes_of_the_loss(dtype):
-    """Beside what operators read and write of the logits."""
-    size, model = 1009, ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=1, vocab_size=1009)
-    model.configure_model()
-    x, labels = torch.randn(1, 257, 64, requires_grad=True), torch.zeros(1, 257, dtype=torch.int64)
-    cast = torch.autocast("cpu", dtype if dtype != torch.float32 else torch.bfloat16, enabled=dtype != torch.float32)
-    with as_on_gpu(), cast, Passes(257, size, products=False) as forward:
-        losses = model._losses(x, labels)
-    with Passes(257, size, products=False) as backward:
-        losses.sum().backward()
-    own, wide = dtype.itemsize, LOSS_WIDE + (LOSS_CAST if dtype == torch.bfloat16 else 0)
-    for seen, want in ((forward, LOSS_FORWARD * own + wide), (backward, LOSS_BACKWARD * own)):
-        assert seen.seen / (257 * size) == pytest.approx(want, rel=0.01)
+#: (width, vocabulary, in tiles of a setting or at once, ms) of benchmarks/results/2026-11-23_h200_one_gpu.md
+LOSSES = [
+    (768, 50304, None, 32.3),
+    (768, 50304, 8192, 34.7),
+    (768, 128256, 8192, 110.2),
+    (4096, 50304, None, 128.0),
+    (4096, 50304, 8192, 133.3),
+    (4096, 128256, 8192, 381.2),
+]
+
+
+@pytest.mark.parametrize("dim, vocab, tile, ms", LOSSES)
+def test_measured_losses(dim, vocab, tile, ms):
+    """Of 65,536 tokens: what words add to a step of bytes."""
+    of = facts(dim=dim, num_heads=dim // 64)
+    wide, small = (estimate(replace(of, vocab=x), MemorySettings(tile=tile), 1 << 16, ONE, H200) for x in (vocab, 256))
+    assert (wide.seconds - small.seconds) * 1e3 == pytest.approx(ms, rel=0.12)
 
 
 def test_settings_cost():
