@@ -8,8 +8,9 @@ Shape letters: B batch, N tokens.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -214,10 +215,24 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """Of the leaves; those of the pieces are written into `made`."""
     asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
-    found = torch.autograd.grad(out, [*asked, *leaves], grad, allow_unused=True)
+    with _quiet(leaves):
+        found = torch.autograd.grad(out, [*asked, *leaves], grad, allow_unused=True)
     for into, part in zip((x for x in made if x is not None), found, strict=False):
         into[:, cut] = 0 if part is None else part
     return found[len(asked) :]
+
+
+@contextlib.contextmanager
+def _quiet(leaves: Sequence[Tensor]) -> Iterator[None]:
+    """Hooks on these tensors wait: they are for the gradient of all tiles, with which autograd calls them."""
+    hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
+    try:
+        for x, _ in hooked:
+            x._backward_hooks = None
+        yield
+    finally:
+        for x, hooks in hooked:
+            x._backward_hooks = hooks
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
