@@ -73,8 +73,10 @@ class ActivationRecompute(pl.Callback):
                 m.free_host_memory()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise, so that a job which failed ends with its own error, and not for want of host memory."""
+        """Likewise, so that a job which failed ends with its own error, and not for want of host memory. Lightning calls no
+        teardown then."""
         self.on_train_end(trainer, pl_module)
+        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""

@@ -79,6 +79,9 @@ def train(told: dict[str, Any], arguments: list[str]) -> None:
     options |= {
         "max_steps": STEPS,
         "max_epochs": None,
+        "max_time": None,
+        "fast_dev_run": False,
+        "limit_train_batches": None,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "devices": told["ranks"],

@@ -43,8 +43,8 @@ class TokenModel(DilatedModule):
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
             nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
-        compile_blocks: compile every block, and on a GPU the loss, by torch.compile when it is first run; generation stays
-            uncompiled.
+        compile_blocks: compile every block, and on a GPU the loss of 1,024 words or more, by torch.compile when it is first
+            run; generation stays uncompiled.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation keeps under mixed
             precision, where they are float32 else.
         optimizer, lr_scheduler: see `DilatedModule`.

@@ -50,12 +50,13 @@ class Host:
         self._free: list[_Buffer] = []
         self._held, self._most = 0, 0  # bytes of all buffers; of those in use, the most at a time
         self._order: list[Callable[[], _Away | None]] = []  # by their numbers in the forward
+        self._waiting: weakref.WeakSet[_Away] = weakref.WeakSet()  # of all forwards
         self._leaving: _Away | None = None
         self._stream: torch.cuda.Stream | None = None
 
     @property
     def bytes(self) -> int:
-        """Of host memory, taken for good."""
+        """Of host memory, taken until `close`."""
         return self._held
 
     def keeping(self, x: Tensor, number: int, of: int, later: bool = False) -> AbstractContextManager[None]:
@@ -68,6 +69,7 @@ class Host:
         budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
         saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
         if not (budgeted and saved):
+            self._let_leave()
             return contextlib.nullcontext()
         self._order += [_nobody] * (number - len(self._order))  # of those that stay
         return self._hooks(x, later)
@@ -86,14 +88,15 @@ class Host:
 
     def close(self) -> None:
         """Give all memory back to the system, with tensors that still wait in it: there is no backward any more."""
-        with contextlib.suppress(RuntimeError):  # a GPU that failed says so again, and copies nothing
-            self._give_up()
-        for away in (found() for found in self._order):
-            if away is not None:
-                self._held -= away.forget()
+        if self._stream is not None:
+            with contextlib.suppress(RuntimeError):  # a GPU that failed says so again, and copies nothing
+                self._stream.synchronize()
+        self._leaving = None
+        for away in list(self._waiting):
+            away.forget()
         self._free.clear()
         self._order.clear()
-        self._leaving = None
+        self._held = self._most = 0
 
     def _fitting(self, size: int) -> _Buffer | None:
         """The smallest free buffer for so many bytes that is not far too large."""
@@ -118,10 +121,16 @@ class Host:
             return last  # saved twice
         away = _Away(self, x, len(self._order), later)
         self._order.append(weakref.ref(away))
+        self._let_leave()
+        self._leaving = away
+        self._waiting.add(away)
+        return away
+
+    def _let_leave(self) -> None:
+        """The tensor that left last is let go, once its copy is done."""
         if self._leaving is not None:
             self._leaving.left()
-        self._leaving = away
-        return away
+            self._leaving = None
 
     def let_go(self, away: _Away) -> None:
         """Forget a tensor that is back."""
@@ -209,10 +218,9 @@ class _Away:
             self._wait()
         self._host.put(buffer)
 
-    def forget(self) -> int:
-        """Let go of what waits, without a way back; the bytes of it."""
-        buffer, self._buffer, self.tensor = self._buffer, None, None
-        return 0 if buffer is None else buffer.size
+    def forget(self) -> None:
+        """Let go of what waits, without a way back."""
+        self._buffer = self.tensor = None
 
     def _flat(self) -> Tensor:
         dtype, shape, _ = self._like

@@ -83,7 +83,7 @@ class _FusedNats(torch.autograd.Function):
         left_out, at = _places(labels)
         label = logits.gather(1, at)[:, 0]
         with torch.autocast(logits.device.type, enabled=False):
-            top, total = _compiled(_sums)(logits)
+            top, total = _compiled(_sums)(logits.detach())  # one graph for training and validation
         nats = (total.log() + (top - label)).masked_fill_(left_out, 0)
         ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats), top, total)
         return nats
@@ -100,7 +100,9 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(run)  # past its limit of shapes it runs uncompiled: more memory, the same numbers
+    return torch.compile(
+        run
+    )  # past torch's limit of graphs (dtypes, few shapes) uncompiled: more memory, the same numbers
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:

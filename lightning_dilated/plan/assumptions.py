@@ -59,7 +59,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
             f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."
         )
     if not case.subject.compile_blocks:
-        notes.append("time is that of compiled blocks; uncompiled ones take longer.")
+        notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
     return notes
 
 

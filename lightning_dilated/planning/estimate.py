@@ -210,7 +210,7 @@ def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float
 def _summed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
     """Seconds of adding up the gradient of the output projection, tile after tile of the loss."""
     tile = loss_tile(memory.tile, facts.vocab)
-    if not facts.logits or tile is None or tile >= own:
+    if not (facts.logits and facts.whole) or tile is None or tile >= own:
         return 0.0
     each = TILE_SUM + (TILE_SUM_CAST if _size(facts) == 2 else 0)
     return -(-own // tile) * facts.vocab * facts.dim * each / BANDWIDTH * GPUS["H200"].flops / gpu.flops

@@ -246,13 +246,12 @@ def _at(
 
 def _beside(found: Footprint, moment: Moment, depth: int, away: int) -> int:
     """How many block inputs are on the GPU, too, of those that wait on the host."""
-    period = found.subject.period
-    if moment.part[0] == "backward":  # where all are away the last group's is used; the next comes beside a first block
-        return (away >= -(-depth // period) - found.first_kept) + (moment.part[2] == 0)
+    period, first = found.subject.period, found.first_kept
+    last = away >= -(-depth // period) - first  # the last group's is away: it is let go in the backward only
+    if moment.part[0] == "backward":  # the next comes beside a group's first block
+        return last + (moment.part[2] == 0)
     blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
-    return (
-        1 + blocks
-    )  # the last that left is let go when another does; and who called the blocks holds what went into them
+    return last + (blocks and not first)  # who called the blocks holds what went into the first
 
 
 def _static(

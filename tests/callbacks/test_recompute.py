@@ -6,6 +6,7 @@ import torch
 
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.memory import MemorySettings
 
 from ..models import batch, loader, tiny, trainer
 
@@ -109,6 +110,8 @@ def test_host_memory_is_given_back_before_the_model_comes(fail):
     else:
         training.fit(model, loader(batch(2, 24)))
     assert room.waiting >= room.had > 0 == room.left
+    assert model.transformer.memory == MemorySettings()
+    model.transformer.memory = MemorySettings("block", offload=1)
     with pytest.raises(RuntimeError, match="given back as training ended"):
         room.losses.sum().backward()
     model.token_losses(batch(2, 24)).sum().backward()  # and a later one takes it anew

@@ -283,3 +283,38 @@ def test_command(recipe, capsys, monkeypatch):
 def test_command_refuses(recipe, given, words):
     with pytest.raises(ValueError, match=words):
         run([*recipe, *given])
+
+
+def steps_of(done):
+    """(the callback, what was told and in which order, a trainer) after so many optimizer steps."""
+    told = []
+    root = SimpleNamespace(type="cpu")
+    strategy = SimpleNamespace(root_device=root, barrier=lambda: told.append("barrier"))
+    callback = worker._Steps(told.append)
+    callback.on_train_batch_start(None)
+    return callback, told, SimpleNamespace(strategy=strategy, global_step=done)
+
+
+@pytest.mark.parametrize("done", [0, 1, 2])
+def test_a_rank_leaves_after_its_second_step_and_not_before_the_others(done):
+    callback, told, trainer = steps_of(done)
+    callback.on_train_batch_end(trainer)
+    if done < 2:
+        assert not told
+    else:
+        assert told[0] == "barrier" and told[1]["seconds"] > 0 and told[1]["host"] > 10**7
+
+
+def test_a_rank_leaves_where_memory_is_at_its_end():
+    """Before Lightning moves its model to the host; after other errors Lightning goes on."""
+    callback, told, trainer = steps_of(1)
+    callback.on_exception(trainer, None, ValueError("something else"))
+    assert not told
+    callback.on_exception(trainer, None, MemoryError("no more"))
+    assert told == [{"missing": "no more"}]
+
+
+def test_a_training_that_ends_early(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "train", lambda *unused: None)
+    with pytest.raises(RuntimeError, match="ended before 2 steps"):
+        worker.main({"folder": str(tmp_path), "limit": None}, [])

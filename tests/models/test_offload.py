@@ -98,11 +98,12 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
     assert events == [0, 1, 2, 3, 4, 5]
     events.clear()
     losses.sum().backward()
-    # the last that left is there still
-    assert [x for x in events if isinstance(x, str)] == (["group 1", "group 0"] if offload_part == 1 else ["group 0"])
+    # where all left, the last that did is there still; the last group's stays in the other case
+    assert [x for x in events if isinstance(x, str)] == ["group 1", "group 0"]
     assert [x for x in events if not isinstance(x, str)] == [4, 5, 4, 2, 3, 2, 0, 1, 0]
-    at = events.index("group 0")
-    assert events[at - 1] == 3 and events[at + 1] == 2
+    for group, first in (("group 1", 4), ("group 0", 2)):
+        at = events.index(group)
+        assert events[at - 1] == first + 1 and events[at + 1] == first
 
 
 def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
@@ -153,9 +154,10 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
     assert waits == [1] and not host._free and host.bytes == 0
 
 
-def test_what_is_on_the_gpu_beside(monkeypatch):
+@pytest.mark.parametrize("offload_part", [1, 0.5])
+def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     """Of group inputs that wait on the host, as the plan counts them: the first, which who called the blocks holds, and the
-    last that left. And the embedding's wider output is gone."""
+    last that left, until another leaves or stays. And the embedding's wider output is gone."""
     inputs, seen, init = [], [], offload._Away.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
     monkeypatch.setattr(offload._Away, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
@@ -165,13 +167,57 @@ def test_what_is_on_the_gpu_beside(monkeypatch):
     monkeypatch.setattr(longnet_lm, "token_nats", lambda *given: seen.append(there()) or nats(*given))
     model = tiny(PATTERN, torch.float32, depth=8, residual_dtype="bfloat16")
     model.embedding.register_forward_hook(lambda module, given, out: keep(out))
-    model.transformer.memory = chosen = MemorySettings("block", every=2, offload=1, tile=21, head_chunks=2)
+    chosen = MemorySettings("block", every=2, offload=offload_part, tile=21, head_chunks=2)
+    model.transformer.memory = chosen
     inputs.clear()
     with torch.autocast("cpu", torch.bfloat16):
-        model.loss_terms(batch(1, 21))
-    windows, loss = seen[:-1], seen[-1]
+        loss, _ = model.loss_terms(batch(1, 21))
+    assert inputs[0].expired()
+    windows, in_loss = seen[:-1], seen[-1]
     groups = [windows[i : i + 4] for i in range(0, 16, 4)]  # two blocks of two windows each
     found = footprint(subject_of(model, "bf16-mixed", chosen), (42, 63))
-    part = lambda *name: SimpleNamespace(part=name)  # noqa: E731
-    planned = _beside(found, part("forward", "last", 0), 8, 4), _beside(found, part("behind", "last", 1), 8, 4)
-    assert inputs[0].expired() and groups == [[1] * 4, *[[planned[0]] * 4] * 3] and loss == planned[1] == 1
+    away = round(4 * offload_part)
+    planned = lambda *name: _beside(found, SimpleNamespace(part=name), 8, away)  # noqa: E731
+    assert groups == [[1] * 4] + [[2] * 4] * (away - 1) + [[1] * 4] * (4 - away)
+    assert groups[-1][0] == planned("forward", "last", 0) and in_loss == planned("behind", "last", 1)
+    seen.clear()
+    loss.backward()
+    assert seen[0] == planned("backward", "last", 1)
+
+
+def test_closed_with_forwards_that_wait():
+    """Of two, and of one whose graph is gone while its last input is still on its way; one without gradients came after."""
+    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack.memory = MemorySettings("block", offload=1)
+    x = torch.randn(1, 10, 16, requires_grad=True)
+    waiting = [stack(x), stack(x)]
+    stack(x)
+    with torch.no_grad():
+        stack(x)
+    host = stack._host
+    assert host.bytes >= 6 * 640
+    stack.free_host_memory()
+    assert host.bytes == 0 and not host._free and not any(a._buffer or a.tensor is not None for a in host._waiting)
+    for out in waiting:
+        with pytest.raises(RuntimeError, match="given back as training ended"):
+            out.sum().backward()
+    del waiting, out
+    gc.collect()
+    assert host.bytes == 0 and not host._free
+    want = torch.autograd.grad(stack(x).sum(), x)
+    stack.memory = MemorySettings()
+    same(want, torch.autograd.grad(stack(x).sum(), x), 1e-6)
+
+
+def test_closed_where_the_gpu_failed(monkeypatch):
+    """Copies are waited for; a GPU that failed says so there."""
+    host, waits = offload.Host(1), []
+
+    def synchronize():
+        waits.append(len(host._waiting))
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    away = host._send(torch.ones(5), False)
+    monkeypatch.setattr(host, "_stream", SimpleNamespace(synchronize=synchronize))
+    host.close()
+    assert waits == [1] and host.bytes == 0 and away.tensor is None and away._buffer is None

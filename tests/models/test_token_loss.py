@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -65,6 +66,54 @@ def test_narrow_logits(dtype, tol, fused):
 
 
 @pytest.mark.parametrize("fused", [False, True])
+def test_large_logits_keep_their_digits(fused):
+    """Only differences of logits matter."""
+    logits, labels = torch.randn(20, 30), torch.randint(0, 30, (20,))
+    with way(fused):
+        torch.testing.assert_close(
+            token_nats(logits + 1024, labels, True),
+            token_nats((logits + 1024).double(), labels).float(),
+            rtol=1e-6,
+            atol=1e-7,
+        )
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_words_that_are_ruled_out(fused):
+    """By logits of minus infinity: at the beginning, at the end, every other one."""
+    masks = [range(9), range(20, 30), range(0, 30, 2), range(29)]
+    logits, labels = torch.randn(4, 30, dtype=torch.float64), torch.tensor([12, 3, 5, 29])
+    for row, out in zip(logits, masks, strict=True):
+        row[list(out)] = -torch.inf
+    logits.requires_grad_()
+    want = nn.functional.cross_entropy(logits, labels, reduction="none")
+    with way(fused):
+        found = token_nats(logits, labels, True)
+        (a,), (b,) = (torch.autograd.grad(x.sum(), logits) for x in (found, want))
+    same([found, a], [want, b])
+
+
+def test_where_passes_are_compiled():
+    gpu = lambda words, on_gpu=True: SimpleNamespace(shape=(8, words), is_cuda=on_gpu)  # noqa: E731
+    assert token_loss._fuses(gpu(1024), True)
+    assert not any(token_loss._fuses(*x) for x in ((gpu(1024), False), (gpu(1023), True), (gpu(1024, False), True)))
+    with mock.patch.object(torch.compiler, "is_compiling", lambda: True):  # of a user's own, who has more to fuse
+        assert not token_loss._fuses(gpu(1024), True)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_models_say_whether_they_are_compiled(compiled, monkeypatch):
+    seen, given = [], {**batch(1, 20), "index": torch.zeros(1, dtype=torch.int64)}
+    monkeypatch.setattr(token_loss, "_fuses", lambda logits, wanted: seen.append(wanted))
+    for kind in (LongNetLM, LongNetMLM):
+        model = kind(PATTERN, **SIZES, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
+        model.configure_model()
+        model.compile_blocks = compiled
+        model.loss_terms(given)
+    assert set(seen) == {compiled}
+
+
+@pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("label", [-1, 7, -101])
 def test_labels_out_of_range(label, fused):
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"), way(fused):
@@ -105,6 +154,10 @@ def test_on_a_gpu(dtype, tol):
         logits = (8 * torch.randn(tokens, 50304, device="cuda", generator=made)).to(dtype).requires_grad_()
         labels = logits.detach().float().add(8 * torch.randn(50304, device="cuda", generator=made)).argmax(-1)
         labels[::5] = -100
+        with torch.no_grad():  # words that are ruled out: at the beginning, at the end, every other one
+            for i, out in enumerate((slice(9000), slice(40000, None), slice(None, None, 2))):
+                logits[7 + i :: 11, out] = -torch.inf
+            labels = labels.where((labels < 0) | logits.gather(1, labels.clamp(min=0)[:, None])[:, 0].isfinite(), -100)
         wide = logits.detach().float().requires_grad_()
         want = nn.functional.cross_entropy(wide, labels, reduction="none")
         torch.autograd.grad(token_nats(logits, labels, True).sum(), logits)  # compiling measures with memory of its own
@@ -190,6 +243,13 @@ def test_a_number_that_gradients_are_multiplied_with_is_not_rounded():
     torch.testing.assert_close(small[0], (one[0].float() * by).bfloat16(), rtol=0, atol=0)
     want = x.detach().float().sum((0, 1)) * by
     assert (small[1].float() - want).norm() < 2**-8 * want.norm()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_double_backward_of_nats_is_refused(fused):
+    logits = torch.randn(3, 7, requires_grad=True)
+    with way(fused), pytest.raises(RuntimeError, match="no double backward"):
+        torch.autograd.grad(token_nats(logits, torch.tensor([0, 1, 2]), True).sum(), logits, create_graph=True)
 
 
 def test_a_double_backward_is_refused():

@@ -59,6 +59,15 @@ def test_measured(case):
         assert peak == pytest.approx(gib, rel=0.025), (tokens, ranks)
 
 
+@pytest.mark.parametrize("compiled, each", [(True, 2 + 2), (False, 2 + 4 + 4)])
+def test_bytes_of_a_logit(compiled, each):
+    """Compiled the loss holds logits and their gradient, in 16 bits; else logits, these in fp32 and their logarithms."""
+    words = 1 << 17
+    found = footprint(subject_of(lm(vocab_size=words), "bf16-mixed", MemorySettings("block"), compiled), (1024, 2048))
+    few, many = (memory(found, 3, tokens).peak for tokens in (1 << 14, 1 << 15))
+    assert (many - few) / (words << 14) == pytest.approx(each, rel=0.01)
+
+
 # -- exact -------------------------------------------------------------------------------------------------------------
 SETTINGS = {
     "none": MemorySettings(),
