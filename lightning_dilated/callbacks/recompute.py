@@ -44,6 +44,7 @@ class ActivationRecompute(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Tell the blocks."""
+        self.teardown(trainer, pl_module, "fit")  # which Lightning does not call for a fit that failed
         stacks = [m for m in pl_module.modules() if isinstance(m, DilatedTransformer)]
         inside = {block for stack in stacks for block in stack.blocks}
         alone = [m for m in pl_module.modules() if isinstance(m, TransformerBlock) and m not in inside]
@@ -73,10 +74,8 @@ class ActivationRecompute(pl.Callback):
                 m.free_host_memory()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise, so that a job which failed ends with its own error, and not for want of host memory. Lightning calls no
-        teardown then."""
+        """Likewise, so that a job which failed ends with its own error, and not for want of host memory."""
         self.on_train_end(trainer, pl_module)
-        self.teardown(trainer, pl_module, "fit")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Leave the blocks as they were."""

@@ -100,9 +100,8 @@ class _FusedNats(torch.autograd.Function):
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(
-        run
-    )  # past torch's limit of graphs (dtypes, few shapes) uncompiled: more memory, the same numbers
+    """Past torch's limit of graphs (of dtypes, of one token or none) it runs uncompiled: more memory, the same numbers."""
+    return torch.compile(run)
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:

@@ -110,8 +110,10 @@ def test_host_memory_is_given_back_before_the_model_comes(fail):
     else:
         training.fit(model, loader(batch(2, 24)))
     assert room.waiting >= room.had > 0 == room.left
-    assert model.transformer.memory == MemorySettings()
-    model.transformer.memory = MemorySettings("block", offload=1)
     with pytest.raises(RuntimeError, match="given back as training ended"):
         room.losses.sum().backward()
-    model.token_losses(batch(2, 24)).sum().backward()  # and a later one takes it anew
+    if fail:  # whoever tells of the failure still finds the settings, and the next fit what was there before
+        assert model.transformer.memory.offload == 1
+        training = trainer(max_steps=1, callbacks=training.callbacks[:1])
+        training.fit(model, loader(batch(2, 24)))
+    assert model.transformer.memory == MemorySettings()
