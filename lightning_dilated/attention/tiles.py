@@ -200,9 +200,8 @@ def piece_of(
     """(the tile of rows, of which those in `made` ask for gradients; what is run of it)."""
     pieces = [x[:, cut] for x in rows]
     pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
-    return pieces, run(
-        *(p.view_as(p) for p in pieces)
-    )  # views: hooks of modules do not work on leaves within a backward
+    # views: hooks of modules do not work on leaves within a backward
+    return pieces, run(*(p.view_as(p) for p in pieces))
 
 
 def gradients_of(
