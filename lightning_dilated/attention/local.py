@@ -22,14 +22,15 @@ def local_forward(
     Where nothing is merged into out afterwards (`final`) it may come in q's dtype, else it is fp32 (fp64 for float64).
     """
     q = inputs[0]
+    if not q.numel():  # no token or no head of this rank
+        return empty_state(q)
     if (work := grouped.plan(call, found, q)) is not None:
         return grouped.forward(call, work, suited(call.engine, *inputs), final)
-    if not q.numel() or not fused.serves(call.pattern, q):
-        out, lse = empty_state(q)
-        if q.numel():
-            merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
-        return out, lse
-    return fused.forward(call, found, suited(call.engine, *inputs), final)
+    if fused.serves(call.pattern, q):
+        return fused.forward(call, found, suited(call.engine, *inputs), final)
+    out, lse = empty_state(q)
+    merge_blocks(call, found, suited(call.engine, *inputs), out, lse)
+    return out, lse
 
 
 def local_backward(
@@ -48,12 +49,12 @@ def local_backward(
 def local_gradients(call: Call, found: list[Span], tensors: tuple[Tensor, ...], lse: Tensor) -> list[Tensor]:
     """dq, dk, dv where no other rank adds to them; they may come in the dtype of q, k and v."""
     inputs = tensors[1:4]
+    if not inputs[0].numel():  # no token or no head of this rank
+        return [torch.zeros_like(x) for x in inputs]
     if (work := grouped.plan(call, found, inputs[0])) is not None:
         return grouped.backward(call, work, suited(call.engine, *tensors), lse)
     if not fused.serves(call.pattern, inputs[0]):
         total = [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in inputs]
         local_backward(call, found, tensors, lse, total)
         return total
-    if not inputs[0].numel():
-        return [torch.zeros_like(x) for x in inputs]
     return fused.backward(call, found, suited(call.engine, *tensors), lse)

@@ -84,6 +84,8 @@ class Sharded:
             "uneven windows": call.heads % self.head_size > 0,
             "kv head on several": gqa and call.kv_heads < self.head_size,
             "head groups": self.head_size > 1,
+            "rank without a head": self.head_size > call.heads and call.seq_len > 0,
+            "empty rank of head groups": self.head_size > 1 and per_rank * (self.ranks - 1) >= call.seq_len > 0,
             "head groups and wider": self.head_size > 1
             and any(reach(b) > per_rank * self.head_size for b in pattern.branches),
             "gigapath": [b.segment_length for b in pattern.branches] in map(list, LADDERS),
@@ -167,8 +169,8 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 @st.composite
 def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
     """Head size, ranks a node, and engine."""
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
-    head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1])), draw(st.sampled_from([None, 1, 2, ranks]))
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1, 1])), draw(st.sampled_from([None, 1, 2, ranks]))
     if exchange.startswith("hierarchical"):
         head_size, per_node = 1, 2  # the only nodes that four ranks can have
     engine = draw(st.sampled_from(["auto", "auto", "math"]))

@@ -52,9 +52,10 @@ def required(ranks: int, exchange: str) -> set[str]:
         wanted = wanted | {"empty rank"}  # of two ranks one is empty only where there is one token
     wanted = BUTTERFLIES if "butterfly" in exchange else wanted | {"no tokens", "definition"}
     if not exchange.startswith("hierarchical"):
-        wanted = wanted | {"head groups", "kv head on several", "uneven windows"}
+        wanted = wanted | {"head groups", "kv head on several", "uneven windows", "rank without a head"}
         if ranks == 4:
             wanted = wanted | {"head groups and wider"}
+            wanted = wanted if "butterfly" in exchange else wanted | {"empty rank of head groups"}
     return wanted
 
 
