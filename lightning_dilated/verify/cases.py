@@ -25,6 +25,7 @@ PATTERNS = {
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
     "blocked": (DilatedPattern.longnet([12, 50], [1, 4], offsets="blocked"), 4, 4),
     "head groups": (DilatedPattern.head_groups([16, 96], [1, 3], num_heads=6), 6, 2),
+    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # ranks of larger head groups hold none
 }
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
@@ -96,7 +97,7 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
     """All checks on R ranks."""
     patterns = list(PATTERNS)[:2] if quick else list(PATTERNS)
     exchanges = ("ring", "butterfly", "auto") if quick else EXCHANGES
-    ways = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2))]
+    ways = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
     ways += (
         [] if quick else [(layout, e, 1) for layout, e in itertools.product(("zigzag", "strided"), ("ring", "auto"))]
     )
