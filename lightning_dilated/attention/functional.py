@@ -174,6 +174,11 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
             raise TypeError(f"q, k and v must share one dtype: q is {q.dtype}, {name} is {x.dtype}.")
         if x.device != q.device:
             raise ValueError(f"q, k and v must be on one device: q is on {q.device}, {name} on {x.device}.")
+        if x.device.type == "mps":  # no engine was ever run there: its numbers would be nobody's promise
+            raise ValueError(
+                f"{name} is on {x.device}, and dilated attention is not tested on Apple's MPS. Run on the CPU: "
+                f"{name}.cpu(), or Trainer(accelerator='cpu')."
+            )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}.")
     if q.shape[:2] != k.shape[:2]:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 #: hyperparameters that say how a model is trained, and are no part of it

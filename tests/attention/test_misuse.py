@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
@@ -21,6 +22,12 @@ def call(q=Q, k=None, v=None, pattern=PATTERN, **options):
 
 def packed(*bounds, dtype=torch.int32):
     return call(ONE, cu_seqlens=torch.tensor(bounds, dtype=dtype))
+
+
+def on_mps():
+    """A call with tensors that say they are on Apple's GPU; no test machine has one."""
+    with FakeTensorMode():
+        return dilated_attention(*(torch.empty(1, 16, 4, 8, device="mps") for _ in range(3)), PATTERN)
 
 
 # name: (call, exception, what its message must hold)
@@ -44,6 +51,7 @@ TENSORS = {
     "no D": (call(Q[..., :0]), ValueError, ["head dim", "at least 1"]),
     "kv heads do not divide": (call(Q, Q[:, :, :3]), ValueError, ["3 kv heads", "divide", "4 query heads"]),
     "more kv heads": (call(Q[:, :, :2], Q), ValueError, ["4 kv heads", "divide", "2 query heads"]),
+    "Apple's GPU": (on_mps, ValueError, ["^q is on mps", "not tested", r"q\.cpu\(\)", "accelerator='cpu'"]),
     "float8": (call(Q.to(torch.float8_e4m3fn)), TypeError, ["^q must be", "float8_e4m3fn"]),
 }
 

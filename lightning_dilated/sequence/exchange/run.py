@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Self
 
 import torch
 from torch import Tensor
-from typing_extensions import Self
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
