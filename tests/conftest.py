@@ -10,21 +10,38 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from .examples import examples
+
 torch.set_num_threads(1)
 
-# CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
-_COMMON = {"deadline": None, "print_blob": True, "suppress_health_check": [HealthCheck.too_slow]}
-settings.register_profile("ci", derandomize=True, **_COMMON)
-settings.register_profile("explore", derandomize=False, **_COMMON)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-
+#: fixtures that start worker processes
+STARTS_PROCESSES = {"pool", "pools", "interpreter"}
 #: what a launcher tells its processes
 LAUNCHED = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "LOCAL_RANK", "RANK", "WORLD_SIZE")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`-m fast` tries a tenth of the random examples, unless LIGHTNING_DILATED_EXAMPLES says how many.
+
+    CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
+    """
+    if config.option.markexpr == "fast":
+        os.environ.setdefault("LIGHTNING_DILATED_EXAMPLES", "0.1")
+    common = {"max_examples": examples(100), "deadline": None, "print_blob": True}
+    common["suppress_health_check"] = [HealthCheck.too_slow]
+    settings.register_profile("ci", derandomize=True, **common)
+    settings.register_profile("explore", derandomize=False, **common)
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `gpu` where torch sees no CUDA device."""
+    """Mark what needs worker processes `full` and the cheap rest `fast`, before -m selects; skip `gpu` without a GPU."""
+    for item in items:
+        if STARTS_PROCESSES & set(item.fixturenames):
+            item.add_marker("full")
+        if not any(item.get_closest_marker(name) for name in ("full", "slow", "gpu")):
+            item.add_marker("fast")
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

@@ -1,7 +1,5 @@
-"""The package as a whole: public names, docstrings, file sizes, the floors of the house, and imports without a GPU."""
+"""The package as a whole: public names, signatures, the lint that CI runs, and imports without a GPU."""
 
-import ast
-import graphlib
 import importlib
 import inspect
 import os
@@ -17,101 +15,46 @@ import lightning_dilated as ld
 
 ROOT = Path(ld.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
-MODULES = {
-    ".".join((ROOT.name, *p.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): p for p in FILES
+
+# -- the lint ----------------------------------------------------------------------------------------------------------
+PLANTED = {
+    "__init__.py": '"""A package."""\nfrom lightning_dilated import kernels\n',
+    "kernels/__init__.py": '"""Kernels."""\n',
+    "pattern/__init__.py": '"""Patterns."""\n',
+    "pattern/up.py": '"""Imports from above."""\n\n\ndef f():\n    """Late."""\n    import lightning_dilated.models\n',
+    "pattern/first.py": '"""Half of a circle."""\nfrom lightning_dilated.pattern import second\n',
+    "pattern/second.py": '"""The other half."""\nimport lightning_dilated.pattern.first\n',
+    "pattern/silent.py": "def public():\n    pass\n\n\nclass Thing:\n    def method(self):\n        pass\n",
+    "pattern/near.py": '"""A relative import."""\nfrom . import first\n',
+    "elsewhere/__init__.py": '"""A folder that nobody placed."""\n',
 }
-each = pytest.mark.parametrize("name", MODULES)
-
-# -- the floors --------------------------------------------------------------------------------------------------------
-#: what a folder (or a file of the top folder) may import besides itself; a new one has to say here where it stands
-MAY = {
-    "allocator": set(),
-    "complaints": set(),
-    "transfer": set(),
-    "kernels": {"transfer"},
-    "pattern": set(),
-    "sequence": {"pattern", "kernels"},
-    "attention": {"pattern", "transfer", "kernels", "sequence"},
-    "data": {"pattern", "sequence"},
-    "models": {"pattern", "transfer", "sequence", "attention"},
-    "strategy": {"allocator", "pattern", "kernels", "sequence", "attention", "data"},
-    "planning": {"allocator", "pattern", "kernels", "sequence", "attention", "data", "models", "strategy"},
-    "callbacks": {"allocator", "pattern", "kernels", "sequence", "attention", "data", "models", "strategy", "planning"},
-    "checkpoint": {"models", "strategy"},
-    "generate": {"data", "models", "checkpoint"},
-    "consolidate": {"models", "strategy", "checkpoint"},
-    "encode": {"data"},
-    "bench": {"pattern", "sequence", "attention", "planning", "generate", "verify"},
-    "explain": {"pattern", "models"},
-    "find_max": {"pattern", "models", "callbacks", "cli", "allocator"},
-    "plan": {"pattern", "sequence", "models", "planning", "explain", "find_max"},
-    "verify": {"pattern", "sequence", "attention", "models"},
-    "cli": {
-        *("allocator", "complaints", "pattern", "data", "models", "strategy", "planning", "callbacks"),
-        *("checkpoint", "consolidate", "generate", "encode", "explain", "verify", "bench", "plan", ""),
-    },
-    "__main__": {"cli"},
-    "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},
-}
+FOUND = """\
+__init__.py:2 imports lightning_dilated.kernels, but may
+elsewhere/__init__.py:1 elsewhere is not in MAY
+pattern/first.py:1 circle of imports: lightning_dilated.pattern.first <- lightning_dilated.pattern.second
+pattern/near.py:2 relative import
+pattern/silent.py:1 no docstring
+pattern/silent.py:1 public has no docstring
+pattern/silent.py:5 Thing has no docstring
+pattern/silent.py:6 method has no docstring
+pattern/up.py:6 imports lightning_dilated.models, but may"""
 
 
-def imports(path, top_level_only=False):
-    """The package's own modules that a file imports; `import a.b as c` and `from a import b` alike."""
-    found, tree = set(), ast.parse(path.read_text())
-    hidden = {
-        inner
-        for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.Lambda))
-        or (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test))
-        for inner in ast.walk(node)
-    }
-    for node in ast.walk(tree):
-        if top_level_only and node in hidden:
-            continue
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            full = {f"{node.module}.{alias.name}" for alias in node.names}
-            found |= {f if f in MODULES else node.module for f in full}
-    return {f for f in found if f.split(".")[0] == ROOT.name}
-
-
-def floor(module):
-    return module.split(".")[1] if "." in module else ""
-
-
-@each
-def test_imports_go_down_only(name):
-    up = {f for f in imports(MODULES[name]) if floor(f) not in {floor(name), *MAY[floor(name)]}}
-    assert not up, f"{name} may import from {sorted(MAY[floor(name)])} only"
-
-
-def test_no_circles_between_modules():
-    graph = {name: imports(path, top_level_only=True) - {name} for name, path in MODULES.items()}
-    assert list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
-
-
-# -- the files ---------------------------------------------------------------------------------------------------------
-@each
-def test_file_is_short_and_says_its_duty(name):
-    text = MODULES[name].read_text()
-    assert len(text.splitlines()) <= 300
-    assert ast.get_docstring(ast.parse(text))
-
-
-@each
-def test_public_things_have_docstrings(name):
-    silent, todo = [], [ast.parse(MODULES[name].read_text())]
-    while todo:
-        for node in todo.pop().body:
-            if not isinstance(node, (ast.FunctionDef, ast.ClassDef)) or node.name.startswith("_"):
-                continue
-            if not ast.get_docstring(node):
-                silent.append(f"{node.name} (line {node.lineno})")
-            if isinstance(node, ast.ClassDef):
-                todo.append(node)
-    assert not silent
+def test_lint_finds_planted_faults(tmp_path):
+    lint = ROOT.parent / ".ci" / "lint.py"
+    if not lint.exists():
+        pytest.skip("no checkout: a source archive has no .ci")
+    for name, text in PLANTED.items():
+        path = tmp_path / ROOT.name / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    argv = [sys.executable, "-I", "-S", str(lint), str(tmp_path / ROOT.name)]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 1, result.stderr
+    told = result.stdout.replace(f"{tmp_path / ROOT.name}/", "").splitlines()
+    assert len(told) == len(FOUND.splitlines()), result.stdout
+    for line, want in zip(told, FOUND.splitlines(), strict=True):
+        assert line.startswith(want)
 
 
 # -- the public face ---------------------------------------------------------------------------------------------------
@@ -135,17 +78,20 @@ def exists(name):
     return (ROOT / name).is_dir() or any(re.search(rf"^(class|def) {name}\b", p.read_text(), re.M) for p in FILES)
 
 
-@pytest.mark.parametrize("module, name", [(m, n) for m, names in FACE.items() for n in names if exists(n)])
-def test_public_name(module, name):
-    found = importlib.import_module(module)
-    assert name in found.__all__ and getattr(found, name) is not None
+def test_public_names():
+    for module, names in FACE.items():
+        found = importlib.import_module(module)
+        for name in filter(exists, names):
+            assert name in found.__all__ and getattr(found, name) is not None, f"{module}.{name}"
 
 
-@pytest.mark.parametrize("module", [name for name, path in MODULES.items() if path.name == "__init__.py"])
-def test_all_names_exist(module):
-    found = importlib.import_module(module)
-    assert [name for name in found.__all__ if not hasattr(found, name)] == []
-    assert len(set(found.__all__)) == len(found.__all__)
+def test_all_names_exist():
+    folders = [p.parent.relative_to(ROOT.parent) for p in FILES if p.name == "__init__.py"]
+    assert len(folders) > 10
+    for folder in folders:
+        found = importlib.import_module(".".join(folder.parts))
+        assert [name for name in found.__all__ if not hasattr(found, name)] == [], folder
+        assert len(set(found.__all__)) == len(found.__all__), folder
 
 
 SIGNATURES = {
@@ -201,6 +147,7 @@ print("fine")
 """
 
 
+@pytest.mark.full
 def test_imports_and_runs_without_triton_and_cuda(tmp_path):
     result = run(sys.executable, "-c", BARE, cwd=tmp_path)
     assert result.stdout.strip() == "fine", result.stderr
@@ -213,6 +160,7 @@ def test_python_m(tmp_path):
     assert result.stderr.startswith("lightning-dilated: error: validate needs a model")
 
 
+@pytest.mark.full
 def test_console_script(tmp_path):
     script = shutil.which("lightning-dilated", path=str(Path(sys.executable).parent))
     if script is None:

@@ -11,6 +11,7 @@ from lightning_dilated.attention import MultiheadDilatedAttention, decode, dilat
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
+from ..examples import examples
 from ..pattern.strategies import head_counts, patterns
 
 LONGEST, D = 80, 3
@@ -85,7 +86,7 @@ def chunkings(draw):
 
 
 @given(shaped_patterns(), chunkings())
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 def test_every_row_and_the_bound(case, chunks):
     """Whatever the chunks, the rows are those of the full sequence, and the cache keeps no more than it says."""
     heads, kv_heads, pattern = case
@@ -96,7 +97,7 @@ def test_every_row_and_the_bound(case, chunks):
 
 
 @given(shaped_patterns(), st.integers(1, LONGEST))
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 def test_prompt_then_one_by_one_in_float32(case, prompt):
     heads, kv_heads, pattern = case
     q, k, v = (x.float() for x in qkv(heads, kv_heads, batch=2))

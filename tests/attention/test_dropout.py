@@ -12,6 +12,7 @@ from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.engines import math as math_engine
 from lightning_dilated.pattern import Branch, DilatedPattern
 
+from ..examples import examples
 from .reference import GRADIENTS, close, close_lse, gradients, leaves
 from .strategies import Case, cases
 
@@ -53,7 +54,7 @@ def by_masks(case, q, k, v, dropout):
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 @pytest.mark.parametrize("p", [0.5, 0.1, 0.9, 1e-9])
 def test_formula(p, padding):
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(cases(padding=padding, longest=40))
     def check(case):
         if case.refused():
@@ -195,7 +196,7 @@ def test_seeds_are_independent(other):
 
 
 @given(st.integers(0, 2**40), st.integers(0, 2**40))
-@settings(max_examples=50)
+@settings(max_examples=examples(50))
 def test_positions_beyond_32_bits(p, j):
     of = lambda p, j: Dropout(0.5, 3).keep(0, torch.tensor(0), torch.tensor(0), p + torch.arange(64), torch.tensor(j))  # noqa: E731
     assert not torch.equal(of(p, j), of(p + 2**32, j)) and not torch.equal(of(p, j), of(p, j + 2**32))

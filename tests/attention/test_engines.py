@@ -14,6 +14,7 @@ from lightning_dilated.attention.engines.base import unsupported
 from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
 
+from ..examples import examples
 from .recorder import record
 from .reference import GRADIENTS, close, close_lse, gradients, leaves
 from .strategies import Case, cases
@@ -207,7 +208,7 @@ def test_the_op_never_asks_for_no_rows(monkeypatch):
     calls = record(monkeypatch, "math")
     without = []
 
-    @settings(max_examples=200)
+    @settings(max_examples=examples(200))
     @given(cases(longest=20))
     def check(case):
         calls.clear()

@@ -8,6 +8,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.engines import ENGINES as registry
 from lightning_dilated.pattern import DilatedPattern
 
+from ..examples import examples
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, oracle, plain
 from .strategies import LAYOUTS, Case, cases
 
@@ -37,16 +38,16 @@ def check(case: Case, engine: str, dtype: torch.dtype, tol: float) -> torch.Tens
 
 
 @pytest.mark.parametrize(
-    "dtype, tol, examples",
+    "dtype, tol, number",
     [(torch.float64, 1e-10, 300), (torch.float32, 1e-5, 150)],
     ids=["float64", "float32"],
 )
 @pytest.mark.parametrize("engine", ENGINES)
-def test_random(engine, dtype, tol, examples):
+def test_random(engine, dtype, tol, number):
     bare_rows, covered_rows = [], []
 
     @seed(ENGINES.index(engine))  # other examples for every engine
-    @settings(max_examples=examples)
+    @settings(max_examples=examples(number))
     @given(cases())
     def random(case):
         bare = check(case, engine, dtype, tol)
@@ -62,7 +63,7 @@ def test_random_attended(engine):
     refused, with_pads = [], []
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(cases(padding="attended"))
     def random(case):
         refused.append(case.refused())
@@ -84,7 +85,7 @@ def test_random_low_precision(engine, dtype):
     """No less exact than twice the error of a plain softmax in the same dtype (and the rounding of the result)."""
 
     @seed(ENGINES.index(engine))
-    @settings(max_examples=80)
+    @settings(max_examples=examples(80))
     @given(cases())
     def random(case):
         q, k, v, grad = case.tensors(dtype)

@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
 
+from ..examples import examples
 from .reference import gradients
 from .strategies import Case, cases
 
@@ -37,7 +38,7 @@ def test_table(name):
     assert count(lambda: gradients(case.run(q, k, v), (q, k, v), grad)) == 14 * 8 * pairs
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases())
 def test_random(case):
     q, k, v, grad = case.tensors(torch.float32)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from lightning_dilated.attention.engines import ENGINES, sdpa
 from lightning_dilated.pattern import DilatedPattern
 
+from ..examples import examples
 from .reference import GRADIENTS, close, error, gradients, leaves
 from .strategies import Case, cases
 
@@ -58,7 +59,7 @@ def test_the_forgetful_engine_forgets(monkeypatch):
     assert [engine.worst(GROWS.but(seq_len=n)) > 0.1 for n in (256, 320)] == [False, True]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(cases(longest=40), cases(longest=40))
 def test_random_calls_one_after_another(first, then):
     with pytest.MonkeyPatch.context() as patch:
@@ -166,7 +167,7 @@ def test_gradients_laid_out_otherwise_than_before():
 
 
 @pytest.mark.gpu
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), deadline=None, suppress_health_check=list(HealthCheck))
 @given(cases(longest=500), st.sampled_from(["cudnn", "flash", "triton"]), st.sampled_from([64, 48, 128]))
 def test_random_calls(case, engine, head_dim):
     case = case.but(head_dim=head_dim)

@@ -10,6 +10,7 @@ from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup
 
+from ..examples import examples
 from .strategies import Case, cases
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
@@ -41,7 +42,7 @@ def asked(draw, padding: str):
 def test_random(padding):
     seen = []
 
-    @settings(max_examples=150)
+    @settings(max_examples=examples(150))
     @given(asked(padding))
     def random(given):
         case, queries = given

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from lightning_dilated.pattern import DilatedPattern
 
+from ..examples import examples
 from ..pattern import naive
 from .reference import GRADIENTS, close, close_lse, gradients, leaves, oracle, plain
 from .strategies import cases
@@ -41,7 +42,7 @@ def by_hand(case, q, k, v):
 
 @pytest.mark.parametrize("padding", ["masked", "attended"])
 def test_by_hand(padding):
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(cases(padding=padding, longest=9))
     def check(case):
         q, k, v, _ = case.tensors()
@@ -57,7 +58,7 @@ def test_by_hand(padding):
 def test_gradients(padding):
     """The oracle's gradient is autograd's; a softmax with log counts, which shares no line with it, has the same one."""
 
-    @settings(max_examples=40)
+    @settings(max_examples=examples(40))
     @given(cases(padding=padding, longest=20))
     def check(case):
         q, k, v, grad = case.tensors()

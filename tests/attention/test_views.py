@@ -13,6 +13,7 @@ from lightning_dilated.attention.views import Span, add_rows, cell_view, joined,
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 
+from ..examples import examples
 from .recorder import record
 from .strategies import LAYOUTS, Case, cases
 
@@ -36,7 +37,7 @@ def same_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150))
 @given(cases())
 def test_views_are_the_rows(case):
     q, k, _, _ = case.tensors()
@@ -54,7 +55,7 @@ def test_views_are_the_rows(case):
                 assert sum(span.batches for span in parts) == whole.batches
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100))
 @given(cases(longest=24))
 def test_add_rows_adds_every_head(case):
     # several query heads may read one kv row, and then their parts must sum there, not overwrite each other

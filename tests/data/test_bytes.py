@@ -15,6 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated.data import ByteDataModule
 
+from ..examples import examples
+
 
 def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
     """A directory of three files of `size` bytes in all, and those bytes."""
@@ -24,7 +26,7 @@ def write(folder: Path, size: int, seed: int = 0) -> tuple[str, np.ndarray]:
     return str(folder), values
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(
     size=st.integers(60, 200),
     seq_len=st.integers(1, 9),

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_dilated.data import slide_files
 from lightning_dilated.data.slide_files import SlideReader, slide_name
 
+from ..examples import examples
 from .test_slides import grid, write
 
 TILES = 200
@@ -24,7 +25,7 @@ def files(tmp_path_factory) -> list[str]:
     return [str(folder / "a.h5"), str(folder / "a.pt")]
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     rows=st.lists(st.integers(0, TILES - 1), unique=True, max_size=60),
     block=st.integers(1, 50),

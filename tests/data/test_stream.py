@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated.data import ByteStream
 
+from ..examples import examples
+
 
 def write(folder: Path, contents: list[bytes]) -> list[str]:
     files = []
@@ -22,7 +24,7 @@ def write(folder: Path, contents: list[bytes]) -> list[str]:
     return files
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(st.lists(st.binary(max_size=7), max_size=8), st.integers(1, 3), st.data())
 def test_reads_are_slices_of_the_concatenation(
     tmp_path_factory: pytest.TempPathFactory, contents: list[bytes], max_open: int, pick: st.DataObject

@@ -1,4 +1,4 @@
-"""A pool of worker processes, one a rank, that run named functions together; spawned once and used by many tests.
+"""A pool of worker processes, one a rank, that run named functions together; started once and used by many tests.
 
 The test process sends (function, arguments) to the first R workers through pipes; each calls function(rank, group, *args)
 with the process group of those R, and sends back what it returned or raised. R ranks.
@@ -24,6 +24,14 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 SIZES = (1, 2, 3, 4)
+#: what the process that forks the workers imports once, for all of them
+PRELOADED = [
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "lightning",
+    "lightning_dilated",
+]
 #: a rank that raised leaves the others waiting for it: they get this long to answer before they count as hanging
 GRACE = 15.0
 
@@ -53,10 +61,12 @@ class Pool:
     Args:
         size: the most ranks a call may have.
         timeout: seconds after which a call that was not answered by every rank fails.
+        method: "forkserver" forks workers from a process that has imported the package; "spawn" starts new
+            interpreters, which read settings such as TRITON_INTERPRET as they import.
     """
 
-    def __init__(self, size: int = max(SIZES), timeout: float = 60.0) -> None:
-        self.size, self.timeout = size, timeout
+    def __init__(self, size: int = max(SIZES), timeout: float = 60.0, method: str = "forkserver") -> None:
+        self.size, self.timeout, self.method = size, timeout, method
         self._workers: list[tuple[mp.Process, Connection]] = []
 
     def run(self, ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -107,12 +117,15 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = mp.get_context("spawn")
+        context = mp.get_context(self.method)
+        if self.method == "forkserver":
+            context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory()
         store = Path(self._folder.name) / "store"  # a file of this pool's own: no port that other sessions may take
+        environment = dict(os.environ)  # the fork server has that of its own start
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, str(store), there), daemon=True)
+            process = context.Process(target=_work, args=(rank, self.size, str(store), there, environment), daemon=True)
             process.start()
             there.close()
             self._workers.append((process, here))
@@ -133,8 +146,10 @@ def _read(pipe: Connection, rank: int) -> Answer:
         return Answer(rank, error="EOFError", message="the worker died", trace="the worker died")
 
 
-def _work(rank: int, size: int, store: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[str, str]) -> None:
     """A worker: make the process groups, then answer calls until the pipe closes."""
+    os.environ.clear()
+    os.environ.update(environment)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     minute = timedelta(seconds=60)

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, assume, given, seed, settings
 
+from ..examples import examples
 from .calls import alone, attend, by_definition, compare
 from .pool import Pool
 from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded, sharded
@@ -65,7 +66,7 @@ def test_random(pool, ranks, exchange, times):
     seen = Counter()
 
     @seed(times * 100 + RUNS.index((ranks, exchange)))  # other examples for every run
-    @settings(max_examples=times * EXAMPLES[ranks], suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples(times * EXAMPLES[ranks]), suppress_health_check=list(HealthCheck))
     @given(sharded(ranks, exchange))
     def random(case):
         assume(not case.call.refused())

@@ -14,7 +14,7 @@ def interpreter() -> Iterator[Pool]:
     """Two ranks under the interpreter; `run(1, ...)` takes one of them."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    pool, before = Pool(2, timeout=240), os.environ.get("TRITON_INTERPRET")
+    pool, before = Pool(2, timeout=240, method="spawn"), os.environ.get("TRITON_INTERPRET")
     os.environ["TRITON_INTERPRET"] = "1"
     try:
         pool.answers(2, ready)

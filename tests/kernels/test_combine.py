@@ -17,6 +17,7 @@ from lightning_dilated.sequence import SequenceGroup
 
 from ..attention.strategies import Case
 from ..attention.test_equals_oracle import check
+from ..examples import examples
 from ..pattern.strategies import patterns
 
 
@@ -201,7 +202,7 @@ def test_narrow_types(interpreter, dtype, rounding):
     st.booleans(),
     st.integers(0, 3) | st.none(),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_layout_has_every_row_once(pattern, seq_len, dense, thin, part, own):
     """Stretches have the rows of the undivided blocks, each once, and within their positions."""
     of = (seq_len // 3, seq_len) if part else (0, seq_len)

@@ -12,6 +12,7 @@ from lightning_dilated.models.blocks import BlockOptions, FeedForward, Transform
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
 
+from ..examples import examples
 from . import batch, tiny
 
 PATTERN = DilatedPattern([Branch(5, 1), Branch(12, 3, shift=4), Branch(None, 2)])
@@ -85,7 +86,7 @@ def test_a_graph_that_is_retained(chosen):
     samples=st.integers(1, 3),
     seed=st.integers(0, 2**20),
 )
-@settings(max_examples=25)
+@settings(max_examples=examples(25))
 def test_any_of_them(policy, every, offload, tile, chunks, tokens, samples, seed):
     chosen = MemorySettings(policy, every if policy == "block" else 1, offload if policy != "none" else 0, tile, chunks)
     torch.manual_seed(seed)

@@ -16,6 +16,7 @@ from lightning_dilated.models import token_loss
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.token_loss import token_nats
 
+from ..examples import examples
 from . import SIZES, batch
 from .test_memory_settings import PATTERN, same
 from .test_token_loss import sums
@@ -32,7 +33,7 @@ def way(fused, compiled=lambda run: run):
 
 
 @given(st.integers(0, 9), st.integers(1, 40), st.integers(0, 2**32), st.sampled_from([1.0, 30.0]), st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_nats_are_cross_entropy(tokens, vocab, seed, scale, fused):
     """Labels left out among them, likely tokens, and a weight for each."""
     made = torch.Generator().manual_seed(seed)

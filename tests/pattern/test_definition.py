@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.definition import counts, pads
 
+from ..examples import examples
 from . import naive
 from .strategies import documents, head_counts, patterns
 
@@ -39,7 +40,7 @@ def test_corner(corner, causal):
 
 
 @given(st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(80))
 def test_counts(data):
     heads, kv = data.draw(head_counts(8))
     pattern = data.draw(patterns(heads, kv, widest=14))
@@ -51,7 +52,7 @@ def test_counts(data):
 
 
 @given(st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_pads(data):
     heads, kv = data.draw(head_counts(6))
     pattern = data.draw(patterns(heads, kv, padding="attended", widest=14))

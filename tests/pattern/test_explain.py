@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern import explain as explain_module
 
+from ..examples import examples
 from . import naive
 from .strategies import head_counts, patterns
 
@@ -49,7 +50,7 @@ def cases(draw, **options):
 
 
 @given(cases(), st.integers(1, 4))
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_equals_brute_force(case, depth):
     pattern, n, heads, kv, causal = case
     counts, pairs = pattern.counts(n, heads, causal, kv), sees(pattern, n, heads, causal, kv)
@@ -66,7 +67,7 @@ def test_equals_brute_force(case, depth):
 
 @given(cases())
 @example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # every residue is used, but by one position a segment
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_hints_speak_where_something_is_lost(case):
     """No silence where the last token never sees everything, and no warning where nothing is wrong."""
     pattern, n, heads, kv, causal = case
@@ -113,7 +114,7 @@ def test_shifted_layers_have_no_wall(pattern, causal):
 
 
 @given(st.integers(1, 5), cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_odd_layers_of_their_own(depth, case):
     """Layers take turns: reach, walls, cost and coverage are those of both patterns."""
     pattern, n, heads, kv, causal = case

@@ -11,6 +11,7 @@ from matplotlib.image import imread
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.picture import LONGEST, PIXELS, picture
 
+from ..examples import examples
 from .strategies import patterns
 
 PATTERN = DilatedPattern.longnet([8, 32], [1, 2])
@@ -18,7 +19,7 @@ DIRECTIONS = pytest.mark.parametrize("causal", [True, False], ids=["causal", "bo
 
 
 @given(patterns(4, 4), st.integers(1, 60), st.booleans(), st.sets(st.integers(0, 3), min_size=1))
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 def test_short_ones_are_the_counts(pattern, n, causal, heads):
     want = pattern.counts(n, 4, causal)[sorted(heads)].float().mean(0)
     torch.testing.assert_close(picture(pattern, n, 4, causal, sorted(heads)), want)

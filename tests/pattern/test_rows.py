@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks, pairs
 
+from ..examples import examples
 from . import naive
 from .strategies import head_counts, patterns
 
@@ -26,7 +27,7 @@ def cells(block: Block):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_blocks_cover_the_definition_once(data):
     heads, kv = data.draw(head_counts())
     pattern = data.draw(patterns(heads, kv))
@@ -53,7 +54,7 @@ def test_blocks_cover_the_definition_once(data):
 
 
 @given(st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_a_cell_holds_the_whole_segment(data):
     # positions of one (branch, head, segment) in two cells would never see each other
     heads, kv = data.draw(head_counts(7))
@@ -68,7 +69,7 @@ def test_a_cell_holds_the_whole_segment(data):
 
 
 @given(st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_pads(data):
     heads, kv = data.draw(head_counts(7))
     pattern = data.draw(patterns(heads, kv, padding="attended", widest=20))
@@ -85,7 +86,7 @@ def test_pads(data):
 
 
 @given(st.data())
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_pairs_are_the_counts(data):
     heads, kv = data.draw(head_counts())
     pattern = data.draw(patterns(heads, kv))

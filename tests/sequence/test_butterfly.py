@@ -12,6 +12,7 @@ from lightning_dilated.sequence.exchange import butterfly, gather, hierarchical
 from lightning_dilated.sequence.problem import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
+from ..examples import examples
 from .cases import Case
 from .play import (
     all_programs,
@@ -35,7 +36,7 @@ def check_partners(programs) -> None:
 
 
 @given(nested_cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_exact(case):
     for problem in case.problems():
         assert butterfly.why_not(problem, 1) is None
@@ -64,7 +65,7 @@ def near_cases(draw):
 
 
 @given(near_cases())
-@settings(max_examples=400)
+@settings(max_examples=examples(200))
 def test_exact_wherever_it_does_not_refuse(case):
     problem = case.problem()
     reason = butterfly.why_not(problem, 1)
@@ -108,7 +109,7 @@ def test_closed_forms_of_gather(ranks):
 
 
 @given(st.data())
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_hierarchical(data):
     case = data.draw(nested_cases(ranks=(4, 8, 16)))
     ranks = case.shard.ranks

@@ -10,6 +10,7 @@ from lightning_dilated.sequence.exchange.count import Count
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.problem import Problem
 
+from ..examples import examples
 from .cases import cases
 from .play import all_programs, nested_cases
 
@@ -60,14 +61,14 @@ def check_forward(problem: Problem, exchange: str, per_node: int) -> None:
 
 
 @given(ANY, st.sampled_from(["gather", "ring"]), NODES)
-@settings(max_examples=120)
+@settings(max_examples=examples(60))
 def test_gather_and_ring(case, exchange, per_node):
     for problem in case.problems():
         check_forward(problem, exchange, per_node)
 
 
 @given(nested_cases(ranks=(4, 8)), st.sampled_from([1, 2]))
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 def test_butterfly(case, per_node):
     for problem in case.problems():
         check_forward(problem, "butterfly", per_node)
@@ -76,7 +77,7 @@ def test_butterfly(case, per_node):
 
 
 @given(cases(longest=32, ranks=6, fewest=6, members=2), st.sampled_from([2, 3]))
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 def test_hierarchical_gather(case, per_node):
     # a rank's count is its share of what its node carries, so the sum over the node is exact
     for problem in case.problems():
@@ -93,7 +94,7 @@ def test_hierarchical_gather(case, per_node):
 
 
 @given(ANY, NODES)
-@settings(max_examples=120)
+@settings(max_examples=examples(60))
 def test_switch(case, per_node):
     for problem in case.problems():
         for rank, program in enumerate(all_programs(problem, EXCHANGES["switch"].program)):

@@ -13,6 +13,7 @@ from lightning_dilated.sequence.exchange.indices import Own, Packing, Store, bat
 from lightning_dilated.sequence.exchange.program import Piece
 from lightning_dilated.sequence.problem import Document, Problem, wants
 
+from ..examples import examples
 from .cases import Case, cases
 from .play import all_programs, geometric, nested_cases, rows_in
 
@@ -72,7 +73,7 @@ SOME = cases(longest=30, ranks=4, members=2).filter(lambda case: case.documents)
 
 
 @given(SOME, st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 def test_own(case, data):
     rank = data.draw(st.integers(0, case.shard.ranks - 1))
     heads = data.draw(st.sampled_from([(0, case.heads), (case.heads - 1, case.heads)]))
@@ -84,7 +85,7 @@ def test_own(case, data):
 
 
 @given(SOME, st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(50))
 def test_store(case, data):
     # pieces of all documents and heads, some positions left out, in two messages
     store, message = Store(), []
@@ -133,20 +134,20 @@ def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 
 
 
 @given(cases(longest=30, ranks=6, members=2), st.sampled_from(["gather", "ring"]))
-@settings(max_examples=100)
+@settings(max_examples=examples(35))
 def test_packing(case, exchange):
     for problem in case.problems():
         check_packings(case, problem, exchange)
 
 
 @given(cases(longest=30, ranks=6, fewest=6, members=1), st.sampled_from([2, 3]))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_packing_of_rows_passed_on(case, per_node):
     check_packings(case, case.problem(), "hierarchical_gather", per_node)
 
 
 @given(nested_cases(ranks=(4, 8)), st.booleans())
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_packing_of_halves(case, nodes):
     for problem in case.problems():
         check_packings(case, problem, "hierarchical_butterfly" if nodes else "butterfly", 2)
@@ -190,7 +191,7 @@ def store_of(messages) -> tuple[Store, list[tuple]]:
 
 
 @given(cases(longest=30, ranks=5, members=2))
-@settings(max_examples=120)
+@settings(max_examples=examples(40))
 def test_batches(case):
     for problem in case.problems():
         for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
@@ -201,7 +202,7 @@ def test_batches(case):
 
 
 @given(cases(longest=24, ranks=5, padding="attended"))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_batches_with_pads(case):
     problem = replace(case.problem(), causal=False)
     for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
@@ -213,7 +214,7 @@ def test_batches_with_pads(case):
 
 
 @given(cases(longest=30, ranks=5, members=2))
-@settings(max_examples=80)
+@settings(max_examples=examples(25))
 def test_batches_of_received_queries(case):
     for problem in case.problems():
         for program in all_programs(problem, EXCHANGES["switch"].program):

@@ -10,24 +10,25 @@ from lightning_dilated.sequence.problem import Document, crosses, needed, stradd
 from lightning_dilated.sequence.progressions import size
 from lightning_dilated.sequence.shard import Shard
 
+from ..examples import examples
 from .cases import Case, cases, dealt_singly, runs_of
 from .sums import check_pads, check_pairs, triangle
 
 
 @given(cases())
-@settings(max_examples=400)
+@settings(max_examples=examples(100))
 def test_every_pair_once(case):
     assert not any(check_pairs(case).values())  # padding="masked"
 
 
 @given(cases(layouts=("strided",), members=2))
-@settings(max_examples=200)
+@settings(max_examples=examples(50))
 def test_every_pair_once_strided(case):
     check_pairs(case)
 
 
 @given(cases(longest=24, padding="attended"))
-@settings(max_examples=150)
+@settings(max_examples=examples(40))
 def test_pads(case):
     check_pads(case)
 
@@ -41,7 +42,7 @@ def test_pads_of_a_short_last_segment():
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=examples(40))
 def test_wants(case):
     for problem in case.problems():
         for rank, held in enumerate(case.held()):
@@ -59,7 +60,7 @@ def test_wants(case):
 
 
 @given(cases())
-@settings(max_examples=150)
+@settings(max_examples=examples(40))
 def test_needed(case):
     for problem in case.problems():
         rows_seen = case.rows_seen(problem)
@@ -75,7 +76,7 @@ def test_needed(case):
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(50))
 def test_straddling(case):
     runs = runs_of(case.shard)
     inside = lambda d: any(a <= d.start and d.stop - 1 <= b for a, b in runs)  # noqa: E731
@@ -84,7 +85,7 @@ def test_straddling(case):
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=examples(50))
 def test_crosses(case):
     problem = case.problem()
     cuts = [start for start, _ in runs_of(case.shard)][1:]
@@ -125,7 +126,7 @@ def test_corners():
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.sampled_from(["contiguous", "zigzag", "strided"]))
-@settings(max_examples=60)
+@settings(max_examples=examples(25))
 def test_one_segment_over_everything(n, ranks, layout):
     # dense attention: no pair may be lost at any cut
     for causal in (False, True):

@@ -16,6 +16,7 @@ from lightning_dilated.sequence.exchange.program import count, merged, pieces_of
 from lightning_dilated.sequence.problem import needed
 from lightning_dilated.sequence.shard import Shard
 
+from ..examples import examples
 from .cases import cases
 from .play import (
     all_programs,
@@ -36,7 +37,7 @@ ANY = cases(longest=32, ranks=16, members=2)
 
 
 @given(ANY)
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_gather(case):
     for problem in case.problems():
         assert gather.why_not(problem, 1) is None
@@ -90,7 +91,7 @@ def check_returns(problem, programs) -> None:
 
 
 @given(ANY)
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_ring(case):
     for problem in case.problems():
         assert ring.why_not(problem, 1) is None
@@ -100,7 +101,7 @@ def test_ring(case):
 
 
 @given(st.data())
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_hierarchical_gather(data):
     ranks = data.draw(st.sampled_from([4, 6, 8, 9, 12]))
     case = data.draw(cases(longest=32, ranks=ranks, fewest=ranks, members=2))
@@ -134,7 +135,7 @@ def test_hierarchical_gather_refuses(ranks, per_node):
 
 
 @given(ANY)
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 def test_messages(case):
     problem = case.problem()
     ranks = range(problem.shard.ranks)

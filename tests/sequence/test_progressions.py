@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.progressions import clip, intersect, join, remove, size, subtract, union
 
+from ..examples import examples
+
 HUGE = 1 << 40
 
 
@@ -38,7 +40,7 @@ def disjoint(pieces) -> bool:
 
 
 @given(ranges(), st.integers(-60, 200), st.integers(-60, 200))
-@settings(max_examples=300)
+@settings(max_examples=examples(75))
 def test_clip(a, start, stop):
     got = clip(a, start, stop)
     assert list(got) == [x for x in a if start <= x < stop]
@@ -46,7 +48,7 @@ def test_clip(a, start, stop):
 
 
 @given(ranges(), ranges())
-@settings(max_examples=500)
+@settings(max_examples=examples(125))
 def test_intersect(a, b):
     got = intersect(a, b)
     assert list(got) == sorted(set(a) & set(b))
@@ -54,7 +56,7 @@ def test_intersect(a, b):
 
 
 @given(ranges(), ranges())
-@settings(max_examples=500)
+@settings(max_examples=examples(125))
 def test_subtract(a, b):
     pieces = subtract(a, b)
     assert sorted(elements(pieces)) == sorted(set(a) - set(b))
@@ -66,7 +68,7 @@ def test_subtract(a, b):
 
 
 @given(st.lists(ranges(), max_size=4), st.lists(ranges(), max_size=4))
-@settings(max_examples=300)
+@settings(max_examples=examples(75))
 def test_remove(pieces, taken):
     whole = union(pieces)  # disjoint, as `remove` asks for
     left = remove(whole, taken)
@@ -74,7 +76,7 @@ def test_remove(pieces, taken):
 
 
 @given(st.lists(ranges(), max_size=6))
-@settings(max_examples=300)
+@settings(max_examples=examples(75))
 def test_union(pieces):
     out = union(pieces)
     assert disjoint(out) and all(out)
@@ -92,7 +94,7 @@ def rewritten(a: range, step: int, beyond: int) -> range:
 
 
 @given(st.lists(ranges(reach=6, step=20), max_size=5), st.data())
-@settings(max_examples=500)
+@settings(max_examples=examples(125))
 def test_union_depends_on_elements_only(pieces, data):
     # a sender finds range(5, 6, 3) where the receiver finds range(5, 9, 4): the rows must travel in one order
     other = [rewritten(x, data.draw(st.integers(1, 20)), data.draw(st.integers(0, 20))) for x in pieces]
@@ -101,7 +103,7 @@ def test_union_depends_on_elements_only(pieces, data):
 
 
 @given(st.lists(ranges(reach=6), max_size=8), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(75))
 def test_join(pieces, data):
     # cut some ranges into neighbours, so that there is something to join
     cut = []
@@ -139,7 +141,7 @@ def crt_count(a: range, b: range) -> int:
 
 
 @given(huge_ranges(), huge_ranges())
-@settings(max_examples=300)
+@settings(max_examples=examples(75))
 def test_intersect_huge(a, b):
     got = intersect(a, b)
     assert len(got) == crt_count(a, b)
@@ -148,7 +150,7 @@ def test_intersect_huge(a, b):
 
 
 @given(huge_ranges(), huge_ranges())
-@settings(max_examples=200)
+@settings(max_examples=examples(50))
 def test_subtract_huge(a, b):
     both, pieces = intersect(a, b), subtract(a, b)
     assert size(pieces) == len(a) - len(both)
@@ -161,7 +163,7 @@ def test_subtract_huge(a, b):
 
 
 @given(huge_ranges(), huge_ranges())
-@settings(max_examples=100)
+@settings(max_examples=examples(25))
 def test_union_huge(a, b):
     out = union([a, b])
     assert size(out) == len(a) + len(b) - len(intersect(a, b))

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.shard import LAYOUTS, Shard, check_layout
 
+from ..examples import examples
 from .cases import member_of, shards
 
 
@@ -18,7 +19,7 @@ def positions(shard: Shard, rank: int) -> list[int]:
 
 
 @given(shards(longest=60, ranks=9))
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_ranges_are_the_layout(shard):
     seen = []
     for rank in range(shard.ranks):
@@ -32,7 +33,7 @@ def test_ranges_are_the_layout(shard):
 
 
 @given(shards(longest=60, ranks=9))
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_pieces_are_runs(shard):
     # neighbours that continue each other are one piece: contiguous shards have one, the middle of a zigzag too
     for rank in range(shard.ranks):
@@ -45,7 +46,7 @@ def test_pieces_are_runs(shard):
 
 
 @given(shards(longest=60, ranks=9))
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_owner_and_local(shard):
     for rank in range(shard.ranks):
         for index, position in enumerate(positions(shard, rank)):
@@ -57,7 +58,7 @@ def test_owner_and_local(shard):
 
 
 @given(shards(longest=60, ranks=9), st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 def test_holders(shard, data):
     start, stop = data.draw(st.integers(-5, shard.seq_len + 5)), data.draw(st.integers(-5, shard.seq_len + 5))
     asked = range(max(start, 0), min(stop, shard.seq_len))

@@ -11,6 +11,7 @@ from lightning_dilated.sequence.exchange import switch
 from lightning_dilated.sequence.problem import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
+from ..examples import examples
 from ..pattern import naive
 from .cases import Case, cases, dealt_singly, runs_of
 from .play import all_programs, check_agreed, held_rows, rows_in, rows_of
@@ -47,7 +48,7 @@ def owned(problem: Problem, rank: int) -> list:
 
 
 @given(ANY)
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_one_owner_with_all_rows(case):
     for problem in case.problems():
         assert switch.why_not(problem, 1) is None
@@ -83,13 +84,13 @@ def check_rows(problem: Problem, rank: int, program: switch.Switched) -> None:
 
 
 @given(cases(longest=32, ranks=8))
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 def test_every_pair_once(case):
     check_pairs(case, owned, whole=True)
 
 
 @given(cases(longest=24, ranks=5, padding="attended"))
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_pads(case):
     check_pads(case, owned, whole=True)
 
@@ -106,7 +107,7 @@ def test_owners_take_turns(heads, ranks, causal):
 
 
 @given(ANY, st.data())
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 def test_owners_hold_positions_of_their_segments(case, data):
     # a segment stays among the ranks that hold it: its rows cross no more links than they must
     for problem in case.problems():
