@@ -19,7 +19,7 @@ from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
-from lightning_dilated.sequence.problem import wants
+from lightning_dilated.sequence.work import joint_pairs
 
 
 def attention_pairs(
@@ -53,7 +53,7 @@ def attention_pairs(
         for span in local
         for block in blocks(who, span.document, heads, kv_heads, span.part, problem.heads)
     )
-    return sum(near) + sum(want.pairs for want in wants(problem, group.rank // group.head_size))
+    return sum(near) + joint_pairs(problem, group.rank // group.head_size)
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)

@@ -31,7 +31,8 @@ class LongNetMLM(TokenModel):
     Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
     `cu_seqlens` as in `dilated_attention`; `labels` are not used. The masks are a hash of `mask_seed`, the sample's number,
     the token's global position and, in training, the optimizer step; so they are the same on any number of ranks and
-    workers, new in every step, and fixed in validation, test and predict.
+    workers, new in every step, and fixed in validation and test. In predict they are a hash of `mask_seed` and the position
+    alone: see `predict_step`.
 
     Args:
         pattern, vocab_size: as of `TokenModel`.
@@ -177,8 +178,17 @@ class LongNetMLM(TokenModel):
         self.accuracy[stage].reset()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Masked tokens, bits of each, and accuracy of every sample (B,), NaN where none is masked, beside its `index`."""
-        losses, right, sample = self.masked_terms(batch)
+        """How well the model finds some tokens of every sample: how many were masked, bits of each, and accuracy, (B,) each
+        (NaN where none is masked), beside its `index`.
+
+        Every sample is masked at the same positions. So a sequence has the same numbers whatever its row, its batch and the
+        number of ranks, and two sequences that differ in a few tokens are asked for the same positions. This is no
+        likelihood of the sequence, and no score of a variant: those need the variant's own position masked,
+        `model(tokens with mask_token there, at=...)`.
+        """
+        # the sample's number would give equal sequences unequal masks
+        same = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
+        losses, right, sample = self.masked_terms(same)
         terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
         sums = terms.new_zeros(3, len(batch["tokens"])).index_add(1, sample, terms)
         total, correct, counted = sequence_sum(sums)

@@ -5,6 +5,7 @@ Shape letters: B batch, C scores of a sample, S samples of an epoch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,7 @@ class TokenMean(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> TokenMean:
         """Follows a module to another device, but not to another dtype: sums of losses do not fit into 16 bits."""
-        return super()._apply(lambda x: x.to(fn(x.new_empty(0)).device), *args, **kwargs)
+        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
@@ -40,6 +41,12 @@ class TokenMean(Metric):
     def compute(self) -> Tensor:
         """The mean, fp32; NaN where there was no token."""
         return (self.total / self.tokens).float()
+
+
+def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """x on the device where `fn` moves tensors; sums from the meta device, where there are no numbers, begin at 0."""
+    device = fn(x.new_empty(0)).device
+    return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
 
 
 class EpochScores(Metric):
@@ -71,7 +78,7 @@ class EpochScores(Metric):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> EpochScores:
         """Follows a module to another device, but not to another dtype."""
-        return super()._apply(lambda x: x.to(fn(x.new_empty(0)).device), *args, **kwargs)
+        return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
         """Add samples: scores (B, C) and labels (B,) or (B, C); of none, so that every rank takes part, (0, C) and so on."""

@@ -54,6 +54,10 @@ class Host:
         self._leaving: _Away | None = None
         self._stream: torch.cuda.Stream | None = None
 
+    def __reduce__(self) -> tuple[type[Host], tuple[float]]:
+        """Copies, pickled ones too, begin without buffers: what waits belongs to forwards of this one."""
+        return Host, (self.budget,)
+
     @property
     def bytes(self) -> int:
         """Of host memory, taken until `close`."""

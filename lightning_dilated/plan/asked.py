@@ -95,11 +95,13 @@ def settled(args: argparse.Namespace) -> Asked:
     precision = args.precision or trainer.get("precision") or "bf16-mixed"
     if precision not in PRECISIONS:
         raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}; the recipe has {precision!r}.")
+    gpu = find_gpu(args.gpu, args.gpu_memory)
     return Asked(
-        model, tokens, find_gpu(args.gpu, args.gpu_memory), ranks, per_node, precision,
+        model, tokens, gpu, ranks, per_node, precision,
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
         args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
-        Links.load(args.links) if args.links else Links(), getattr(getattr(model, "options", None), "residual_dtype", None),
+        Links.load(args.links) if args.links else gpu.links,
+        getattr(getattr(model, "options", None), "residual_dtype", None),
         _batch(config.get("data")),
         offload, bucket,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.advice import advice
 from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.plan.asked import Asked
@@ -37,6 +38,8 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         sums = f" Gradients are summed {setup.bucket_cap_mb} MiB at a time beside the backward; its slowing is not planned."
         sums = sums if setup.bucket_cap_mb is not None else ""
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
+    if asked.tokens and (found := advice(asked.model, asked.tokens)):
+        notes.append(f"what the pattern cannot do, whatever the GPUs: {found}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
         notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
     if setup.strategy == "ring_dilated_fsdp":

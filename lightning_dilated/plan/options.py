@@ -86,7 +86,9 @@ def _machine(p: Any) -> None:
                    "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
     p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
     p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
-    p.add_argument("--links", type=Path, help="file of `lightning-dilated bench links` (default: usual H200 nodes)")
+    p.add_argument(
+        "--links", type=Path, help="file of `lightning-dilated bench links` (default: those taken for the GPU)"
+    )
 
 
 def _memory(p: Any) -> None:

@@ -1,10 +1,12 @@
-"""GPUs by name: the memory that a process can have of them, and their dense products in 16 bits."""
+"""GPUs by name: the memory that a process can have of them, their dense products in 16 bits, and the links between them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dilated.allocator import ROOM
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.plan import DEFAULTS
 
 GIB = 2**30
 #: share of a GPU's memory that is left free, and bytes at least (see `allocator.ROOM`): fragments of the allocator, what a
@@ -15,6 +17,36 @@ MARGIN, LEAST = 0.03, ROOM
 CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
+#: bytes/s one way that makers state: NVLink 4 of H200 and H100 (900 GB/s both ways, their data sheets), NVLink 3 of A100
+#: (600 GB/s both ways, its data sheet), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s both ways in the data
+#: sheets of L40S and A10)
+NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
+#: the share of that which an all-to-all reached on H200, 259 GB/s; taken for other links, too
+REACHED = DEFAULTS.near / NVLINK4
+#: bytes/s of a network adapter that a GPU is taken to have to itself: 200 Gb/s of a DGX A100 (eight for its eight GPUs, its
+#: data sheet), and 100 Gb/s, a guess, in nodes without NVLink
+ADAPTER200, ADAPTER100 = 25e9, 12.5e9
+_MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
+
+
+def _nvlink(stated: float, far: float, what: str) -> Links:
+    near = round(stated * REACHED / 1e9) * 1e9
+    text = f"{what}, {stated / 1e9:.0f} GB/s one way, {REACHED:.0%} of it, as H200 reached: {_MEASURE}"
+    return Links(near, far, source=text)
+
+
+def _pcie(staged: bool, without: str = "no NVLink") -> Links:
+    """Of cards without NVLink; `staged`: through the host's memory, since the driver lets no card reach another."""
+    near = round(PCIE4 * REACHED / (2 if staged else 1) / 1e9) * 1e9
+    how = (
+        f"half of {REACHED:.0%} of it, through the host's memory"
+        if staged
+        else f"{REACHED:.0%} of it, as of H200's NVLink"
+    )
+    text = f"{without}; PCIe 4.0 x16, {PCIE4 / 1e9:g} GB/s one way, {how}: {_MEASURE}"
+    return Links(near, min(near, ADAPTER100), source=text)
+
+
 @dataclass(frozen=True)
 class Gpu:
     """One GPU.
@@ -23,34 +55,41 @@ class Gpu:
         memory: bytes that the driver gives out.
         flops: FLOP/s of dense products in bf16, as its maker states them.
         capability: compute capability.
+        links: what a plan takes for the speeds between them, and (its source) where they come from.
     """
 
     name: str
     memory: int
     flops: float
     capability: tuple[int, int]
+    links: Links = DEFAULTS
 
     def usable(self, ranks: int = 1) -> int:
         """Bytes that a step may take by torch's allocator."""
         return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
-def _gpu(name: str, gib: float, tflops: float, capability: tuple[int, int]) -> Gpu:
-    return Gpu(name, int(gib * GIB), tflops * 1e12, capability)
+def _gpu(name: str, gib: float, tflops: float, capability: tuple[int, int], links: Links) -> Gpu:
+    return Gpu(name, int(gib * GIB), tflops * 1e12, capability, links)
+
+
+_H200 = Links(source="defaults: near measured on H200 over NVLink, far a 400 Gb/s adapter a GPU")
+_H100 = replace(_H200, source="defaults: those of H200, whose NVLink an SXM H100 has")
+_A100 = _nvlink(NVLINK3, ADAPTER200, "NVLink of an SXM A100")
 
 
 #: what drivers report of 141, 80, 40, 48 and 24 GB; H200 and H100 as seen on this project's machines
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("H200", 139.8, 989.4, (9, 0)),
-        _gpu("H100", 79.1, 989.4, (9, 0)),
-        _gpu("A100-80GB", 79.1, 312, (8, 0)),
-        _gpu("A100-40GB", 39.4, 312, (8, 0)),
-        _gpu("L40S", 44.4, 362, (8, 9)),
-        _gpu("RTX4090", 23.5, 165.2, (8, 9)),
-        _gpu("RTX3090", 23.5, 71, (8, 6)),
-        _gpu("A10", 22.0, 125, (8, 6)),
+        _gpu("H200", 139.8, 989.4, (9, 0), _H200),
+        _gpu("H100", 79.1, 989.4, (9, 0), _H100),
+        _gpu("A100-80GB", 79.1, 312, (8, 0), _A100),
+        _gpu("A100-40GB", 39.4, 312, (8, 0), _A100),
+        _gpu("L40S", 44.4, 362, (8, 9), _pcie(staged=False)),
+        _gpu("RTX4090", 23.5, 165.2, (8, 9), _pcie(staged=True)),
+        _gpu("RTX3090", 23.5, 71, (8, 6), _pcie(staged=True, without="no NVLink bridge")),
+        _gpu("A10", 22.0, 125, (8, 6), _pcie(staged=False)),
     )
 }
 
@@ -72,4 +111,4 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
         return gpu
     if not 1 <= gib < 10000:
         raise ValueError(f"--gpu-memory must be GiB of one GPU, from 1 on; got {gib!r}.")
-    return Gpu(f"{gpu.name} with {gib:g} GiB", int(gib * GIB), gpu.flops, gpu.capability)
+    return replace(gpu, name=f"{gpu.name} with {gib:g} GiB", memory=int(gib * GIB))

@@ -5,9 +5,12 @@ Rows of dilated attention are arithmetic progressions; as ranges, a billion of t
 
 from __future__ import annotations
 
+import bisect
 import functools
+import itertools
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 
 @functools.lru_cache(maxsize=4096)
@@ -58,10 +61,20 @@ def subtract(a: range, b: range) -> list[range]:
 
 def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
     """Disjoint `pieces` without everything in `taken`."""
-    rest = list(pieces)
-    for b in taken:
-        rest = [x for a in rest for x in subtract(a, b)]
-    return rest
+    waiting = sorted((x for x in pieces if x), key=lambda x: x.start, reverse=True)
+    done: list[range] = []
+    rest: list[range] = []
+    for b in sorted((x for x in taken if x), key=lambda x: x.start):
+        while waiting and waiting[-1].start < b.stop:
+            rest.append(waiting.pop())
+        left: list[range] = []
+        for a in rest:
+            if a[-1] < b.start:  # as all that is taken later starts further on
+                done.append(a)
+            else:
+                left += subtract(a, b)
+        rest = left
+    return done + rest + waiting[::-1]
 
 
 def union(pieces: Iterable[range]) -> list[range]:
@@ -71,9 +84,76 @@ def union(pieces: Iterable[range]) -> list[range]:
     sender and receiver of a message find its rows apart.
     """
     out: list[range] = []
-    for piece in sorted({_plain(x) for x in pieces if x}, key=lambda x: (x.step, x.start, x.stop)):
-        out += remove([piece], out)
+    by_step = sorted(_merged({_plain(x) for x in pieces if x}), key=lambda x: x.step)
+    for _, same in itertools.groupby(by_step, key=lambda x: x.step):
+        found = _Found(out)
+        # ranges of one step that are left by then share no element
+        out += [x for piece in same for x in remove([piece], found.overlapping(piece))]
     return out
+
+
+def _merged(pieces: Iterable[range]) -> list[range]:
+    """Ranges of one step and residue that overlap or continue each other made one, by their starts."""
+    out: list[range] = []
+    for piece in sorted(pieces, key=lambda x: (x.step, x.start % x.step, x.start, x.stop)):
+        last = out[-1] if out else piece
+        same = last.step == piece.step and (piece.start - last.start) % piece.step == 0
+        if out and same and piece.start <= last[-1] + last.step:
+            out[-1] = range(last.start, max(last.stop, piece.stop), last.step)
+        else:
+            out.append(piece)
+    return sorted((_plain(x) for x in out), key=lambda x: (x.step, x.start, x.stop))
+
+
+class _Found:
+    """Ranges by where they lie: those that reach into others are found without looking at all."""
+
+    def __init__(self, pieces: Iterable[range]) -> None:
+        # by length, within a factor of two: few of a length reach into one place unless they interleave
+        self._sorted: dict[int, tuple[list[int], list[range], int]] = {}
+        for piece in sorted(pieces, key=lambda x: x.start):
+            extent = piece[-1] - piece.start
+            starts, found, longest = self._sorted.setdefault(extent.bit_length(), ([], [], 0))
+            starts.append(piece.start)
+            found.append(piece)
+            self._sorted[extent.bit_length()] = starts, found, max(longest, extent)
+
+    def overlapping(self, piece: range) -> list[range]:
+        """All whose ends lie about some of [start, stop)."""
+        out: list[range] = []
+        for starts, found, longest in self._sorted.values():
+            low, high = bisect.bisect_left(starts, piece.start - longest), bisect.bisect_left(starts, piece.stop)
+            out += (x for x in found[low:high] if x[-1] >= piece.start)
+        return out
+
+
+@dataclass
+class Holed:
+    """The elements of disjoint `pieces` without those of disjoint `holes`, which lie within the pieces."""
+
+    pieces: list[range]
+    holes: list[range] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return size(self.pieces) - size(self.holes)
+
+    def add(self, rows: range, without: list[range]) -> None:
+        """Add `rows` without the disjoint ranges `without`, which lie within it."""
+        if not rows:
+            return
+        both = [intersect(a, b) for a in self.holes for b in without]
+        fresh = remove(without, self.pieces)
+        self.holes = [*remove(self.holes, [rows]), *(x for x in both if x), *fresh]
+        self.pieces = [*self.pieces, *remove([rows], self.pieces)]
+
+    def ranges(self) -> list[range]:
+        """The elements as disjoint ranges."""
+        holes = [x for hole in self.holes for x in ([range(p, p + 1) for p in hole] if len(hole) <= SPLIT else [hole])]
+        return remove(self.pieces, holes)
+
+
+#: a hole of up to so many elements cuts ranges into those before and after each, a longer one into residues
+SPLIT = 8192
 
 
 def _plain(a: range) -> range:

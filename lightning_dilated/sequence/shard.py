@@ -110,10 +110,13 @@ class Shard:
     def holders(self, start: int, stop: int) -> list[int]:
         """The ranks that hold some position of [start, stop), rising."""
         start, stop = max(start, 0), min(stop, self.seq_len)
-        # one position of every chunk stands for it; strided, the first positions meet every member
-        step = 1 if self.layout == "strided" else self.chunk
-        last = min(stop, start + self.ranks * self.members) if self.layout == "strided" else stop
-        seen = {self._member(p) // self.members for p in range(start, last, max(step, 1))}
+        if self.layout == "strided":
+            total = self.ranks * self.members
+            if stop - start >= total:
+                return list(range(self.ranks))
+            return sorted({p % total // self.members for p in range(start, stop)})
+        # one position of every chunk stands for it
+        seen = {self._member(p) // self.members for p in range(start, stop, max(self.chunk, 1))}
         return sorted(seen | {self._member(stop - 1) // self.members} if start < stop else seen)
 
 

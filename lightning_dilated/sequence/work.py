@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange.rows import FEW
 from lightning_dilated.sequence.exchange.switch import owned
 from lightning_dilated.sequence.problem import Problem, residues, served, wants, wide_segments
@@ -11,8 +12,17 @@ from lightning_dilated.sequence.progressions import intersect
 def pairs(problem: Problem, exchange: str, rank: int) -> int:
     """The pairs of a rank; those of narrower segments are the same with every exchange, and left out."""
     if exchange == "switch":
+        if strided.serves(problem):
+            return strided.pairs(problem, rank, owner=True)
         return sum(task.pairs for owner, task in owned(problem, rank) if owner == rank)
-    return sum(want.pairs for want in wants(problem, rank)) + _own(problem, rank)
+    return joint_pairs(problem, rank) + _own(problem, rank)
+
+
+def joint_pairs(problem: Problem, rank: int) -> int:
+    """The pairs of a rank's wants: those with rows beyond one run of its own consecutive positions."""
+    if strided.serves(problem):
+        return strided.pairs(problem, rank)
+    return sum(want.pairs for want in wants(problem, rank))
 
 
 def _own(problem: Problem, rank: int) -> int:

@@ -14,6 +14,7 @@ from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.longest import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
+from lightning_dilated.sequence.links import Links
 
 GIB = 2**30
 SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]
@@ -50,6 +51,30 @@ def test_numbers_are_those_of_planning(cli):
     assert "1 x H200, single, adamw" in result.out and "ActivationRecompute" in result.out
     (end,) = (line.split() for line in result.out.splitlines() if "as fit ends" in line)
     assert float(end[3]) == pytest.approx(moved_as_fit_ends(found, 2, Setup()) / GIB, abs=0.005)
+
+
+def test_links_are_those_of_the_gpu(cli, tmp_path):
+    """Cards without NVLink are slower between them, the output says what it guesses, and a file of links goes first."""
+    steps = {}
+    for gpu in ("H200", "L40S", "RTX4090"):
+        result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK, "--gpus", 4, "--gpu", gpu)
+        assert result.code == 0, result.err
+        (note,) = (line for line in result.out.splitlines() if "links:" in line)
+        assert ("near 259 GB/s" in note) == (gpu == "H200") == ("a guess" not in note)
+        assert ("no NVLink" in note) == (gpu != "H200")
+        steps[gpu] = asked(*SIZES, "--tokens", "64K", "--gpus", 4, "--gpu", gpu).setup("ring_dilated").links.near
+    assert steps["H200"] > 10 * steps["L40S"] > 10 * steps["RTX4090"]
+    Links(near=5e9, far=1e9, source="here").save(tmp_path / "links.json")
+    told = asked(*SIZES, "--gpu", "L40S", "--gpus", 4, "--links", tmp_path / "links.json").links
+    assert told == Links(near=5e9, far=1e9) and told.source == "here"
+
+
+def test_walls_are_said(cli):
+    """Segments of 128 tokens of 64K: nothing crosses their ends, however many GPUs there are."""
+    result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK)
+    assert "whatever the GPUs" in result.out and "511 wall(s): tokens never cross position 128" in result.out
+    whole = ["--segments", 64, 65536, "--dilations", 1, 2]
+    assert "wall(s)" not in cli("plan", *SIZES, *whole, "--tokens", "64K", *BLOCK).out
 
 
 def test_compares_settings_and_recommends_the_first_that_fits(cli, tmp_path):

@@ -132,15 +132,44 @@ def test_epoch_metrics_are_exact():
 
 
 def test_predict_step():
-    model, data = tiny(), batch(3)
+    model, data = tiny(), batch(3, first=7)
     data["lengths"] = torch.tensor([40, 30, 0])
     got = model.predict_step(data, 0)
     for i in range(2):
-        losses, right, _ = model.masked_terms({k: v[i : i + 1] for k, v in data.items()})
+        alone = {k: v[i : i + 1] for k, v in data.items()}
+        losses, right, _ = model.masked_terms({**alone, "index": torch.tensor([0])})
         assert got["masked"][i] == len(losses)
         assert got["bits_per_token"][i].item() == pytest.approx(losses.mean().item() / math.log(2))
         assert got["accuracy"][i].item() == pytest.approx(right.double().mean().item())
-    assert got["masked"][2] == 0 and got["bits_per_token"][2].isnan() and got["index"].tolist() == [0, 1, 2]
+    assert got["masked"][2] == 0 and got["bits_per_token"][2].isnan() and got["index"].tolist() == [7, 8, 9]
+    with pytest.raises(ValueError, match="a batch needs index"):
+        model.predict_step({"tokens": data["tokens"]}, 0)
+    with pytest.raises(TypeError, match="index must hold integers"):
+        model.predict_step({**data, "index": torch.zeros(3)}, 0)
+
+
+@pytest.mark.parametrize("span", [1, 3])
+def test_predict_gives_a_sequence_the_same_numbers_everywhere(span):
+    """In another row, another batch, and padded; beside one that differs in a token, equal positions are asked for."""
+    model, data = tiny(mask_span=span), batch(3, 60)
+    tokens, short = data["tokens"], data["tokens"][1, :33]
+    padded = tokens.clone()
+    padded[2, :33] = short
+    batches = [
+        ({"tokens": short[None], "index": torch.tensor([5])}, 0),
+        ({"tokens": torch.stack([short, short.flip(0), short]), "index": torch.tensor([8, 9, 1000])}, 2),
+        ({"tokens": padded, "index": torch.arange(3), "lengths": torch.tensor([60, 41, 33])}, 2),
+    ]
+    with torch.no_grad():
+        found = [model.predict_step(x, 0) for x, _ in batches]
+        for name in ("masked", "bits_per_token", "accuracy"):
+            same = [got[name][row].item() for got, (_, row) in zip(found, batches, strict=True)]
+            assert same == pytest.approx([same[0]] * 3, rel=1e-9)
+        assert found[1]["bits_per_token"][0] == pytest.approx(found[1]["bits_per_token"][2].item(), rel=1e-9)
+        other = short.clone()
+        other[16] = (other[16] + 1) % 11
+        near = model.predict_step({"tokens": other[None], "index": torch.tensor([3])}, 0)
+        assert near["masked"] == found[0]["masked"] > 0
 
 
 def turns(first):

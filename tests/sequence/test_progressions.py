@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.progressions import clip, intersect, join, remove, size, subtract, union
+from lightning_dilated.sequence.progressions import Holed, clip, intersect, join, remove, size, subtract, union
 
 from ..examples import examples
 
@@ -84,6 +84,36 @@ def test_union(pieces):
     assert size(out) == len(set(elements(pieces)))
     # senders and receivers may meet the pieces in other orders, and each piece more than once
     assert union(reversed(pieces + pieces)) == out
+
+
+@given(st.lists(ranges(), max_size=8), st.lists(ranges(), max_size=8))
+@settings(max_examples=200)
+def test_remove_keeps_what_others_take(pieces, taken):
+    """As removing one after the other, whatever their order."""
+    whole, left = union(pieces), set(elements(pieces)) - set(elements(taken))
+    for order in (taken, taken[::-1]):
+        got = remove(whole, order)
+        assert disjoint(got) and set(elements(got)) == left and all(got)
+
+
+@given(st.lists(st.tuples(ranges(), st.lists(ranges(), max_size=3)), max_size=5))
+@settings(max_examples=300)
+def test_holed(parts):
+    found, want = Holed([]), set()
+    for rows, without in parts:
+        holes = union(intersect(rows, x) for x in without)
+        found.add(rows, holes)
+        want |= set(rows) - set(elements(holes))
+        assert disjoint(found.pieces) and disjoint(found.holes)
+        assert set(elements(found.holes)) <= set(elements(found.pieces))
+        got = found.ranges()
+        assert disjoint(got) and set(elements(got)) == want and len(found) == len(want)
+
+
+def test_union_joins_what_continues():
+    """The segments of a long sequence are one range, and sparse ones vanish in it."""
+    segments = [range(first, first + 64, 2) for first in range(0, 64 << 10, 64)]
+    assert union([*segments, *(x[::4] for x in segments)]) == [range(0, (64 << 10) - 1, 2)]
 
 
 def rewritten(a: range, step: int, beyond: int) -> range:

@@ -5,11 +5,13 @@ A unit is the D numbers of one head at one position: a row of K and V is two, a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_dilated.sequence.problem import Document, Problem
-from lightning_dilated.sequence.progressions import intersect
+from lightning_dilated.sequence import strided
+from lightning_dilated.sequence.problem import Document, Problem, needed
+from lightning_dilated.sequence.progressions import intersect, union
 
 Needs = Mapping[tuple[Document, int], list[range]]
 
@@ -49,7 +51,51 @@ class Count:
         self.kept += 2 * rows
 
 
-def held(problem: Problem, needs: Needs, ranks: Iterable[int]) -> int:
+@dataclass(frozen=True)
+class Origins:
+    """How many rows some ranks need, by the ranks that hold them.
+
+    Attributes:
+        total: of all ranks.
+        ranks: those that hold any.
+        of: how many of them the given ranks hold together.
+    """
+
+    total: int
+    ranks: set[int]
+    of: Callable[[Iterable[int]], int]
+
+    @classmethod
+    def counted(cls, rows: Sequence[int]) -> Origins:
+        """From the number of rows that each rank holds."""
+        return cls(sum(rows), {rank for rank, n in enumerate(rows) if n}, lambda ranks: sum(rows[r] for r in ranks))
+
+    @classmethod
+    def listed(cls, problem: Problem, needs: Needs) -> Origins:
+        """From the rows."""
+        total = sum(document.samples * sum(map(len, found)) for (document, _), found in needs.items())
+        return cls(total, _sources(problem, needs), functools.partial(_held, problem, needs))
+
+
+def origins(problem: Problem, readers: Sequence[int]) -> Origins:
+    """Of the rows that any of the readers needs, rows of their own among them."""
+    if strided.serves(problem):
+        return Origins.counted(_strided_origins(problem, frozenset(readers)))
+    if len(readers) == 1:
+        return Origins.listed(problem, needed(problem, readers[0]))
+    joint: dict[tuple[Document, int], list[range]] = {}
+    for reader in readers:
+        for key, pieces in needed(problem, reader).items():
+            joint.setdefault(key, []).extend(pieces)
+    return Origins.listed(problem, {key: union(pieces) for key, pieces in joint.items()})
+
+
+@functools.lru_cache(maxsize=1024)
+def _strided_origins(problem: Problem, readers: frozenset[int]) -> tuple[int, ...]:
+    return tuple(strided.size(strided.read(problem, readers, source)) for source in range(problem.shard.ranks))
+
+
+def _held(problem: Problem, needs: Needs, ranks: Iterable[int]) -> int:
     """How many rows of `needs` the given ranks hold."""
     pieces = [piece for rank in ranks for piece in problem.shard.ranges(rank)]
     return sum(
@@ -60,17 +106,12 @@ def held(problem: Problem, needs: Needs, ranks: Iterable[int]) -> int:
     )
 
 
-def total(needs: Needs) -> int:
-    """How many rows `needs` are."""
-    return sum(document.samples * sum(map(len, found)) for (document, _), found in needs.items())
-
-
-def sources(problem: Problem, needs: Needs) -> set[int]:
+def _sources(problem: Problem, needs: Needs) -> set[int]:
     """The ranks that hold rows of `needs`; where rows lie closer than shards are long, all ranks between the ends."""
     shard, found = problem.shard, set()
     for pieces in needs.values():
         for rows in pieces:
-            if rows.step <= shard.chunk or shard.layout == "strided":
+            if rows.step <= shard.chunk:
                 found.update(shard.holders(rows[0], rows[-1] + 1))
             else:
                 found.update(shard.owner(p)[0] for p in rows)

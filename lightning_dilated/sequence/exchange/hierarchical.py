@@ -4,10 +4,9 @@ and the ranks of a node spread them over their faster links."""
 from __future__ import annotations
 
 from lightning_dilated.sequence.exchange import butterfly as flat
-from lightning_dilated.sequence.exchange.count import Count, held, node_of, sources, total
-from lightning_dilated.sequence.exchange.program import Piece, Program, Round, count, merged, pieces_of
-from lightning_dilated.sequence.problem import Document, Problem, needed
-from lightning_dilated.sequence.progressions import union
+from lightning_dilated.sequence.exchange.count import Count, node_of, origins
+from lightning_dilated.sequence.exchange.program import Piece, Program, Round, count, rows_for
+from lightning_dilated.sequence.problem import Problem
 
 
 def gather_why_not(problem: Problem, per_node: int) -> str | None:
@@ -32,8 +31,8 @@ def gather(problem: Problem, rank: int, per_node: int) -> Program:
         twin = other * per_node + number
         there = range(other * per_node, (other + 1) * per_node)
         if other != node:
-            between.send(twin, merged(pieces_of(problem, needed(problem, x), rank) for x in there))
-            between.receive(twin, merged(pieces_of(problem, needed(problem, x), twin) for x in mates))
+            between.send(twin, rows_for(problem, there, rank))
+            between.receive(twin, rows_for(problem, mates, twin))
     for mate in mates:
         within.send(mate, _handed(problem, rank, mate, per_node))
         within.receive(mate, _handed(problem, mate, rank, per_node))
@@ -44,23 +43,19 @@ def _handed(problem: Problem, carrier: int, receiver: int, per_node: int) -> lis
     """What a rank hands to a rank of its node: its own rows, and those that entered the node with it."""
     twins = range(carrier % per_node, problem.shard.ranks, per_node)
     owners = [carrier] if carrier == receiver else [carrier, *(x for x in twins if x != carrier)]
-    return [piece for owner in owners for piece in pieces_of(problem, needed(problem, receiver), owner)]
+    return [piece for owner in owners for piece in rows_for(problem, [receiver], owner)]
 
 
 def gather_rows(problem: Problem, rank: int, per_node: int) -> Count:
     """What a rank of the node receives, on average over the node."""
     mates = node_of(rank, per_node, problem.shard.ranks)
-    joint: dict[tuple[Document, int], list[range]] = {}
-    for mate in mates:
-        for key, pieces in needed(problem, mate).items():
-            joint.setdefault(key, []).extend(pieces)
-    joint = {key: union(pieces) for key, pieces in joint.items()}
-    nodes = {x // per_node for x in sources(problem, joint)} - {rank // per_node}
+    joint = origins(problem, mates)
+    nodes = {x // per_node for x in joint.ranks} - {rank // per_node}
     found = Count(rounds=4, messages=2 * (len(nodes) + per_node - 1))
-    found.add_rows(True, (total(joint) - held(problem, joint, mates)) / per_node)
-    needs = needed(problem, rank)
-    inside, own = held(problem, needs, mates), held(problem, needs, [rank])
-    found.add_rows(False, inside - own + (total(needs) - inside) * (per_node - 1) / per_node)
+    found.add_rows(True, (joint.total - joint.of(mates)) / per_node)
+    needs = origins(problem, [rank])
+    inside, own = needs.of(mates), needs.of([rank])
+    found.add_rows(False, inside - own + (needs.total - inside) * (per_node - 1) / per_node)
     return found
 
 

@@ -5,6 +5,8 @@ Rows are numbered as in a contiguous (B, L, heads) tensor ("flat"). B samples, L
 
 from __future__ import annotations
 
+import bisect
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -60,22 +62,62 @@ class Own:
             start += len(piece)
 
 
+class Places:
+    """Disjoint ranges of rows, each with the number of its first row in a store; by steps and residues, so that those which
+    share rows with another range are found without looking at all."""
+
+    def __init__(self) -> None:
+        self._of_step: dict[int, dict[int, list[tuple[range, int]]]] = {}
+        self._sorted = True
+
+    def add(self, rows: range, number: int) -> None:
+        """Note a range that is not empty."""
+        residues = self._of_step.setdefault(rows.step, {})
+        residues.setdefault(rows.start % rows.step, []).append((rows, number))
+        self._sorted = False
+
+    def sharing(self, rows: range) -> Iterator[tuple[range, int]]:
+        """Those that may share elements with `rows`."""
+        if not self._sorted:
+            for residues in self._of_step.values():
+                for places in residues.values():
+                    places.sort(key=_start)
+            self._sorted = True
+        for step, residues in self._of_step.items():
+            common = math.gcd(step, rows.step)
+            if step // common < len(residues):
+                lanes = (residues.get(x, ()) for x in range(rows.start % common, step, common))
+            else:
+                lanes = (places for x, places in residues.items() if (x - rows.start) % common == 0)
+            for places in lanes:
+                # disjoint ranges of one step and residue do not interleave
+                at = max(0, bisect.bisect_right(places, rows.start, key=_start) - 1)
+                while at < len(places) and places[at][0].start < rows.stop:
+                    yield places[at]
+                    at += 1
+
+
+def _start(place: tuple[range, int]) -> int:
+    return place[0].start
+
+
 @dataclass
 class Store:
     """Received rows, piece after piece; a piece holds its samples one after another."""
 
     size: int = 0
-    places: dict[tuple[Document, int], list[tuple[range, int]]] = field(default_factory=dict)
+    places: dict[tuple[Document, int], Places] = field(default_factory=dict)
 
     def add(self, message: Message) -> None:
         """Make room for a message behind what there is."""
         for piece in message:
-            self.places.setdefault((piece.document, piece.head), []).append((piece.rows, self.size))
+            self.places.setdefault((piece.document, piece.head), Places()).add(piece.rows, self.size)
             self.size += len(piece)
 
     def find(self, document: Document, head: int, rows: range, sample: int) -> Iterator[tuple[Run, Run]]:
         """(where in `rows`, number in the store) of those of `rows` that were received."""
-        for piece, start in self.places.get((document, head), ()):
+        places = self.places.get((document, head))
+        for piece, start in places.sharing(rows) if places else ():
             found = _overlap(rows, piece)
             if found:
                 inside, (first, step, n) = found

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from lightning_dilated.sequence.problem import Document, Problem
+from lightning_dilated.sequence import strided
+from lightning_dilated.sequence.problem import Document, Problem, needed
 from lightning_dilated.sequence.progressions import intersect, union
 
 
@@ -67,6 +68,19 @@ class Program:
 def count(message: Iterable[Piece]) -> int:
     """Rows of a message."""
     return sum(map(len, message))
+
+
+def rows_for(problem: Problem, readers: Iterable[int], source: int) -> Message:
+    """The rows that a source rank holds and some rank of `readers` needs, none twice; the source may be a reader."""
+    if strided.serves(problem):
+        return message_of(strided.read(problem, frozenset(readers), source))
+    messages = [pieces_of(problem, needed(problem, x), source) for x in readers]
+    return messages[0] if len(messages) == 1 else merged(messages)
+
+
+def message_of(rows: strided.Rows) -> Message:
+    """Rows of the strided layout, one by one progression."""
+    return [Piece(*key, x) for key, found in rows.items() for part in found for x in part.ranges()]
 
 
 def pieces_of(problem: Problem, needs: dict[tuple[Document, int], list[range]], source: int) -> Message:

@@ -5,9 +5,10 @@ In the backward the rows travel again, and each rank sends its share of their gr
 
 from __future__ import annotations
 
-from lightning_dilated.sequence.exchange.count import Count, held, node_of, total
-from lightning_dilated.sequence.exchange.program import Message, Program, Round, count, merged, pieces_of
-from lightning_dilated.sequence.problem import Problem, needed
+from lightning_dilated.sequence import strided
+from lightning_dilated.sequence.exchange.count import Count, node_of, origins
+from lightning_dilated.sequence.exchange.program import Message, Program, Round, count, rows_for
+from lightning_dilated.sequence.problem import Problem
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:
@@ -18,7 +19,7 @@ def why_not(problem: Problem, per_node: int) -> str | None:
 def program(problem: Problem, rank: int, per_node: int) -> Program:
     """Round 0 is a local copy (of rows that interleave with the queries); round t brings rows from t ranks back."""
     ranks = problem.shard.ranks
-    own = pieces_of(problem, needed(problem, rank), rank)
+    own = rows_for(problem, [rank], rank)
     rounds = [Round({rank: own}, {rank: own})] if own else [Round()]
     for t in range(1, ranks):
         step = Round()
@@ -31,8 +32,15 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 def travelling(problem: Problem, source: int, hops: int) -> Message:
     """The rows of `source` that arrive at the rank `hops` further on: what it or anyone after it needs."""
     ranks = problem.shard.ranks
-    after = ((source + x) % ranks for x in range(hops, ranks))
-    return merged(pieces_of(problem, needed(problem, x), source) for x in after)
+    return rows_for(problem, [(source + x) % ranks for x in range(hops, ranks)], source)
+
+
+def _arriving(problem: Problem, source: int, hops: int) -> int:
+    """How many rows those are."""
+    if not strided.serves(problem):
+        return count(travelling(problem, source, hops))
+    after = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
+    return strided.size(strided.read(problem, after, source))
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:
@@ -40,8 +48,8 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     ranks = problem.shard.ranks
     owner, user = (rank - hops) % ranks, (rank + hops) % ranks
     step = Round()
-    step.send(owner, pieces_of(problem, needed(problem, rank), owner))
-    step.receive(user, pieces_of(problem, needed(problem, user), rank))
+    step.send(owner, rows_for(problem, [rank], owner))
+    step.receive(user, rows_for(problem, [user], rank))
     return step
 
 
@@ -52,14 +60,14 @@ COUNTED = 16
 def rows(problem: Problem, rank: int, per_node: int) -> Count:
     """What a rank receives; with more than `COUNTED` ranks this is a lower bound."""
     ranks = problem.shard.ranks
-    needs, mates = needed(problem, rank), node_of(rank, per_node, ranks)
-    used = total(needs) - held(problem, needs, [rank])
+    needs, mates = origins(problem, [rank]), node_of(rank, per_node, ranks)
+    used = needs.total - needs.of([rank])
     hops = range(1, ranks) if ranks <= COUNTED else ()
-    passing = sum(count(travelling(problem, (rank - t) % ranks, t)) for t in hops) if hops else used
+    passing = sum(_arriving(problem, (rank - t) % ranks, t) for t in hops) if hops else used
     found = Count(rounds=3 * (ranks - 1), messages=3 * (ranks - 1))
     for run in ("forward", "backward"):
         found.add(run, (rank - 1) % ranks not in mates, own=2 * passing)
-    near = held(problem, needs, mates) - held(problem, needs, [rank])
+    near = needs.of(mates) - needs.of([rank])
     found.add("backward", False, wide=2 * near)
     found.add("backward", True, wide=2 * (used - near))
     return found

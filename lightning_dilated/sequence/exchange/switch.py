@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dilated.sequence.exchange.count import Count, held, node_of, sources, total
-from lightning_dilated.sequence.exchange.program import Message, Piece, Round, count
+from lightning_dilated.sequence import strided
+from lightning_dilated.sequence.exchange.count import Count, Origins, node_of
+from lightning_dilated.sequence.exchange.program import Message, Piece, Round, count, message_of
 from lightning_dilated.sequence.problem import Document, Problem, Want, attended_pads, residues, served, wide_segments
 from lightning_dilated.sequence.progressions import intersect, union
 
@@ -48,21 +49,24 @@ def program(problem: Problem, rank: int, per_node: int) -> Switched:
     """Who sends which rows of k, v and q to whom, and what this rank then computes."""
     tasks = owned(problem, rank)
     mine = [task for owner, task in tasks if owner == rank]
+    theirs: dict[int, list[Want]] = {}
+    for owner, task in tasks:
+        theirs.setdefault(owner, []).append(task)
     keys, queries = Round(), Round()
     for peer in range(problem.shard.ranks):
-        theirs = [task for owner, task in tasks if owner == peer]
-        keys.send(peer, _rows(problem, theirs, rank, problem.group))
-        keys.receive(peer, _rows(problem, mine, peer, problem.group))
-        queries.send(peer, _rows(problem, theirs, rank, 1))
-        queries.receive(peer, _rows(problem, mine, peer, 1))
+        for step, group in ((keys, problem.group), (queries, 1)):
+            step.send(peer, _rows(problem, theirs.get(peer, []), peer, rank, group))
+            step.receive(peer, _rows(problem, mine, rank, peer, group))
     return Switched(keys, queries, mine)
 
 
-def _rows(problem: Problem, tasks: list[Want], source: int, group: int) -> Message:
-    """The rows of tasks that a rank holds, none twice; `group` query heads share one.
+def _rows(problem: Problem, tasks: list[Want], owner: int, source: int, group: int) -> Message:
+    """The rows of an owner's tasks that a rank holds, none twice; `group` query heads share one.
 
     Sender and receiver list the tasks in orders of their own, so the message is put in the order of documents and heads.
     """
+    if strided.serves(problem):
+        return message_of(dict(sorted(strided.owned(problem, owner, group, source).items())))
     found: dict[tuple[Document, int], set[range]] = {}
     for task in tasks:
         for piece in problem.shard.ranges(source):
@@ -72,24 +76,38 @@ def _rows(problem: Problem, tasks: list[Want], source: int, group: int) -> Messa
 
 def rows(problem: Problem, rank: int, per_node: int) -> Count:
     """What a rank receives: rows of the problems it owns, and what comes home for the rows it gave away."""
-    tasks, mates = owned(problem, rank), node_of(rank, per_node, problem.shard.ranks)
-    found = Count(rounds=7, messages=3 * len({owner for owner, _ in tasks} - {rank}))
+    mates = node_of(rank, per_node, problem.shard.ranks)
+    found = Count(rounds=7, messages=0)
     for group, units in ((problem.group, 2), (1, 1)):
-        mine: dict[tuple[Document, int], set[range]] = {}
-        for owner, task in tasks:
-            if owner == rank:
-                mine.setdefault((task.document, task.head // group), set()).add(task.queries)
-        needs = {key: union(x) for key, x in mine.items()}
-        found.messages += 2 * len(sources(problem, needs) - {rank})
-        own, inside = held(problem, needs, [rank]), held(problem, needs, mates)
-        found.kept += units * total(needs)
-        for far, n in ((False, inside - own), (True, total(needs) - inside)):
+        needs, given = (_strided_count if strided.serves(problem) else _count)(problem, rank, group)
+        found.messages += 2 * len(needs.ranks - {rank}) + (3 * len(given) if group == 1 and units == 1 else 0)
+        own, inside = needs.of([rank]), needs.of(mates)
+        found.kept += units * needs.total
+        for far, n in ((False, inside - own), (True, needs.total - inside)):
             found.add("forward", far, own=units * n)
             if group == 1 and units == 1:
                 found.add("backward", far, own=2 * n, numbers=n)
-        for owner in {x for x, _ in tasks} - {rank}:
-            given = count(_rows(problem, [task for x, task in tasks if x == owner], rank, group))
+        for owner, n in given.items():
             if units == 1:
-                found.add("forward", owner not in mates, wide=given, numbers=given)
-            found.add("backward", owner not in mates, wide=units * given)
+                found.add("forward", owner not in mates, wide=n, numbers=n)
+            found.add("backward", owner not in mates, wide=units * n)
     return found
+
+
+def _count(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, int]]:
+    """(rows of what a rank owns, {other owner: rows that the rank gives away})."""
+    tasks: dict[int, list[Want]] = {}
+    for owner, task in owned(problem, rank):
+        tasks.setdefault(owner, []).append(task)
+    mine: dict[tuple[Document, int], set[range]] = {}
+    for task in tasks.pop(rank, []):
+        mine.setdefault((task.document, task.head // group), set()).add(task.queries)
+    needs = Origins.listed(problem, {key: union(x) for key, x in mine.items()})
+    return needs, {owner: count(_rows(problem, x, owner, rank, group)) for owner, x in tasks.items()}
+
+
+def _strided_count(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, int]]:
+    rows = lambda owner, source: strided.size(strided.owned(problem, owner, group, source))  # noqa: E731
+    ranks = range(problem.shard.ranks)
+    given = {owner: n for owner in ranks if owner != rank and (n := rows(owner, rank))}
+    return Origins.counted([rows(rank, source) for source in ranks]), given

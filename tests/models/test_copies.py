@@ -1,0 +1,115 @@
+"""Copies of built models: pickled, saved whole, deep copies, and weights put in after `to_empty`; and after a fit."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+
+import lightning_dilated as ld
+from lightning_dilated.models.offload import Host
+
+from . import loader, trainer
+from .slides import SIZES as SLIDES
+from .slides import batch as slides
+
+PATTERN = ld.DilatedPattern.longnet([4, 16], [1, 2])
+SIZES = {"vocab_size": 11, "dim": 16, "depth": 2, "num_heads": 4}
+TASK = {"task": "classification", "num_classes": 2}
+TOKENS = torch.arange(40).view(2, 20) % 11
+BATCH = {"tokens": TOKENS, "labels": TOKENS, "index": torch.arange(2), "label": torch.arange(2)}
+SLIDE = {**slides(9, 5), "features": slides(9, 5)["features"].float()}
+IMAGE = {"image": torch.rand(2, 3, 32, 32), "label": torch.arange(2), "index": torch.arange(2)}
+VIT = {"image_size": 32, "patch_size": 4, "segment_lengths": [4, 16], "dilation_rates": [1, 2], **TASK}
+
+MODELS = {
+    "LongNetLM": (lambda: ld.LongNetLM(PATTERN, **SIZES), BATCH),
+    "LongNetLM of shifted layers": (lambda: ld.LongNetLM(PATTERN, **SIZES, shift_layers="odd"), BATCH),
+    "LongNetMLM": (lambda: ld.LongNetMLM(PATTERN, **SIZES), BATCH),
+    "LongNetClassifier": (lambda: ld.LongNetClassifier(PATTERN, **SIZES, **TASK), BATCH),
+    "SlideEncoder": (lambda: ld.SlideEncoder(**SLIDES, **TASK), SLIDE),
+    "LongViT": (lambda: ld.LongViT(**VIT, dim=16, depth=2, num_heads=4, drop_path=0.0), IMAGE),
+}
+
+
+@pytest.fixture(params=MODELS)
+def case(request):
+    """(what makes a model, a batch)."""
+    return MODELS[request.param]
+
+
+def outputs(model, batch) -> list[torch.Tensor]:
+    """What the model says of a batch, and its loss."""
+    with torch.no_grad():
+        found = model.eval().predict_step(batch, 0)
+        return [torch.as_tensor(x) for x in (*(found[x] for x in sorted(found)), *model.loss_terms(batch))]
+
+
+def equal(a, b) -> bool:
+    """Whether two models say the same, NaN included."""
+    return all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(a, b, strict=True))
+
+
+def saved(model):
+    """torch.save(model), loaded."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+COPIES = {"pickle": lambda m: pickle.loads(pickle.dumps(m)), "save": saved, "deepcopy": copy.deepcopy}
+
+
+@pytest.mark.parametrize("copied", COPIES.values(), ids=COPIES)
+def test_copies_of_a_built_model(case, copied):
+    make, batch = case
+    model = make()
+    model.configure_model()
+    assert equal(outputs(copied(model), batch), outputs(model, batch))  # before and after a forward
+    twin = copied(model)
+    assert equal(outputs(twin, batch), outputs(model, batch))
+    assert {id(x) for x in twin.parameters()}.isdisjoint({id(x) for x in model.parameters()})
+
+
+def test_copies_after_a_fit(case):
+    make, batch = case
+    model = make()
+    trainer(max_steps=1).fit(model, loader(batch), loader(batch))
+    want = outputs(model, batch)
+    for copied in COPIES.values():
+        assert equal(outputs(copied(model), batch), want)
+    twin = pickle.loads(pickle.dumps(model))
+    trainer(max_steps=1).fit(twin, loader(batch), loader(batch))  # it trains on
+    assert not equal(outputs(twin, batch), want)
+
+
+def test_a_model_from_meta(case):
+    make, batch = case
+    model = make()
+    model.configure_model()
+    with torch.device("meta"):
+        empty = make()
+        empty.configure_model()
+    assert all(x.is_meta for x in empty.parameters())
+    empty.to_empty(device="cpu")
+    empty.load_state_dict(model.state_dict())
+    assert equal(outputs(empty, batch), outputs(model, batch))
+    for metric in [*empty.mean_loss.values(), *getattr(empty, "accuracy", {}).values()]:
+        assert metric.total == 0 and metric.tokens == 0 and metric.total.dtype == torch.float64
+    (found,) = trainer().validate(empty, loader(batch), verbose=False)
+    (want,) = trainer().validate(model, loader(batch), verbose=False)
+    assert found == want
+
+
+def test_a_copy_of_a_host_begins_empty():
+    host = Host(1)
+    x = torch.randn(4, 4, requires_grad=True)
+    with host.keeping(x, 0, 1):
+        y = (x * x).sum()
+    assert host.bytes > 0
+    for made in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):
+        assert made.budget == 1 and made.bytes == 0
+    y.backward()
+    assert torch.equal(x.grad, 2 * x)
