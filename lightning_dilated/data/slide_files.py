@@ -231,7 +231,7 @@ def _array(path: str, arrays: Any, name: str, option: str) -> Any:
         raise ValueError(f"{path}: {name!r} is a {type(found).__name__}, not an array: set {option}")
     if not isinstance(found, Tensor) and not hasattr(found, "chunks"):
         raise ValueError(f"{path}: {name!r} is a {type(found).__name__}: save it as a torch tensor")
-    return found
+    return found.detach() if isinstance(found, Tensor) else found
 
 
 @contextmanager
