@@ -25,8 +25,8 @@ class PredictionWriter(BasePredictionWriter):
     `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
     called "embedding", e0, e1 and so on: beside its name in one file, which grows batch by batch and any table reads.
 
-    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with one more '
-    in front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
+    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
+    front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
     where it begins with one, as `data.csv_fields.plain_field` does.
 
     Args:

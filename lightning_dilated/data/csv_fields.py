@@ -1,7 +1,8 @@
 """Words in a CSV that a spreadsheet shows and does not run.
 
 Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start programs
-and send data away. Names of slides and classes come from files and tables of others, so such words are written with ' in front.
+and send data away. Names of slides and classes come from files and tables of others, so such words are written with a '
+in front.
 """
 
 from __future__ import annotations
