@@ -6,6 +6,7 @@ Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dilated.data.content import spread
 from lightning_dilated.data.h5_files import check_declared_size, opened_h5, own_dataset
 from lightning_dilated.data.paths import refuse_special
 from lightning_dilated.data.slide_attributes import extent_of, tile_size_of
@@ -29,6 +31,8 @@ IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".v
 BLOCK = 4096
 #: rows at most this far apart are read together: a call costs as much as some rows
 NEAR = 16
+#: tiles of a slide that its fingerprint looks at
+SAMPLED = 8
 
 
 @dataclass(frozen=True)
@@ -137,6 +141,16 @@ class SlideReader:
             if coords is None:
                 raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")
             return coords.read(0, coords.count).long().numpy()
+
+    def digest(self, path: str) -> bytes:
+        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them; of nothing else in
+        the file, so that attention may be written into it."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self._opened(path) as (features, coords):
+            for rows in (features, coords):
+                for tile in spread(rows.count, SAMPLED) if rows is not None else ():
+                    digest.update(rows.read(tile, tile + 1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.digest()
 
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
         """The values of these tiles in the reader's dtype."""
