@@ -1,8 +1,8 @@
 """What the writer of a slide file left beside the coordinates: the side of a tile, and the size of the slide.
 
-TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`; CLAM `patch_size` and `downsampled_level_dim`, which
-count pixels of the level `patch_level`, and `downsample`, the level-0 pixels of one of those. Coordinates of both count
-level-0 pixels.
+TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
+writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the level-0
+pixels of one of those. Coordinates of both count level-0 pixels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,19 @@ _LARGEST = 1 << 31
 
 
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Side of a tile in level-0 pixels; None where the attributes do not say it.
+    """Side of a tile in level-0 pixels, less what it shares with the next one; None where the attributes do not say it.
 
     Raises:
         ValueError: for an attribute that is no such number, naming file and attribute.
     """
     if "patch_size_level0" in attributes:  # TRIDENT
-        return _whole(path, attributes, "patch_size_level0")
+        side = _whole(path, attributes, "patch_size_level0")
+        if "overlap" not in attributes or "patch_size" not in attributes:
+            return side
+        size, overlap = _whole(path, attributes, "patch_size"), _numbers(path, attributes, "overlap", 1, least=0)[0]
+        if overlap >= size:
+            raise _wrong(path, attributes, "overlap", f"below the patch_size {size}")
+        return side - round(overlap * side / size)
     if "patch_size" not in attributes or "patch_level" not in attributes:
         return None
     size = _whole(path, attributes, "patch_size")

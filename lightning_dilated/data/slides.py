@@ -79,8 +79,9 @@ class SlideDataModule(SplitDataModule):
         order: "file", or "raster", by rows of the slide from its top, from left to right.
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
-        tile_size: side of a tile in pixels of the coordinates, against which they are checked; null takes what the file says
-            (TRIDENT's patch_size_level0, CLAM's patch_size), and what the model says where that says nothing.
+        tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
+            takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
+            model's.
         check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.

@@ -130,6 +130,8 @@ def test_swapped_axes(tmp_path, attributes):
 
 ATTRIBUTES = {
     "TRIDENT": ({"patch_size_level0": 512, **TRIDENT, "patch_size": 256}, 512, (6000, 4000)),
+    "TRIDENT, no overlap": ({"patch_size_level0": 1024, "patch_size": 512, "overlap": 0}, 1024, None),
+    "TRIDENT, overlap": ({"patch_size_level0": 1024, "patch_size": 512, "overlap": 128}, 768, None),
     "CLAM, level 1": (CLAM, 512, (6002, 4002)),  # levels are rounded down
     "CLAM, level 0": ({**CLAM, "patch_level": 0, "downsample": [1.0, 1.0]}, 256, (3000, 2000)),
     "CLAM, no downsample": ({"patch_size": 256, "patch_level": 1}, None, None),
@@ -161,6 +163,16 @@ def test_attributes_that_are_no_sizes(name, value):
     with pytest.raises(ValueError, match=rf"^a\.h5: the attribute '{name}' .*must be .*correct it, or delete it"):
         tile_size_of("a.h5", attributes)
         extent_of("a.h5", attributes)
+
+
+def test_tiles_that_overlap(tmp_path):
+    """A quarter of each: tiles lie 384 pixels apart, which the model's cells must have."""
+    folder = slides(tmp_path, [384] * 2, patch_size_level0=512, patch_size=256, overlap=64)
+    fit(folder, 384)
+    with pytest.raises(ValueError, match="set the model's tile_size to 384"):
+        fit(folder, 512)
+    with pytest.raises(ValueError, match=r"'overlap' .* is 256.*must be below the patch_size 256"):
+        tile_size_of("a.h5", {"patch_size_level0": 512, "patch_size": 256, "overlap": 256})
 
 
 def test_an_evil_attribute_in_a_file(tmp_path):
