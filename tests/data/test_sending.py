@@ -1,5 +1,6 @@
 """Batches leave workers without a graph, and what cannot be sent is an error there, where torch would wait for ever."""
 
+import gc
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,7 @@ def test_what_cannot_be_sent_is_an_error(name: str) -> None:
     loader.timeout = PATIENCE
     with pytest.raises(TypeError, match=f"(?s){message}.*num_workers to 0"):
         next(iter(loader))
+    gc.collect()  # the error holds the iterator, which a worker that is forked later would wait for
     next(iter(Module(lambda: 1, make, workers=0).train_dataloader()))  # nothing is sent there
 
 
