@@ -1,6 +1,5 @@
 """Batches leave workers without a graph, and what cannot be sent is an error there, where torch would wait for ever."""
 
-import gc
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,11 +112,12 @@ UNSENDABLE = {
 @pytest.mark.parametrize("name", UNSENDABLE)
 def test_what_cannot_be_sent_is_an_error(name: str) -> None:
     make, message = UNSENDABLE[name]
-    loader = Module(lambda: 1, make).train_dataloader()
-    loader.timeout = PATIENCE
+    collate = Module(lambda: 1, make).train_dataloader().collate_fn
+    loader = DataLoader(Samples(lambda: 1), batch_size=8, collate_fn=collate, num_workers=1, timeout=PATIENCE)
+    batches = iter(loader)
     with pytest.raises(TypeError, match=f"(?s){message}.*num_workers to 0"):
-        next(iter(loader))
-    gc.collect()  # the error holds the iterator, which a worker that is forked later would wait for
+        next(batches)
+    batches._shutdown_workers()  # the error holds the iterator, which a worker that is forked later would wait for
     next(iter(Module(lambda: 1, make, workers=0).train_dataloader()))  # nothing is sent there
 
 
