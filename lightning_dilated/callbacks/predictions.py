@@ -14,6 +14,8 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
+from lightning_dilated.data.csv_fields import guarded_field
+
 
 class PredictionWriter(BasePredictionWriter):
     """Writes `predictions.csv` into the run folder, batch by batch; where several ranks have samples of their own, one file
@@ -22,6 +24,10 @@ class PredictionWriter(BasePredictionWriter):
     A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as the
     `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
     called "embedding", e0, e1 and so on: beside its name in one file, which grows batch by batch and any table reads.
+
+    Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
+    front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
+    where it begins with one, as `data.csv_fields.plain_field` does.
 
     Args:
         path: of the CSV; None means `predictions.csv` in the logger's folder.
@@ -66,11 +72,13 @@ class PredictionWriter(BasePredictionWriter):
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
             return
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        with self._target.open("a" if self._started else "w", newline="", encoding="utf-8") as file:
+        # names of files need not be text: their bytes are written as they are
+        mode = "a" if self._started else "w"
+        with self._target.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
             if not self._started:
-                writer.writerow(columns)
-            writer.writerows(zip(*columns.values(), strict=True))
+                writer.writerow(map(guarded_field, columns))
+            writer.writerows(map(guarded_field, row) for row in zip(*columns.values(), strict=True))
         self._started = True
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

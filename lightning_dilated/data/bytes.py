@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated.data.bigram import bigram_counts, bits_per_byte
+from lightning_dilated.data.content import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import HINT, collect_files, path_list
 from lightning_dilated.data.stream import ByteStream
@@ -36,8 +37,10 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Differs where the bytes do, as far as names and sizes of files tell."""
-        return f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}"
+        """Differs where the bytes do, as far as names, sizes and some blocks of the files tell."""
+        return (
+            f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
+        )
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.

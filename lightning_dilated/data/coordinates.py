@@ -20,22 +20,30 @@ UNIQUE = 0.9
 ENOUGH = 16
 
 
-def check_coordinates(coords: Any, tile_size: int = 256, grid: int | None = None, where: str = "coords") -> None:
+def check_coordinates(
+    coords: Any,
+    tile_size: int = 256,
+    grid: int | None = None,
+    where: str = "coords",
+    extent: tuple[int, int] | None = None,
+) -> None:
     """Raise where `coordinate_faults` finds something.
 
     Args:
-        coords, tile_size, grid: as there.
+        coords, tile_size, grid, extent: as there.
         where: begins the error; name the slide.
 
     Raises:
         ValueError: with every fault and what to set.
     """
-    faults = coordinate_faults(coords, tile_size, grid)
+    faults = coordinate_faults(coords, tile_size, grid, extent)
     if faults:
         raise ValueError(f"{where}: {' '.join(faults)}")
 
 
-def coordinate_faults(coords: Any, tile_size: int = 256, grid: int | None = None) -> list[str]:
+def coordinate_faults(
+    coords: Any, tile_size: int = 256, grid: int | None = None, extent: tuple[int, int] | None = None
+) -> list[str]:
     """What looks wrong about coordinates, one sentence or two each; an empty list where nothing does.
 
     Args:
@@ -43,6 +51,7 @@ def coordinate_faults(coords: Any, tile_size: int = 256, grid: int | None = None
             only: the rows of a class token and of padding (-1, -1) are not to be among them.
         tile_size: side of a tile in the same pixels. TRIDENT's `patch_size_level0` is that for its level-0 coordinates.
         grid: n, where positions exist for n x n cells only.
+        extent: (width, height) of the slide in the same pixels, where they are known.
 
     Raises:
         TypeError, ValueError: for a tile_size or grid that is no positive integer.
@@ -61,7 +70,17 @@ def coordinate_faults(coords: Any, tile_size: int = 256, grid: int | None = None
     below = _negative(values)
     if below:
         return below
-    return [*_shared_cells(values, tile_size), *_far_apart(values, tile_size), *_beyond(values, tile_size, grid)]
+    outside = _outside(values, extent)
+    if outside:
+        return outside
+    shared = _shared_cells(values, tile_size) or _same_place(values)
+    beyond = [] if grid is None else grid_faults(values, tile_size, grid, sure=False)
+    return [*shared, *_far_apart(values, tile_size), *beyond]
+
+
+def comparable(coords: np.ndarray) -> bool:
+    """Whether (N, 2) integer coordinates have enough neighbours to show a tile_size that is too small."""
+    return len(_gaps(coords)) >= ENOUGH
 
 
 def tile_cells(coords: np.ndarray, tile_size: int) -> np.ndarray:
@@ -142,6 +161,39 @@ def _shared_cells(values: np.ndarray, tile_size: int) -> list[str]:
     ]
 
 
+def _same_place(values: np.ndarray) -> list[str]:
+    """Several tiles at one place; of a regular grid none are."""
+    order = np.lexsort(values.T)
+    again = np.flatnonzero((np.diff(values[order], axis=0) == 0).all(1))
+    if not len(again):
+        return []
+    first, second = sorted(int(x) for x in order[again[0] : again[0] + 2])
+    place = tuple(values[first].tolist())
+    return [
+        f"tiles {first} and {second} both lie at {place}, and {len(again):,} of {len(values):,} tiles lie where another one "
+        "does: remove those that are listed twice, or extract this slide again."
+    ]
+
+
+def _outside(values: np.ndarray, extent: tuple[int, int] | None) -> list[str]:
+    """Tiles that begin beyond the slide."""
+    if extent is None:
+        return []
+    beyond = np.flatnonzero((values >= np.array(extent)).any(1))
+    if not len(beyond):
+        return []
+    tile = int(beyond[0])
+    text = (
+        f"{len(beyond):,} of {len(values):,} tiles begin outside of the slide, which is {extent[0]:,} pixels wide and "
+        f"{extent[1]:,} high; the first is tile {tile} at {tuple(values[tile].tolist())}."
+    )
+    if (values < np.array(extent[::-1])).all():
+        return [
+            f"{text} With x and y swapped all tiles lie on it: write the coordinates as (x, y), as coords[:, ::-1]."
+        ]
+    return [f"{text} Are these coordinates of this slide, in pixels of its level 0?"]
+
+
 def _far_apart(values: np.ndarray, tile_size: int) -> list[str]:
     gaps = _gaps(values)
     if len(gaps) < ENOUGH or gaps.min() < 1.5 * tile_size:
@@ -154,13 +206,17 @@ def _far_apart(values: np.ndarray, tile_size: int) -> list[str]:
     ]
 
 
-def _beyond(values: np.ndarray, tile_size: int, grid: int | None) -> list[str]:
-    largest = tile_cells(values, tile_size).max(0)
-    if grid is None or largest.max() < grid:
+def grid_faults(coords: np.ndarray, tile_size: int, grid: int, sure: bool = True) -> list[str]:
+    """What lies beyond n x n cells, as `coordinate_faults` says it; `sure`: the tile_size is known to be right."""
+    cells = tile_cells(coords, tile_size)
+    largest = cells.max(0)
+    if largest.max() < grid:
         return []
-    tile = int(np.flatnonzero((tile_cells(values, tile_size) >= grid).any(1))[0])
+    tile = int(np.flatnonzero((cells >= grid).any(1))[0])
+    remedy = f"set a grid (model.grid) of at least {largest.max() + 1}"
+    if not sure:
+        remedy += ", or a larger tile_size if these are pixels of a finer level"
     return [
-        f"the largest cell is (column {largest[0]}, row {largest[1]}), but positions exist for {grid} x {grid} cells; tile "
-        f"{tile} at {tuple(values[tile].tolist())} is the first beyond. Set a larger tile_size if these are pixels of a "
-        f"finer level, or a grid of at least {largest.max() + 1}."
+        f"the largest cell is (column {largest[0]}, row {largest[1]}), but positions exist for {grid} x {grid} cells of "
+        f"{tile_size} pixels; tile {tile} at {tuple(coords[tile].tolist())} is the first beyond: {remedy}."
     ]

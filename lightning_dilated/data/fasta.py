@@ -32,8 +32,9 @@ class GenomeDataModule(SplitDataModule):
 
     A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written beside the
     file where there is none, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
-    decompressed once, into `cache_dir`. `check` looks at every base once, in every process (about 15 seconds of a core for a
-    gigabase); then a rank reads its slice.
+    decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
+    refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
+    reads its slice.
 
     Args:
         paths: files, directories (read recursively) or globs.
@@ -48,7 +49,8 @@ class GenomeDataModule(SplitDataModule):
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
-        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache).
+        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
+            missing it is made for this user alone (mode 0700); make it yourself to share it.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from lightning_dilated.data.coordinates import check_coordinates, tile_cells
-from lightning_dilated.data.slide_files import H5, SlideReader, import_h5py
+from lightning_dilated.data.h5_files import import_h5py
+from lightning_dilated.data.slide_files import H5, SlideReader
 
 #: cells of a picture that nobody means to ask for
 MOST_CELLS = 10**8

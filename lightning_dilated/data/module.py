@@ -10,6 +10,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.sending import SendableCollate
 from lightning_dilated.data.values import flag, whole_number
 
 SPLITS = ("train", "val", "test")
@@ -82,7 +83,7 @@ class SplitDataModule(pl.LightningDataModule):
         loader = ResumableLoader(
             dataset,
             batch_size=self.batch_size,
-            collate_fn=self.collate,
+            collate_fn=SendableCollate(self.collate),
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
             num_workers=self.num_workers,
             pin_memory=self._pins(),
@@ -152,7 +153,7 @@ class SplitDataModule(pl.LightningDataModule):
         return DataLoader(
             dataset,
             batch_size=self.batch_size,
-            collate_fn=self.collate,
+            collate_fn=SendableCollate(self.collate),
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
             num_workers=self.num_workers,
             pin_memory=self._pins(),

@@ -31,6 +31,16 @@ def path_list(paths: object) -> list[str] | None:
     return [str(os.fspath(entry)) for entry in entries]
 
 
+def refuse_special(path: str) -> None:
+    """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
+
+
 def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
@@ -94,7 +104,11 @@ def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
         if os.path.isfile(file):
             files.append(file)
         elif not os.path.exists(file):
-            raise FileNotFoundError(f"{file} is a link to a file that does not exist: mend or remove the link")
+            raise FileNotFoundError(
+                f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
+            )
+        elif suffixes is not None:  # named like data; other sockets and the like of a directory are none of ours
+            refuse_special(file)
     if not files:
         wanted = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
         raise FileNotFoundError(f"the directory {root} holds {wanted} (hidden ones are left out); {HINT}")
@@ -148,7 +162,14 @@ def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tupl
     for entry in entries:
         if entry.name.startswith("."):
             continue
-        if not entry.is_dir():
+        if not _is_directory(entry):
             yield prefix + entry.name
         elif entry.name not in skipped:
             yield from _walk_into(entry.path, f"{prefix}{entry.name}/", skipped, seen)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links
+        return False

@@ -13,6 +13,8 @@ import numpy as np
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_dilated.data.content import same_fingerprint, tells_content
+
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
 
@@ -136,7 +138,8 @@ class ResumableLoader(DataLoader):
         """Continue where `state` was taken.
 
         Raises: ValueError if it lacks keys or was taken with another seed, number of samples, sequence length or
-            fingerprint of the data. A state that has no fingerprint yet is taken with a warning.
+            fingerprint of the data. A state that has no fingerprint yet, or one that tells nothing of content, is taken with
+            a warning.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
@@ -151,12 +154,18 @@ class ResumableLoader(DataLoader):
                 "the checkpoint does not tell by a fingerprint which training data it was written with: see yourself that "
                 "it is the same now, or start a new run from the weights only."
             )
+        stored = state.get("fingerprint")
+        if not tells_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
+            rank_zero_warn(
+                "the checkpoint's fingerprint of the training data tells of names and sizes only: see yourself that files "
+                "of equal names and sizes hold what they did."
+            )
         for key, here in identity.items():
-            if state.get(key, here) != here:
+            if not same_fingerprint(state.get(key, here), here):
                 raise ValueError(
                     f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
-                    "resume with the same data (of files, their names count), data.seed and data.seq_len, or start a new "
-                    "run from the weights only"
+                    "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
+                    "start a new run from the weights only"
                 )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size

@@ -6,11 +6,11 @@ Shape letters: F features of a tile.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_dilated.data.paths import HINT
-from lightning_dilated.data.slide_files import H5, PT, Slide, slide_name
+from lightning_dilated.data.slide_files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.data.slide_labels import Row
 
 #: faults that one error tells of
@@ -19,13 +19,17 @@ SHOWN = 5
 
 @dataclass
 class Found:
-    """What `SlideDataModule.check` found, in one order; `by_column`: the csv says the splits."""
+    """What `SlideDataModule.check` found, in one order.
+
+    `by_column`: the csv says the splits; `largest`: the largest coordinate of each slide.
+    """
 
     slides: list[Slide]
     splits: list[str]
     by_column: bool
     labels: list[int] | list[float] | None
     classes: list[str] | None
+    largest: list[int] = field(default_factory=list)
 
 
 def matched(
@@ -46,6 +50,32 @@ def matched(
     if faults:
         warnings.warn(_told("slides are left out", faults), stacklevel=3)
     return [files[name] for name in both], [of[name] for name in both]
+
+
+def inspected(
+    look: Any, files: list[str], rows: list[Row] | None, leave_out: bool
+) -> tuple[list[Slide], list[Row] | None]:
+    """What `look` says of each file, and the rows; slides without a tile are an error, or are left out with a warning."""
+    empty: list[str] = []
+
+    def one(path: str) -> Slide | None:
+        try:
+            return look(path)
+        except EmptySlide as error:
+            if not leave_out:
+                raise
+            empty.append(str(error).split(":")[0])
+            return None
+
+    found = each("slides cannot be used", one, files)
+    if len(empty) == len(files):
+        raise ValueError(f"none of the {len(files)} slides has a tile, the first is {files[0]}: extract them again")
+    if empty:
+        warnings.warn(_told("slides without a tile are left out", empty), stacklevel=3)
+    slides = [slide for slide in found if slide is not None]
+    if rows is not None:
+        rows = [row for row, slide in zip(rows, found, strict=True) if slide is not None]
+    return slides, rows
 
 
 def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:

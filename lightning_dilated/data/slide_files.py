@@ -6,6 +6,7 @@ Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import pickle
 from collections.abc import Iterator
@@ -17,6 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dilated.data.content import spread
+from lightning_dilated.data.h5_files import check_declared_size, opened_h5, own_dataset
+from lightning_dilated.data.paths import refuse_special
+from lightning_dilated.data.slide_attributes import extent_of, tile_size_of
+
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
 #: endings of images, which names of feature files and ids of a csv may carry or not
@@ -25,27 +31,22 @@ IMAGES = (".svs", ".tif", ".tiff", ".ndpi", ".mrxs", ".scn", ".bif", ".vms", ".v
 BLOCK = 4096
 #: rows at most this far apart are read together: a call costs as much as some rows
 NEAR = 16
-
-
-def import_h5py() -> Any:
-    """The module h5py; ImportError with what to install where it is missing."""
-    try:
-        import h5py
-    except ImportError as error:
-        raise ImportError(
-            'reading and writing .h5 slides needs h5py: pip install "lightning-dilated[slides]"'
-        ) from error
-    return h5py
+#: tiles of a slide that its fingerprint looks at
+SAMPLED = 8
 
 
 @dataclass(frozen=True)
 class Slide:
-    """What the head of a file says: `tile_size` is the side of a tile in level-0 pixels, None where it does not say."""
+    """What the head of a file says.
+
+    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not said.
+    """
 
     path: str
     tiles: int
     width: int
     tile_size: int | None = None
+    extent: tuple[int, int] | None = None
 
     @property
     def name(self) -> str:
@@ -61,6 +62,10 @@ def slide_name(path: str) -> str:
         if not ending:
             return name
         name = name[: -len(ending)]
+
+
+class EmptySlide(ValueError):
+    """A slide without a tile."""
 
 
 class _Rows:
@@ -102,11 +107,16 @@ class SlideReader:
         """Look at names, shapes and types, reading no row.
 
         Raises:
+            EmptySlide: for a file without tiles.
             ValueError: for a file that cannot be used, with its path, what was found and what to change.
             ImportError: where h5py is needed and missing.
         """
-        with self._opened(path) as (features, _, tile_size):
-            return Slide(path, features.count, features.width, tile_size)
+        with self._opened(path) as (features, coords):
+            for name, rows in ((self.features, features), (str(self.coords), coords)):
+                if rows is not None and not isinstance(rows.array, Tensor):
+                    check_declared_size(path, rows.array, name)
+            left = {} if coords is None else getattr(coords.array, "attrs", {})
+            return Slide(path, features.count, features.width, tile_size_of(path, left), extent_of(path, left))
 
     def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.
@@ -116,7 +126,7 @@ class SlideReader:
         Raises:
             ValueError: as `inspect`, and for a feature that is not finite, with the tile's number.
         """
-        with self._opened(path) as (features, coords, _):
+        with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
             places = None if coords is None else torch.empty(len(rows), 2, dtype=torch.int64)
             for at in _runs(rows):
@@ -127,10 +137,20 @@ class SlideReader:
 
     def read_coords(self, path: str) -> np.ndarray:
         """All coordinates, (T, 2) int64. Raises ValueError as `inspect`, or where they are read without."""
-        with self._opened(path) as (_, coords, _):
+        with self._opened(path) as (_, coords):
             if coords is None:
                 raise ValueError(f"{path} is read without coordinates: set data.coords_name to the array's name")
             return coords.read(0, coords.count).long().numpy()
+
+    def digest(self, path: str) -> bytes:
+        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them; of nothing else in
+        the file, so that attention may be written into it."""
+        digest = hashlib.blake2b(digest_size=16)
+        with self._opened(path) as (features, coords):
+            for rows in (features, coords):
+                for tile in spread(rows.count, SAMPLED) if rows is not None else ():
+                    digest.update(rows.read(tile, tile + 1).contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.digest()
 
     def _finite(self, path: str, values: Tensor, tiles: np.ndarray) -> Tensor:
         """The values of these tiles in the reader's dtype."""
@@ -156,12 +176,13 @@ class SlideReader:
         )
 
     @contextmanager
-    def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None, int | None]]:
-        """(features, coords, tile size) of an open file, after all checks that need no row."""
-        with _h5(path) if path.lower().endswith(H5) else _pt(path, self.features) as arrays:
+    def _opened(self, path: str) -> Iterator[tuple[_Rows, _Rows | None]]:
+        """(features, coords) of an open file, after all checks that need no row."""
+        refuse_special(path)
+        with opened_h5(path) if path.lower().endswith(H5) else _pt(path, self.features) as arrays:
             yield self._checked(path, arrays)
 
-    def _checked(self, path: str, arrays: Any) -> tuple[_Rows, _Rows | None, int | None]:
+    def _checked(self, path: str, arrays: Any) -> tuple[_Rows, _Rows | None]:
         features = _array(path, arrays, self.features, "data.features_name")
         shape = tuple(features.shape)
         if not (len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)):
@@ -171,13 +192,16 @@ class SlideReader:
         if _kind(features) != "f":
             raise ValueError(f"{path}: {self.features!r} holds {features.dtype}, but features must be floating point")
         if 0 in shape:
-            raise ValueError(f"{path}: the slide is empty, {self.features!r} has shape {shape}: remove the file")
+            raise EmptySlide(
+                f"{path}: the slide is empty, {self.features!r} has shape {shape}: remove the file, or set data.unmatched "
+                "to 'leave_out'"
+            )
         if self.coords is None:
-            return _Rows(features), None, None
-        remedy = "data.coords_name (None reads slides without coordinates)"
+            return _Rows(features), None
+        remedy = "data.coords_name to the array of x and y (a SlideEncoder needs one; null does for models that do not)"
         coords = _array(path, arrays, self.coords, remedy)
         self._check_coords(path, coords, shape[-2])
-        return _Rows(features), _Rows(coords), _tile_size(getattr(coords, "attrs", {}))
+        return _Rows(features), _Rows(coords)
 
     def _check_coords(self, path: str, coords: Any, tiles: int) -> None:
         shape, name = tuple(coords.shape), self.coords
@@ -203,15 +227,6 @@ def _kind(array: Any) -> str:
     return {"u": "i"}.get(array.dtype.kind, array.dtype.kind)
 
 
-def _tile_size(attributes: Any) -> int | None:
-    """Side of a tile in level-0 pixels, where the writer left it beside the coordinates."""
-    if "patch_size_level0" in attributes:  # TRIDENT
-        return int(attributes["patch_size_level0"])
-    if "patch_size" in attributes and int(attributes.get("patch_level", -1)) == 0:  # CLAM
-        return int(attributes["patch_size"])
-    return None
-
-
 def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
     """Places `at` in `rows` that are read together: rows[at] rises by at most NEAR, over at most BLOCK rows of the file."""
     order = np.argsort(rows, kind="stable")
@@ -223,36 +238,35 @@ def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:
     """The array of that name in an h5 file or a mapping."""
-    found = arrays.get(name)
+    found = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
     if found is None:
         there = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
         raise ValueError(f"{path} has no {name!r}; it holds {there}: set {option}")
     if not hasattr(found, "shape") or not hasattr(found, "dtype"):
         raise ValueError(f"{path}: {name!r} is a {type(found).__name__}, not an array: set {option}")
-    if not isinstance(found, Tensor) and not hasattr(found, "chunks"):
+    if isinstance(found, Tensor):
+        _check_stored(path, found, name)
+        return found.detach()
+    if not hasattr(found, "chunks"):
         raise ValueError(f"{path}: {name!r} is a {type(found).__name__}: save it as a torch tensor")
     return found
 
 
-@contextmanager
-def _h5(path: str) -> Iterator[Any]:
-    h5py = import_h5py()
-    try:
-        with h5py.File(path, "r") as file:
-            yield file
-    except (FileNotFoundError, PermissionError) as error:
-        raise type(error)(f"{path} cannot be opened any more: {error}") from error
-    except OSError as error:
-        words = str(error)
-        if "signature not found" in words:
-            why = "it is not an HDF5 file, or empty: write it again"
-        elif "truncated" in words:
-            why = "it is truncated, as by a copy that was cut short: copy or write it again"
-        elif "lock" in words:
-            why = "another program has it open for writing: close that first"
-        else:
-            why = "it is damaged or cut short: copy or write it again"
-        raise ValueError(f"{path} cannot be read: {why} ({words})") from error
+def _check_stored(path: str, tensor: Tensor, name: str) -> None:
+    """Raise ValueError for a tensor whose values are not all in the file."""
+    plain = tensor.layout == torch.strided and tensor.device.type == "cpu" and not tensor.is_quantized
+    if not plain or tensor.is_nested:
+        kind = str(tensor.layout).removeprefix("torch.") if tensor.layout != torch.strided else tensor.device.type
+        kind = "quantized" if tensor.is_quantized else kind
+        raise ValueError(
+            f"{path}: {name!r} is a {kind} tensor: save an ordinary one, as of .to_dense() or .dequantize()"
+        )
+    stored = tensor.untyped_storage().nbytes() // tensor.element_size()
+    if tensor.numel() > stored:
+        raise ValueError(
+            f"{path}: {name!r} declares the shape {tuple(tensor.shape)}, but the file holds only {stored:,} of its "
+            f"{tensor.numel():,} values (an expanded view): extract this slide again, or save tensor.clone()"
+        )
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import warnings
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.paths import refuse_special
 from lightning_dilated.data.slide_files import slide_name
 
 
@@ -47,6 +49,7 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
         ValueError: for a missing column (with those there are), a ragged line, an empty value, an unknown split word, a
             slide named twice; with the line.
     """
+    refuse_special(path)
     try:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return _rows(path, csv.reader(file, strict=True), columns)
@@ -56,6 +59,8 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
         raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text ({error}): save it as csv, not as a spreadsheet") from error
+    except OSError as error:  # such as a link to itself
+        raise OSError(f"data.labels_csv {path} cannot be read ({error}): pass the path of a csv file") from error
 
 
 def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
@@ -147,7 +152,11 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
                 f"{path}, line {row.line}: the label {word!r} is none of data.classes {names}: add it, or mend the line"
             )
     if len(names) < 2:
-        raise ValueError(f"{path}: all labels are {names[0]!r}; a classifier needs two classes: see data.label_column")
+        raise ValueError(
+            f"{path}: all labels are {names[0]!r}; a classifier needs two classes: see data.label_column. To test slides of "
+            f"one class, name all the classes that the model was trained on, in their order, such as --data.classes "
+            f"'[{names[0]},other]'"
+        )
     return names, [names.index(word) for word in words]
 
 
@@ -184,20 +193,102 @@ def _whole(word: str) -> bool:
     return word[word[:1] in ("+", "-") :].isdecimal()
 
 
-def deal(groups: list[str], val_fraction: float, test_fraction: float, seed: int) -> list[str]:
-    """A split for each slide, by fractions of the groups in a random order; slides of one group stay together.
+def check_groups(path: str, rows: list[Row], split_column: str, group_column: str) -> None:
+    """Raise ValueError where the split column puts slides of one group, such as a patient's, into several splits."""
+    counts: dict[str, Counter[str]] = {}
+    for row in rows:
+        counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
+    torn = {group: found for group, found in counts.items() if len(found) > 1}
+    if not torn:
+        return
+    ways = Counter(tuple(split for split in SPLITS if found[split]) for found in torn.values())
+    shown = "; ".join(
+        f"{group!r} has " + ", ".join(f"{found[split]} in {split}" for split in SPLITS if found[split])
+        for group, found in list(torn.items())[:5]
+    )
+    raise ValueError(
+        f"{path}: the column {split_column!r} cuts {len(torn)} of {len(counts)} groups of {group_column!r} apart ("
+        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in ways.most_common())
+        + f"), so a model would be tested on groups that it was trained on: {shown}{'; ...' if len(torn) > 5 else ''}. Give "
+        "all slides of a group one split, set data.split_column to null to split by fractions, or leave data.group_column "
+        "out if the groups may be mixed"
+    )
 
-    A fraction above 0 gives at least one group. Depends on the names of the groups and the seed alone.
+
+def split_groups(
+    groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
+) -> list[str]:
+    """A split for each slide: random groups, as many as the fractions say, with each class in its share.
+
+    Slides of one group stay together. A fraction above 0 gives at least one group, and a group of each class where it gives
+    as many groups as there are classes and the class has one to spare: one stays for training. A group counts as the class
+    among its slides that fewest groups have. Depends on the names of the groups, their classes and the seed alone.
+
+    Args:
+        groups: of each slide.
+        labels: class number of each slide; None for no classes.
     """
     names = sorted(set(groups))
-    order = np.random.default_rng([seed]).permutation(len(names))
+    rng = np.random.default_rng([seed])
+    order = [names[at] for at in rng.permutation(len(names))]
+    strata = _strata(groups, labels)
+    members = {c: [name for name in order if strata[name] == c] for c in dict.fromkeys(strata[name] for name in order)}
     sizes = {
         s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
     }
-    words = ["val"] * sizes["val"] + ["test"] * sizes["test"]
-    words += ["train"] * (len(names) - len(words))
-    found = {names[at]: word for at, word in zip(order, words, strict=False)}
+    found = dict.fromkeys(names, "train")
+    keep = 1 if sum(sizes.values()) < len(names) else 0
+    for split, size in sizes.items():
+        rest = {c: [name for name in there if found[name] == "train"] for c, there in members.items()}
+        for c, count in _quotas({c: len(x) for c, x in members.items()}, rest, size, keep).items():
+            found |= dict.fromkeys(rest[c][:count], split)
     return [found[group] for group in groups]
+
+
+def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
+    """The class that each group counts as: the rarest of its slides', so that rare ones are spread over the splits."""
+    classes: dict[str, set[int]] = {}
+    for group, label in zip(groups, labels or [0] * len(groups), strict=True):
+        classes.setdefault(group, set()).add(label)
+    held = Counter(c for found in classes.values() for c in found)
+    return {group: min(found, key=lambda c: (held[c], c)) for group, found in classes.items()}
+
+
+def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
+    """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
+    total = sum(counts.values())
+    have = {c: max(0, len(rest[c]) - keep) for c in counts}
+    size = min(size, sum(map(len, rest.values())))
+    if sum(have.values()) < size:  # many classes of one group each
+        have = {c: len(rest[c]) for c in counts}
+    exact = {c: size * n / total for c, n in counts.items()}
+    out = {c: min(int(exact[c]), have[c]) for c in counts}
+    if size >= len(counts):
+        out = {c: max(out[c], min(1, have[c])) for c in counts}
+    # classes are in a random order, which decides between equal remainders
+    while (missing := size - sum(out.values())) > 0:
+        c = max((c for c in counts if out[c] < have[c]), key=lambda c: exact[c] - out[c])
+        out[c] += 1
+    while missing < 0:
+        c = max((c for c in counts if out[c] > 1), key=lambda c: out[c] - exact[c])
+        out[c] -= 1
+        missing += 1
+    return out
+
+
+def warn_of_one_class(classes: list[str], numbers: list[int], splits: list[str], by_column: bool) -> None:
+    """Warn of validation and test splits whose slides are all of one class."""
+    for split in SPLITS[1:]:
+        there = [number for number, word in zip(numbers, splits, strict=True) if word == split]
+        if there and len(set(there)) == 1:
+            remedy = "give it slides of another class in the csv"
+            if not by_column:
+                remedy = f"raise data.{split}_fraction, or add slides of the other classes"
+            warnings.warn(
+                f"the {split} split has slides of one class only: {len(there)} of {classes[there[0]]!r}. {split}_auroc will "
+                f"be nan, and a callback that watches it cannot work: {remedy}.",
+                stacklevel=3,
+            )
 
 
 def warn_of_untrained(classes: list[str], numbers: list[int], splits: list[str]) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from lightning_dilated.data.content import MARK
 from lightning_dilated.data.slide_files import Slide, SlideReader
 
 #: coordinates of a position without a tile: the class token's, and padding
@@ -48,6 +49,7 @@ class SlideSequences(Dataset):
         self.reader, self.slides, self.labels = reader, slides, labels
         self.class_token, self.max_tiles, self.order, self.seed = class_token, max_tiles, order, seed
         self.epoch = 0
+        self._content: str | None = None
 
     def __len__(self) -> int:
         return len(self.slides)
@@ -57,10 +59,17 @@ class SlideSequences(Dataset):
         self.epoch = epoch
 
     def fingerprint(self) -> str:
-        """Differs where the samples do, as far as names and sizes of files tell."""
+        """Differs where the samples do, as far as names and sizes tell, and some tiles of each slide (`SlideReader.digest`),
+        as they were when it was first asked for."""
         values = [(s.name, s.tiles, s.width) for s in self.slides], self.labels, self.reader
         settings = self.class_token, self.max_tiles, self.order, self.seed
-        return hashlib.blake2b(repr((values, settings)).encode(), digest_size=8).hexdigest()
+        named = hashlib.blake2b(repr((values, settings)).encode(), digest_size=8).hexdigest()
+        if self._content is None:
+            digest = hashlib.blake2b(digest_size=8)
+            for slide in self.slides:
+                digest.update(self.reader.digest(slide.path))
+            self._content = digest.hexdigest()
+        return f"{named}{MARK}{self._content}"
 
     def tiles_of(self, index: int) -> int:
         """T, the tiles that a sample takes."""

@@ -9,20 +9,32 @@ from typing import Any
 
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.coordinates import coordinate_faults, tile_step
+from lightning_dilated.data.coordinates import comparable, coordinate_faults, grid_faults, tile_step
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import collect_files, path_list
 from lightning_dilated.data.sampler import ResumableLoader
-from lightning_dilated.data.slide_checks import Found, about_slides, by_name, check_sizes, each, matched, one_tile_size
+from lightning_dilated.data.slide_checks import (
+    Found,
+    about_slides,
+    by_name,
+    check_sizes,
+    each,
+    inspected,
+    matched,
+    one_tile_size,
+)
 from lightning_dilated.data.slide_files import BLOCK, H5, PT, Slide, SlideReader
 from lightning_dilated.data.slide_labels import (
     Columns,
     Row,
+    check_groups,
     class_numbers,
-    deal,
     numbers_of,
     read_rows,
+    split_groups,
+    warn_of_one_class,
     warn_of_untrained,
 )
 from lightning_dilated.data.slide_sequences import SlideSequences, collate_slides
@@ -49,13 +61,17 @@ class SlideDataModule(SplitDataModule):
             a csv and "none" without.
         slide_column: column of the slide's id, which is the file's name; the ending of a file may follow.
         label_column: column of the label.
-        split_column: column of train, val or test; "auto" is one called `split` where there is one; null deals by fractions.
-        group_column: slides with the same value here, such as a patient's, stay in one split when dealt by fractions.
+        split_column: column of train, val or test; "auto" is one called `split` where there is one; null splits by
+            fractions.
+        group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts them
+            into several is an error.
         classes: the labels in the order of their numbers; null sorts those there are.
-        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. With
+        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
+            depends on `seed`; each split has its share of every class (see `slide_labels.split_groups`). With
             test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are there to be
             tested or predicted, and none to train on.
-        unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning.
+        unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning, and
+            slides without a tile too.
         batch_size: B, slides of a batch on each device.
         class_token: put a blank row first.
         max_tiles: the most tiles of a slide; null for no limit.
@@ -63,8 +79,9 @@ class SlideDataModule(SplitDataModule):
         order: "file", or "raster", by rows of the slide from its top, from left to right.
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
-        tile_size: side of a tile in pixels of the coordinates, against which they are checked; null takes what the file says
-            (TRIDENT's patch_size_level0), and checks less where it says nothing.
+        tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
+            takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
+            model's.
         check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
@@ -136,6 +153,7 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = None if tile_size is None else whole_number("data.tile_size", tile_size, 1)
         self.check_values = one_of("data.check_values", check_values, ("first", "all"))
         self._found: Found | None = None
+        self._said_unchecked = False
 
     # -- what was found ----------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -148,11 +166,12 @@ class SlideDataModule(SplitDataModule):
         files = about_slides(collect_files, self.paths, [*H5, *PT])
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
-        slides = each("slides cannot be used", self.reader.inspect, files)
+        slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
         self.tile_size = one_tile_size(slides, self.tile_size)
-        splits, by_column = self._splits(slides, rows)
-        found = Found(slides, splits, by_column, *self._numbers(rows))
+        labels, classes = self._numbers(rows)
+        splits, by_column = self._splits(slides, rows, None if classes is None else labels)
+        found = Found(slides, splits, by_column, labels, classes)
         for split in SPLITS:
             if split not in found.splits and self.wanted(split, found) is None:
                 raise ValueError(
@@ -161,6 +180,8 @@ class SlideDataModule(SplitDataModule):
                 )
         if found.classes is not None and "train" in found.splits:
             warn_of_untrained(found.classes, found.labels or [], found.splits)
+        if found.classes is not None:
+            warn_of_one_class(found.classes, found.labels or [], found.splits, by_column)
         first = [slides[found.splits.index(split)] for split in SPLITS if split in found.splits]
         each(
             "slides hold values that cannot be used",
@@ -168,7 +189,7 @@ class SlideDataModule(SplitDataModule):
             slides if self.check_values == "all" else first,
         )
         if self.reader.coords is not None:
-            each("slides have coordinates that cannot be used", self._check_coords, slides)
+            found.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
         if "train" in found.splits:
             self.check_batch(found.splits.count("train"), 1)
         self._found = found
@@ -199,6 +220,7 @@ class SlideDataModule(SplitDataModule):
         """The slides of "train", "val" or "test". Raises ValueError for another name."""
         one_of("split", split, SPLITS)
         found = self.found
+        self._say_unchecked(None)
         mine = [i for i, word in enumerate(found.splits) if word == split]
         labels = None if found.labels is None else [found.labels[i] for i in mine]
         slides, sample = [found.slides[i] for i in mine], (self.class_token, self.max_tiles, self.order, self.seed)
@@ -235,14 +257,50 @@ class SlideDataModule(SplitDataModule):
             raise ValueError(f"there is no train split to fit on: {missing}")
         return super().train_dataloader()
 
+    def check_places(self, tile_size: int, grid: int | None = None) -> None:
+        """Compare the coordinates of all slides with the cells of a model, and say in one line what could not be compared.
+
+        A `SlideEncoder` that is trained or run with this module calls it. Files are read where neither they nor
+        `data.tile_size` state a tile size; where one is stated, it must be the model's.
+
+        Args:
+            tile_size: side of a cell, in pixels of the coordinates.
+            grid: cells along an axis; None for no limit.
+
+        Raises:
+            ValueError: naming the file, what was found and what to set.
+        """
+        found = self.found
+        if self.reader.coords is None:
+            raise ValueError(
+                "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
+                "in the slides, or train a LongNetClassifier, which needs none"
+            )
+        if self.tile_size not in (None, tile_size):
+            raise ValueError(
+                f"the model has tile_size={tile_size}, but the data's is {self.tile_size}: set the model's tile_size to "
+                f"{self.tile_size}."
+            )
+        what, few = "slides do not fit the model", 0
+        if self.tile_size is None:
+            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), found.slides)
+            few = enough.count(False)
+        elif grid is not None:
+            beyond = [s for s, most in zip(found.slides, found.largest, strict=True) if most // tile_size >= grid]
+            each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
+        self._say_unchecked(tile_size, few)
+
     # -- the parts of check --------------------------------------------------------------------------------------------
-    def _splits(self, slides: list[Slide], rows: list[Row] | None) -> tuple[list[str], bool]:
+    def _splits(self, slides: list[Slide], rows: list[Row] | None, labels: list[int] | None) -> tuple[list[str], bool]:
         """(split of each slide, whether the csv says them)."""
+        group = None if rows is None else self.columns.group
         if rows is not None and rows[0].split is not None:
+            if group is not None:
+                column = "split" if self.columns.split == "auto" else str(self.columns.split)
+                check_groups(str(self.labels_csv), rows, column, group)
             return [str(row.split) for row in rows], True
-        grouped = rows is not None and self.columns.group is not None
-        groups = [str(row.group) for row in rows or ()] if grouped else [slide.name for slide in slides]
-        return deal(groups, self.val_fraction, self.test_fraction, self.seed), False
+        groups = [slide.name for slide in slides] if group is None else [str(row.group) for row in rows or ()]
+        return split_groups(groups, labels, self.val_fraction, self.test_fraction, self.seed), False
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
         """(labels, classes)."""
@@ -258,9 +316,49 @@ class SlideDataModule(SplitDataModule):
         for start in range(0, slide.tiles, BLOCK):
             self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
 
-    def _check_coords(self, slide: Slide) -> None:
-        """Read the coordinates of a slide; raise ValueError where they look wrong."""
+    def _check_coords(self, slide: Slide) -> int:
+        """The largest coordinate of a slide; raise ValueError where they look wrong."""
         coords = self.reader.read_coords(slide.path)
-        faults = coordinate_faults(coords, self.tile_size or slide.tile_size or tile_step(coords) or 1)
+        size = self.tile_size or tile_step(coords) or 1
+        faults = coordinate_faults(coords, size, extent=slide.extent)
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
+        return int(coords.max())
+
+    def _check_grid(self, slide: Slide, tile_size: int, grid: int) -> None:
+        """Raise ValueError for a slide that reaches beyond the grid."""
+        faults = grid_faults(self.reader.read_coords(slide.path), tile_size, grid)
+        if faults:
+            raise ValueError(f"{slide.path}: {' '.join(faults)}")
+
+    def _say_unchecked(self, tile_size: int | None, few: int = 0) -> None:
+        """One line for all slides, once, about what the coordinates could not be compared with."""
+        if self._said_unchecked or self.reader.coords is None:
+            return
+        self._said_unchecked = True
+        slides, parts = self.found.slides, []
+        if self.tile_size is None and tile_size is None:
+            parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")
+        if few:
+            parts.append(
+                f"whether {few:,} of {len(slides):,} slides were cut at a larger tile_size than the model's {tile_size}, as "
+                "they have few neighbouring tiles and state no size"
+            )
+        without = sum(slide.extent is None for slide in slides)
+        if without:
+            parts.append(
+                f"whether x and y are swapped in {without:,} of {len(slides):,} slides, which do not state the slide's size"
+            )
+        if parts:
+            rank_zero_info(f"data: not checked of the coordinates: {'; '.join(parts)}")
+
+    def _compared(self, slide: Slide, tile_size: int, grid: int | None) -> bool:
+        """Whether the tiles' distances could show that the model's tile_size is too small; ValueError where they do."""
+        coords = self.reader.read_coords(slide.path)
+        faults = coordinate_faults(coords, tile_size, grid)
+        if faults:
+            raise ValueError(
+                f"{slide.path}: {' '.join(faults)} (the model has tile_size={tile_size}; neither the file nor "
+                "data.tile_size states one)"
+            )
+        return comparable(coords)

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from lightning_dilated.data.content import files_digest
+
 
 class ByteStream:
     """Files concatenated in the given order with nothing between them; empty files are left out.
@@ -31,6 +33,7 @@ class ByteStream:
         self.bytes_read = 0
         self._ends = np.cumsum(self.sizes, dtype=np.int64)
         self._maps: OrderedDict[int, np.memmap] = OrderedDict()
+        self._content: str | None = None
 
     def __len__(self) -> int:
         """Total number of bytes."""
@@ -40,6 +43,12 @@ class ByteStream:
         """A digest of the files' names and sizes; where they lie does not count."""
         named = [(os.path.basename(file), size) for file, size in zip(self.files, self.sizes, strict=True)]
         return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
+
+    def content(self) -> str:
+        """A digest of some blocks of the files (`content.files_digest`), as they were when it was first asked for."""
+        if self._content is None:
+            self._content = files_digest(self.files)
+        return self._content
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_maps": OrderedDict()}

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_dilated.data.slide_files import import_h5py
+from lightning_dilated.data.h5_files import import_h5py
 from lightning_dilated.data.values import one_of, whole_number
 
 
@@ -43,7 +43,7 @@ def write_synthetic_slides(
         tile_size: side of a tile in level-0 pixels; coordinates are multiples of it.
         signal: how far the means of two classes lie apart, in standard deviations.
         seed: fixes everything.
-        kind: "h5" (as TRIDENT writes: `features`, `coords` with patch_size_level0) or "pt" (a dict of tensors).
+        kind: "h5" (as TRIDENT writes: `features`, `coords` with sizes of tile and slide) or "pt" (a dict of tensors).
 
     Returns:
         The path of labels.csv.
@@ -106,4 +106,6 @@ def _write(path: Path, features: np.ndarray, coords: np.ndarray, tile_size: int)
         return
     with import_h5py().File(path, "w") as file:
         file.create_dataset("features", data=features)
-        file.create_dataset("coords", data=coords).attrs["patch_size_level0"] = tile_size
+        width, height = (int(x) for x in coords.max(0) + tile_size)
+        attributes = {"patch_size_level0": tile_size, "level0_width": width, "level0_height": height}
+        file.create_dataset("coords", data=coords).attrs.update(attributes)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import struct
+import tokenize
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import BinaryIO
 
 import numpy as np
 
@@ -59,9 +61,10 @@ def _npy_file(path: str, size: int) -> TokenFile:
     with open(path, "rb") as file:
         try:
             version = np.lib.format.read_magic(file)
+            _check_header_length(file, version, size)
             read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
             shape, _, dtype = read(file)
-        except ValueError as error:
+        except (ValueError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
             raise ValueError(
                 f"{path} has no readable .npy header ({error}): write it again by numpy.save, or rename it to .bin if it "
                 "holds raw numbers"
@@ -84,6 +87,15 @@ def _npy_file(path: str, size: int) -> TokenFile:
     if shape[0] == 0:
         raise ValueError(f"{path} is empty (an array of 0 tokens): write it again or leave it out of the paths")
     return TokenFile(path, dtype.str, offset, shape[0])
+
+
+def _check_header_length(file: BinaryIO, version: tuple[int, int], size: int) -> None:
+    """Raise ValueError for a header that would be longer than its file: numpy asks for that much memory first."""
+    begin = file.tell()
+    length = int.from_bytes(file.read(2 if version == (1, 0) else 4), "little")
+    if begin + length > size:
+        raise ValueError(f"{length:,} bytes of header in a file of {size:,}")
+    file.seek(begin)
 
 
 def _raw_file(path: str, size: int, dtype: str | None, header: int) -> TokenFile:
@@ -152,6 +164,10 @@ class TokenStream:
         """Differs where the tokens do, as far as names, sizes and types of files tell."""
         kinds = sorted({f"{file.dtype} from byte {file.offset}" for file in self.files})
         return f"{self._bytes.fingerprint()} of {', '.join(kinds)}"
+
+    def content(self) -> str:
+        """As that of `ByteStream`."""
+        return self._bytes.content()
 
     def where(self, position: int) -> tuple[str, int]:
         """(file, position in the file) of a token of the stream."""

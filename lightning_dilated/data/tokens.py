@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from lightning_dilated.data.bytes import ByteSequences
+from lightning_dilated.data.content import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.splits import files_of, required_paths, split_bounds, split_fractions
 from lightning_dilated.data.token_files import DTYPES, SUFFIXES, TokenStream, out_of_range, scan, token_file
@@ -43,8 +44,10 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Differs where the tokens do, as far as names and sizes of files tell, or where documents end otherwise."""
-        return f"{self.stream.fingerprint()}, {self.count} sequences from token {self.start}, ends {self.eos_token}"
+        """Differs where the tokens do, as far as names, sizes and some blocks of the files tell, or where documents end
+        otherwise."""
+        place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
+        return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""

@@ -73,7 +73,8 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
     if high // tile_size >= grid:
         raise ValueError(
             f"a tile lies at {high}, cell {high // tile_size} of {tile_size} pixels, but the positions have {grid} cells "
-            f"along an axis (0 to {grid - 1}). Set tile_size to the tile's width in the pixels that coords count, at least "
+            f"along an axis (0 to {grid - 1}). If tiles are {tile_size} pixels wide, set the model's grid to at least "
+            f"{high // tile_size + 1}. Else set tile_size to their width in the pixels that coords count, at least "
             f"{high // grid + 1} here (level-0 coordinates of tiles cut at another level need the width at level 0), or "
             "scale coords to the level of the tiles."
         )

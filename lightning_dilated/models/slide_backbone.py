@@ -93,7 +93,7 @@ class SlideBackbone:
         )
 
     def setup(self, stage: str) -> None:
-        """See that the data's features and tiles are those that the model is for."""
+        """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""
         super().setup(stage)
         data = getattr(self._trainer, "datamodule", None)
         for name in ("feature_dim", "tile_size"):
@@ -103,11 +103,16 @@ class SlideBackbone:
                     f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
                 )
 
+        check_places = getattr(data, "check_places", None)  # SlideDataModule's
+        if callable(check_places):
+            check_places(self.tile_size, self.grid)
+
     def _check_entries(self, batch: Any) -> None:
         missing = [name for name in ("features", "coords") if name not in batch]
         if missing:
             raise ValueError(
-                f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs."
+                f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs (a "
+                "LongNetClassifier does without coords)."
             )
 
     def _build_backbone(self) -> None:

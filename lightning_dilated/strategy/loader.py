@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from lightning_dilated.data.sending import detached, sendable
 from lightning_dilated.sequence.spec import Place, SequenceSpec
 
 
@@ -64,7 +65,7 @@ class RankDataset(Dataset):
         else:
             seq_len = max(self.dataset.length_of(index) for index in indices)
         ranges = self.place.ranges(seq_len)
-        return [self.dataset.read_ranges(index, ranges) for index in indices]
+        return [sendable(self.dataset.read_ranges(index, ranges)) for index in indices]
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
@@ -79,7 +80,7 @@ class RankCollate:
         self.collate, self.spec, self.place = collate, spec, place
 
     def __call__(self, samples: Any) -> Any:
-        return self.spec.cut(self.collate(samples), self.place)
+        return sendable(self.spec.cut(self.collate(detached(samples)), self.place))
 
 
 class RankIterable:

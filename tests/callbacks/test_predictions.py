@@ -1,6 +1,7 @@
 """PredictionWriter: one CSV row a sequence, batch by batch, and a clear word to modules that return something else."""
 
 import csv
+import os
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_dilated import LongNetClassifier, LongNetLM
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
+from lightning_dilated.data.csv_fields import plain_field
 
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer
 from ..models.slides import encoder
@@ -68,6 +70,35 @@ def test_each_rank_has_its_own_file(tmp_path):
 def test_nothing_predicted(tmp_path, capsys):
     predict(PredictionWriter(str(tmp_path / "p.csv")), [batch(2, 20)], limit_predict_batches=0)
     assert not (tmp_path / "p.csv").exists() and "predictions:" not in capsys.readouterr().out
+
+
+FORMULAS = ["=cmd|'calc'!A0", "@SUM(1)", "+1", "-2+3", "\t=1", "\r=1", "\n=1", "＝1", "'=1", "'"]
+PLAIN = ["a", "", "s=1", "1'", " b"]
+
+
+def test_no_formulas(tmp_path):
+    """Words of others are shown by a spreadsheet and not run; read back, they are what they were."""
+    words = [*FORMULAS, *PLAIN]
+    strategy = SimpleNamespace(is_first_of_sequence=True)
+    run = SimpleNamespace(distributed_sampler_kwargs=None, strategy=strategy)
+    writer = PredictionWriter(str(tmp_path / "p.csv"))
+    writer.on_predict_start(run, None)
+    prediction = {"slide_id": words, "=score": torch.arange(len(words)) - 3.5}
+    writer.write_on_batch_end(run, None, prediction, None, None, 0, 0)
+    header, *lines = rows(tmp_path / "p.csv")
+    assert header == ["slide_id", "'=score"]
+    assert [line[0] for line in lines] == [*(f"'{x}" for x in FORMULAS), *PLAIN]
+    assert [plain_field(line[0]) for line in lines] == words
+    assert [float(line[1]) for line in lines] == prediction["=score"].tolist()  # numbers stay numbers
+    assert lines[0][1] == "-3.5"
+
+
+def test_names_of_files_that_are_no_text(tmp_path):
+    writer = PredictionWriter(str(tmp_path / "p.csv"))
+    run = SimpleNamespace(distributed_sampler_kwargs=None, strategy=SimpleNamespace(is_first_of_sequence=True))
+    writer.on_predict_start(run, None)
+    writer.write_on_batch_end(run, None, {"slide_id": [os.fsdecode(b"a\xff")]}, None, None, 0, 0)
+    assert (tmp_path / "p.csv").read_bytes() == b"slide_id\r\na\xff\r\n"
 
 
 # -- slides ------------------------------------------------------------------------------------------------------------
@@ -128,7 +159,7 @@ def test_any_features(tmp_path):
         assert header == [*want, *(f"e{i}" for i in range(16))]
         assert [float(v) for v in lines[1][len(want) :]] == got["embedding"][1].tolist()
         if want:
-            assert [line[0] for line in lines] == ["a,b", 'c "d"', "é", "\n"]
+            assert [line[0] for line in lines] == ["a,b", 'c "d"', "é", "'\n"]
             assert float(lines[1][2]) == float(named[0]["label"][1, 1])
 
 

@@ -3,6 +3,7 @@
 import csv
 import json
 
+import h5py
 import numpy as np
 import pytest
 import torch
@@ -75,3 +76,15 @@ def test_fit_without_a_slide_to_train_on(cli, here):
     result = cli("fit", *MODEL, *DATA, *QUIET, "--model.task", "regression")
     assert result.code == 2 and "no train split to fit on: all slides are in the test split" in result.err
     assert "Traceback" not in result.err
+
+
+def test_fit_on_tile_numbers(cli, here):
+    """Files that say nothing, as CLAM's: the model's tile_size tells what is wrong, before a step is made."""
+    for path in (here / "slides").glob("*.h5"):
+        with h5py.File(path, "r+") as file:
+            coords = file["coords"][()] // 256
+            del file["coords"]
+            file["coords"] = coords
+    result = cli("fit", *MODEL, *DATA[:4], *QUIET, "--data.val_fraction", "0", "--model.task", "regression")
+    assert result.code == 2 and "look like tile numbers, not pixels: multiply them" in result.err
+    assert "slide_000.h5" in result.err and "Traceback" not in result.err

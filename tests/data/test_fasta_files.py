@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dilated.data import GenomeDataModule
+from lightning_dilated.data import GenomeDataModule, fasta_files
 from lightning_dilated.data.fasta_files import default_cache, index, plain_file
 
 HERE = Path(__file__).parent
@@ -76,9 +76,12 @@ def write(folder: Path, text: str | bytes, name: str = "a.fa") -> Path:
 LINES = "ACGTACGTAC\n" * 5
 
 
-def index_of_another(folder: Path, fai: str) -> Path:
+def index_of_another(folder: Path, fai: str | None) -> Path:
     path = write(folder, f">one\n{LINES}>two\n{LINES}")
-    write(folder, fai, "a.fa.fai")
+    if fai is None:
+        (folder / "a.fa.fai").mkdir()
+    else:
+        write(folder, fai, "a.fa.fai")
     return path
 
 
@@ -150,6 +153,22 @@ BAD = {
     ),
     "index that is none": (lambda d: index_of_another(d, "nothing here\n"), "the index .*a.fa does not fit"),
     "empty index": (lambda d: index_of_another(d, ""), "the index .*a.fa does not fit the file .no record"),
+    **{
+        f"index: {name}": (lambda d, line=line: index_of_another(d, f"one\t{line}\n"), "the index .*a.fa does not fit")
+        for name, line in {
+            "0 bases a line": "50\t5\t0\t0",
+            "0 bytes a line": "50\t5\t10\t0",
+            "fewer bytes than bases a line": "50\t5\t10\t9",
+            "-1 bases": "-1\t5\t10\t11",
+            "-10 bases a line": "50\t5\t-10\t-11",
+            "from before the file": "50\t-5\t10\t11",
+            "from behind the file": f"50\t{10**30}\t10\t11",
+            "more bases than bytes": f"{10**30}\t5\t10\t11",
+            "too few columns": "50",
+            "words": "a\tb\tc\td",
+        }.items()
+    },
+    "index that is a folder": (lambda d: index_of_another(d, None), "a.fa does not fit .*fai is no file"),
     "index with names twice": (
         lambda d: index_of_another(d, "one\t50\t5\t10\t11\none\t50\t65\t10\t11\n"),
         'Two records have the name "one"',
@@ -171,4 +190,58 @@ def test_bad_files(tmp_path: Path, case: str) -> None:
 def test_without_pyfaidx(lambda_virus: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyfaidx", None)
     with pytest.raises(ImportError, match=r"pip install 'lightning-dilated\[genomes\]'"):
+        GenomeDataModule(lambda_virus).check()
+
+
+# -- what a file may do to this machine --------------------------------------------------------------------------------
+def test_a_gzip_bomb_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fasta_files, "SMALL", 1 << 16)
+    text = ">one\n" + ("A" * 99 + "\n") * 20_000  # 2 MB of 2 kB
+    bomb = tmp_path / "a.fa.gz"
+    bomb.write_bytes(gzip.compress(text.encode()))
+    cache = tmp_path / "cache"
+    with pytest.raises(ValueError, match=r"a\.fa\.gz unpacks to more than 100 times its [\d,]+ bytes.*gunzip -k"):
+        plain_file(str(bomb), cache)
+    assert names(cache) == []
+    monkeypatch.setattr(fasta_files, "SMALL", 1 << 24)
+    assert Path(plain_file(str(bomb), cache)).read_text() == text
+
+
+def test_folders_of_the_cache_are_of_this_user_alone(tmp_path: Path) -> None:
+    old, shared = os.umask(0), tmp_path / "shared"
+    shared.mkdir(mode=0o777)
+    try:
+        found = Path(plain_file(PACKED, shared / "a" / "b"))
+    finally:
+        os.umask(old)
+    assert [folder.stat().st_mode & 0o777 for folder in (shared, shared / "a", shared / "a" / "b")] == [
+        0o777,
+        0o700,
+        0o700,
+    ]
+    assert found.is_file() and not any(path.suffix != ".lock" for path in found.parent.iterdir() if path != found)
+
+
+def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("kept")
+    found = Path(plain_file(PACKED, tmp_path / "cache"))
+    found.unlink()
+    lock = Path(f"{found}.lock")
+    lock.unlink()
+    lock.symlink_to(precious)
+    with pytest.raises(OSError, match=r"\.lock"):
+        plain_file(PACKED, tmp_path / "cache")
+    assert precious.read_text() == "kept"
+
+
+def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(FileExistsError, match=r"data\.cache_dir .*cache is no folder; name another"):
+        plain_file(PACKED, tmp_path / "cache" / "genomes")
+
+
+def test_an_index_that_is_a_fifo(lambda_virus: str, tmp_path: Path) -> None:
+    os.mkfifo(f"{lambda_virus}.fai")
+    with pytest.raises(ValueError, match=r"\.fai is neither a regular file"):
         GenomeDataModule(lambda_virus).check()

@@ -122,6 +122,24 @@ def test_special_files(tree: Path) -> None:
     assert "a/fifo" not in names(tree, [str(tree / "a" / "*")])
 
 
+def test_links_to_themselves(tree: Path) -> None:
+    (tree / "a" / "loop.txt").symlink_to("loop.txt")
+    for path in (tree / "a", tree / "a" / "loop.txt", tree / "a" / "**"):
+        if path.name == "**":
+            assert "a/loop.txt" not in names(tree, [str(path)])
+            continue
+        with pytest.raises(
+            FileNotFoundError, match=r"loop\.txt (does not exist|is a link to a file that does not exist)"
+        ):
+            collect_files([str(path)])
+
+
+def test_special_files_that_are_named_like_data(tree: Path) -> None:
+    os.mkfifo(tree / "a" / "fifo.fa")
+    with pytest.raises(ValueError, match=r"fifo\.fa is neither a regular file nor a directory"):
+        collect_files([str(tree / "a")], [".fa"])
+
+
 def test_unreadable_files_and_directories(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the tests may run as root, whom permissions do not bind
     def denied(path: str, *_: object) -> None:

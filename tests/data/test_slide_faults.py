@@ -1,5 +1,6 @@
 """Bad slides, csv files and options: each is named with its file and row or line, and with what to change."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -72,7 +73,7 @@ SLIDES = {
     "truncated": (lambda p: truncate(p, 0.5), "truncated, as by a copy.*copy or write it again"),
     "damaged": (damaged, "damaged or cut short"),
     "no features": (lambda p: write_as(p, feats=F, coords=C), "no 'features'; it holds coords, feats: set data.features_n"),
-    "no coords": (lambda p: write(p, F), "no 'coords'; it holds features: set data.coords_name .None reads"),
+    "no coords": (lambda p: write(p, F), "no 'coords'; it holds features: set data.coords_name to .*SlideEncoder needs"),
     "nothing": (lambda p: write_as(p), "no 'features'; it holds nothing"),
     "a group": (groups, "'features' is a Group, not an array"),
     "lengths": (lambda p: write(p, F, C[:-1]), "'features' has 12 tiles and 'coords' has 11"),
@@ -184,6 +185,12 @@ def test_bad_csv(folder, name):
 def test_no_csv(folder):
     with pytest.raises(FileNotFoundError, match=r"none\.csv is no file: pass the path of a csv"):
         module(folder, labels_csv=str(folder / "none.csv")).check()
+    os.mkfifo(folder / "fifo.csv")
+    with pytest.raises(ValueError, match=r"fifo\.csv is neither a regular file"):
+        module(folder, labels_csv=str(folder / "fifo.csv")).check()
+    (folder / "loop.csv").symlink_to("loop.csv")
+    with pytest.raises(OSError, match=r"data\.labels_csv .*loop\.csv cannot be read .*pass the path of a csv"):
+        module(folder, labels_csv=str(folder / "loop.csv")).check()
     (folder / "labels.csv").write_bytes(b"PK\x03\x04\xff\xfe")
     with pytest.raises(ValueError, match=r"not UTF-8 text.*not as a spreadsheet"):
         module(folder).check()

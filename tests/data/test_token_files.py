@@ -76,6 +76,15 @@ def test_scan_finds_every_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, c
         scan(stream, 4, None)
 
 
+TWELVE = f"{{'descr': '<u2', 'fortran_order': False, 'shape': ({10**12},)}}"
+
+
+def header(text: str, length: int | None = None) -> bytes:
+    """A .npy file of 50 tokens with this header."""
+    declared = len(text) if length is None else length
+    return b"\x93NUMPY\x02\x00" + declared.to_bytes(4, "little") + text.encode() + bytes(100)
+
+
 def npy(folder: Path, array: np.ndarray) -> Path:
     np.save(folder / "a.npy", array)
     return folder / "a.npy"
@@ -115,6 +124,29 @@ BAD = {
         {},
         "a.npy has no readable .npy header.* rename it to .bin",
     ),
+    **{
+        f"npy header: {name}": (lambda d, given=given: raw(d, header(*given), "a.npy"), {}, message)
+        for name, given, message in [
+            (
+                "a negative shape",
+                ("{'descr': '<u2', 'fortran_order': False, 'shape': (-5,)}",),
+                "its header says -5 tokens",
+            ),
+            (
+                "10^12 tokens",
+                (TWELVE,),
+                "a.npy was cut off: its header says 1,000,000,000,000 tokens, but 50 are there",
+            ),
+            (
+                "4 GiB of header",
+                (TWELVE, 2**32 - 1),
+                "a.npy has no readable .npy header .4,294,967,295 bytes of header in a",
+            ),
+            ("open brackets", ("[" * 9000,), "a.npy has no readable .npy header .* rename it to .bin"),
+            ("an expression", ("__import__('os')",), "a.npy has no readable .npy header .* rename it to .bin"),
+            ("nothing", ("",), "a.npy has no readable .npy header .* rename it to .bin"),
+        ]
+    },
     "2-D npy": (
         lambda d: npy(d, TOKENS.reshape(4, 100)),
         {},

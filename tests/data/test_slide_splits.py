@@ -1,0 +1,164 @@
+"""Splits of slides: groups stay whole, each split has its share of every class, and one of one class says so."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated.data import SlideDataModule
+from lightning_dilated.data.slide_labels import split_groups
+
+from .test_slides import grid, table, write
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Twenty slides s0 to s19. Read only."""
+    path = tmp_path_factory.mktemp("splits")
+    for i in range(20):
+        write(path / f"s{i}.h5", np.ones((12, 3), np.float32) * i, grid(12), patch_size_level0=256)
+    return path
+
+
+def module(folder, path, **options) -> SlideDataModule:
+    return SlideDataModule(str(folder), path, **options)
+
+
+# -- groups --------------------------------------------------------------------------------------------------------------
+def torn(tmp_path):
+    """Patients of two slides each; the column cuts p0, p1 (train and test) and p2 (train and val) apart."""
+    words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
+    words[1] = words[3] = "test"
+    words[5] = "val"
+    lines = [f"s{i},{i % 2},{word},p{i // 2}" for i, word in enumerate(words)]
+    return table(tmp_path / "l.csv", "slide_id,label,split,patient", *lines)
+
+
+def test_a_split_column_that_cuts_groups_apart_is_refused(folder, tmp_path):
+    path = torn(tmp_path)
+    message = (
+        r"l\.csv: the column 'split' cuts 3 of 10 groups of 'patient' apart \(2 lie in train and test, 1 lie in train and "
+        r"val\).*'p0' has 1 in train, 1 in test; 'p1' has.*data\.split_column to null.*data\.group_column"
+    )
+    with pytest.raises(ValueError, match=message):
+        module(folder, path, group_column="patient").check()
+    module(folder, path).check()  # nobody said that patients are to stay together
+    module(folder, path, group_column="patient", split_column=None).check()
+
+
+def test_a_split_column_that_keeps_groups_whole(folder, tmp_path):
+    lines = [f"s{i},{i % 2},{'test' if i > 15 else 'train'},p{i // 2}" for i in range(20)]
+    path = table(tmp_path / "l.csv", "slide_id,label,split,patient", *lines)
+    assert len(module(folder, path, group_column="patient").dataset("test")) == 4
+
+
+# -- fractions -----------------------------------------------------------------------------------------------------------
+def shares(words: list[str], labels: list[int]) -> dict[str, Counter]:
+    return {split: Counter(x for x, word in zip(labels, words, strict=True) if word == split) for split in set(words)}
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_split_has_its_share_of_every_class(seed):
+    labels = [0] * 45 + [1] * 15
+    found = shares(split_groups([f"s{i}" for i in range(60)], labels, 0.1, 0.2, seed), labels)
+    assert found["test"] == {0: 9, 1: 3} and found["val"] in ({0: 4, 1: 2}, {0: 5, 1: 1})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_patients_of_a_rare_class_reach_every_split(seed):
+    """30 patients, of whom 4 have a positive slide among negative ones."""
+    labels = [int(i % 3 == 0 and i < 12) for i in range(90)]
+    groups = [f"p{i // 3}" for i in range(90)]
+    words = split_groups(groups, labels, 0.2, 0.2, seed)
+    assert all(len({w for w, g in zip(words, groups, strict=True) if g == x}) == 1 for x in set(groups))
+    assert all(found[1] >= 1 for found in shares(words, labels).values()) and len(set(words)) == 3
+
+
+def test_the_seed_alone_decides():
+    groups, labels = [f"s{i}" for i in range(40)], [i % 4 for i in range(40)]
+    same = [split_groups(groups, labels, 0.2, 0.2, 3) for _ in range(2)]
+    assert same[0] == same[1] != split_groups(groups, labels, 0.2, 0.2, 4)
+    order = np.random.default_rng(0).permutation(40)
+    mixed = split_groups([groups[i] for i in order], [labels[i] for i in order], 0.2, 0.2, 3)
+    assert mixed == [same[0][i] for i in order]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=40),
+    val=st.sampled_from([0, 0.01, 0.1, 0.5, 0.9]),
+    test=st.sampled_from([0, 0.1, 0.3, 0.5]),
+    seed=st.integers(0, 9),
+)
+def test_any_fractions(groups, val, test, seed):
+    names, labels = [f"g{g}" for g, _ in groups], [c for _, c in groups]
+    words = split_groups(names, labels, val, test, seed)
+    of = dict(zip(names, words, strict=True))
+    assert [of[name] for name in names] == words  # groups are whole
+    count, sizes = len(of), Counter(of.values())
+    wanted = [max(1, round(f * count)) if f else 0 for f in (val, test)]
+    assert sizes["val"] == min(wanted[0], count) and sizes["test"] == min(wanted[1], count - sizes["val"])
+
+
+def test_no_classes_are_one(folder, tmp_path):
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},{i / 8}" for i in range(20)))
+    data = module(folder, path, labels="numbers", val_fraction=0.2, test_fraction=0.2)
+    assert [len(data.dataset(split)) for split in ("train", "val", "test")] == [12, 4, 4]
+
+
+# -- one class -----------------------------------------------------------------------------------------------------------
+def test_a_split_of_one_class_says_so(folder, tmp_path):
+    words = ["train"] * 12 + ["val"] * 4 + ["test"] * 4
+    lines = [f"s{i},{'ab'[i % 2] if word != 'val' else 'a'},{word}" for i, word in enumerate(words)]
+    path = table(tmp_path / "l.csv", "slide_id,label,split", *lines)
+    with pytest.warns(
+        UserWarning, match="the val split has slides of one class only: 4 of 'a'. val_auroc will be nan"
+    ) as told:
+        module(folder, path).check()
+    assert len(told) == 1 and "in the csv" in str(told[0].message)
+
+
+def test_one_class_by_fractions(folder, tmp_path):
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},{i % 2}" for i in range(20)))
+    with pytest.warns(UserWarning, match=r"the val split has .* 1 of .*: raise data\.val_fraction, or add slides"):
+        module(folder, path, val_fraction=0.05, test_fraction=0.2).check()
+
+
+def test_no_word_of_splits_with_all_classes(folder, tmp_path, recwarn):
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},{i % 2}" for i in range(20)))
+    module(folder, path).check()
+    assert not recwarn.list
+
+
+def test_a_cohort_of_one_class(folder, tmp_path):
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},tumor" for i in range(20)))
+    options = {"val_fraction": 0, "test_fraction": 1}
+    with pytest.raises(ValueError, match=r"all labels are 'tumor'.*such as --data\.classes '\[tumor,other\]'"):
+        module(folder, path, **options).check()
+    data = module(folder, path, classes=["normal", "tumor"], **options)
+    with pytest.warns(UserWarning, match="the test split has slides of one class only: 20 of 'tumor'"):
+        assert data.classes == ["normal", "tumor"] and set(data.found.labels) == {1}
+
+
+# -- slides without a tile -----------------------------------------------------------------------------------------------
+def test_slides_without_a_tile(tmp_path):
+    for i in range(5):
+        tiles = 0 if i in (1, 3) else 12
+        write(tmp_path / f"s{i}.h5", np.ones((tiles, 3), np.float32), grid(tiles))
+    path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},{'ab'[i % 4 // 2]}" for i in range(5)))
+    options = {"val_fraction": 0, "test_fraction": 0}
+    with pytest.raises(ValueError, match=r"(?s)2 slides cannot be used.*s1\.h5: the slide is empty.*to 'leave_out'"):
+        module(tmp_path, path, **options).check()
+    data = module(tmp_path, path, unmatched="leave_out", **options)
+    with pytest.warns(UserWarning, match=r"(?s)2 slides without a tile are left out:.*s1\.h5\n.*s3\.h5"):
+        dataset = data.dataset("train")
+    assert [s.name for s in dataset.slides] == ["s0", "s2", "s4"] and dataset.labels == [0, 1, 0]
+    assert len(SlideDataModule(str(tmp_path), unmatched="leave_out", **options).dataset("train")) == 3
+
+
+def test_no_slide_has_a_tile(tmp_path):
+    write(tmp_path / "a.h5", np.ones((0, 3), np.float32), grid(0))
+    with pytest.raises(ValueError, match=r"none of the 1 slides has a tile.*a\.h5"):
+        SlideDataModule(str(tmp_path), unmatched="leave_out").check()
