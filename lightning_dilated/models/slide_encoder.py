@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lightning_dilated.models.attention_maps import chosen_layers, layer_weights, tile_rows
 from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.file_classes import without_training
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_weights import (
@@ -146,7 +147,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 f"{path} is no Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its weights, "
                 "from_gigapath those of a release."
             )
-        known = {name: value for name, value in settings.items() if name in inspect.signature(cls).parameters}
+        names = inspect.signature(cls).parameters
+        known = {name: value for name, value in without_training(settings).items() if name in names}
         model = cls(**{**known, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()
