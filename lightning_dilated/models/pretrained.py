@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lightning_dilated.models.file_classes import TRAINING, check_classes, without_training
+from lightning_dilated.models.released import check_finite
 from lightning_dilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
@@ -256,6 +257,8 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     if len(dtypes) == 1:
         model.to(dtypes.pop())
     alias = _aliases(model)
+    weights = {name for name, _ in model.named_parameters()}  # a buffer may hold an infinity on purpose
+    check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:
         missing, more = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:
