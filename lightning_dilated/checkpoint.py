@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import sys
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
 from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models.file_classes import TRAINING
+from lightning_dilated.torch_files import load_file
 
 #: ids that a vocabulary is padded by at most, as usual
 _PADDING = 1024
@@ -29,7 +29,7 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
             f"ckpt_path {path}: no such file. Pass a .ckpt that fit wrote (run folder, checkpoints/)."
         )
     try:
-        stored = _loaded(path)
+        stored = load_file(path, mapped=True)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise ValueError(
@@ -39,16 +39,6 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if not isinstance(stored, dict) or "state_dict" not in stored:
         raise ValueError(f"ckpt_path {path} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
     return stored
-
-
-def _loaded(path: str | Path) -> Any:
-    try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except UnpicklingError as error:
-        if "torchao.optim" not in str(error):
-            raise
-    importlib.import_module("torchao.optim")  # tells torch of its states of 8 bits, which lie beside the weights
-    return torch.load(path, weights_only=True, map_location="cpu", mmap=True)
 
 
 def model_config(stored: dict[str, Any]) -> dict[str, Any]:
@@ -61,6 +51,8 @@ def model_config(stored: dict[str, Any]) -> dict[str, Any]:
 def load_module(path: str | Path) -> DilatedModule:
     """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
 
+    The checkpoint's optimizer and scheduler are not read: the module has its class's own.
+
     `path` is a .ckpt, or a folder that `save_pretrained` wrote.
 
     Raises:
@@ -68,7 +60,8 @@ def load_module(path: str | Path) -> DilatedModule:
     """
     if (Path(path) / "config.json").is_file():
         return DilatedModule.from_pretrained(path).eval()
-    class_path = model_config(read_checkpoint(path))["class_path"]
+    config = model_config(read_checkpoint(path))
+    class_path = config["class_path"]
     module, _, name = class_path.rpartition(".")
     cls = getattr(sys.modules.get(module), name, None)
     if not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
@@ -76,7 +69,10 @@ def load_module(path: str | Path) -> DilatedModule:
             f"ckpt_path {path} holds a {class_path}, which is not imported here. Import it and call its "
             "load_from_checkpoint in Python."
         )
-    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True).eval()
+    defaults = inspect.signature(DilatedModule.__init__).parameters
+    own = inspect.signature(cls.__init__).parameters
+    instead = {name: own.get(name, defaults[name]).default for name in TRAINING if name in config["init_args"]}
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **instead).eval()
 
 
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:

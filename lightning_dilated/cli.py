@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import sys
 import warnings
 from collections.abc import Mapping
@@ -30,6 +31,7 @@ from lightning_dilated.encode import run as run_tokenize
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
+from lightning_dilated.models.file_classes import check_classes, without_training
 from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.plan import run as run_plan
 from lightning_dilated.verify import run as run_verify
@@ -187,7 +189,12 @@ def with_checkpoint(argv: list[str]) -> list[str]:
     if there.rpartition(".")[2] != here.rpartition(".")[2]:
         fail(f"--ckpt_path {path} holds a {there}, but the recipe or --model names {here}. Use one class for both.")
     settings = [] if named else [f"--model={model['class_path']}"]
-    for key, value in model["init_args"].items():
+    hparams = without_training(model["init_args"])  # how to train is the recipe's to say
+    try:
+        check_classes({**hparams, **({} if named else {"class_path": there})}, path, known=named_modules(configs, rest))
+    except ValueError as error:
+        fail(error)
+    for key, value in hparams.items():
         settings.append(f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}")
     return [argv[0], *configs, *settings, *rest]
 
@@ -203,6 +210,12 @@ def model_class(configs: list[str], rest: list[str]) -> str | None:
         if given is not None:
             found = given
     return found
+
+
+def named_modules(configs: list[str], rest: list[str]) -> set[str]:
+    """The modules of all classes that the recipes and arguments name."""
+    words = re.findall(r"[\w.]+\.\w+", " ".join([json.dumps(read(configs), default=str), *rest]))
+    return {word.rpartition(".")[0] for word in words}
 
 
 def read(configs: list[str]) -> list[dict[str, Any]]:

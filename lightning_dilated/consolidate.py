@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from lightning_dilated.models.pretrained import (
     tensors_of,
     write_folder,
 )
-from lightning_dilated.strategy.peers import Peers, reason
-from lightning_dilated.strategy.saved_folder import META, checked, read_meta, read_tensors
+from lightning_dilated.strategy.peers import Peers
+from lightning_dilated.strategy.saved_folder import checked, read_meta, read_tensors
 
 SUFFIX = ".safetensors"
 
@@ -60,13 +59,8 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
         stored = read_checkpoint(path)
         return path, stored["state_dict"], stored
     found = checked(path, Peers())
-    for name in (".metadata", META):
-        if not (found / name).is_file():
-            raise ValueError(f"{found} is no sharded checkpoint: it has no {name}.")
-    try:
-        return found, read_tensors(found, "state_dict.").get("state_dict", {}), read_meta(found, weights_only=True)
-    except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        raise ValueError(f"{found} cannot be read ({reason(error)}). Use an earlier checkpoint.") from None
+    rest = read_meta(found)
+    return found, read_tensors(found, "state_dict.").get("state_dict", {}), rest
 
 
 def described(

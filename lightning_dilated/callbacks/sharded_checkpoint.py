@@ -22,7 +22,8 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Sin
 from lightning_dilated.callbacks.background import Background
 from lightning_dilated.strategy.peers import Peers, reason
 from lightning_dilated.strategy.saved_files import clean, listed, name_of, newest_whole, nothing_good
-from lightning_dilated.strategy.saved_folder import ALONE, FolderIO, checked, say_damaged, write
+from lightning_dilated.strategy.saved_folder import FolderIO, checked, load_folder_with, say_damaged, write
+from lightning_dilated.strategy.saved_reader import ALONE
 from lightning_dilated.strategy.saved_state import HostCopies, alike, plain_sizes, shares, taken
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
@@ -107,9 +108,9 @@ class ShardedCheckpoint(Checkpoint):
         strategy = trainer.strategy
         _refuse(strategy)
         self._meet(trainer)
-        late = strategy.restore_checkpoint_after_setup  # and then it reads folders by itself, as ours do
-        if not (late or isinstance(strategy, SequenceStrategy) or isinstance(strategy.checkpoint_io, FolderIO)):
-            strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
+        late = strategy.restore_checkpoint_after_setup
+        if not isinstance(strategy, SequenceStrategy):  # ours read folders by themselves
+            self._teach(strategy, late)
         if stage != "fit" or trainer.fast_dev_run:
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
@@ -124,6 +125,13 @@ class ShardedCheckpoint(Checkpoint):
         """Load where the strategy deals the parameters first."""
         if self._found is not None and trainer.strategy.restore_checkpoint_after_setup:
             trainer._checkpoint_connector.resume_start(self._found)
+
+    def _teach(self, strategy: Any, late: bool) -> None:
+        """Have one of Lightning's strategies read folders as ours do: whole ones only, and without running code in them."""
+        if late:
+            strategy.load_checkpoint = partial(load_folder_with, strategy, partial(checked, peers=self._peers))
+        elif not isinstance(strategy.checkpoint_io, FolderIO):
+            strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
     def _meet(self, trainer: pl.Trainer) -> None:
         """Process groups of our own, once: the files' thread must not get between the collectives of the training."""

@@ -275,7 +275,8 @@ class LongNetLM(TokenModel):
             FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
                 have, or sizes that do not fit. Tensors that nothing uses are named in a warning.
         """
-        sizes, state = convert(read_state_dict(source), num_heads, scale_embedding)
+        where = "the state dict" if isinstance(source, Mapping) else source
+        sizes, state = convert(read_state_dict(source), num_heads, scale_embedding, options.get("depth"), where)
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
         model = cls(pattern, **{"norm": "layernorm", "ffn": "gelu", "bias": True, **sizes, **options})
         model.to(state["embedding.weight"].dtype)

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.image_patches import image_patches, table_positions
-from lightning_dilated.models.longvit_weights import load_longvit, read_longvit
+from lightning_dilated.models.longvit_weights import PUBLISHED, load_longvit, read_longvit
 from lightning_dilated.models.pooled import PooledModule, guarded, mean_token
+from lightning_dilated.models.released import check_depth, missing_file
 from lightning_dilated.models.slide_backbone import RELEASED_RATES
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
@@ -111,7 +112,7 @@ class LongViT(PooledModule):
         if norm_at not in ("mean", "patches"):
             raise ValueError(f"norm_at must be mean or patches, got {norm_at!r}.")
         if pretrained is not None and not Path(pretrained).is_file():
-            raise FileNotFoundError(f"pretrained {pretrained}: no such file.")
+            raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
         self.norm_at, self.pretrained, self.compile_blocks = norm_at, pretrained, self._compiled(compile_blocks)
         self.ffn_dim = 4 * dim if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
         segments = (
@@ -160,7 +161,10 @@ class LongViT(PooledModule):
         file = read_longvit(path)
         if norm_at is None:
             norm_at = "mean" if "mean" in file.norms else "patches"
-        found = {**file.sizes(), "num_heads": num_heads, "norm_at": norm_at}
+        sizes = file.sizes()
+        known = PUBLISHED.get((sizes["in_channels"], sizes["patch_size"], sizes["dim"]))
+        check_depth(sizes["depth"], options.get("depth"), known, path, "the published LongViT")
+        found = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
         found |= {"padding": "attended" if compat else "masked"}
         found |= {} if image_size is None else {"image_size": image_size}
         model = cls(**{**found, **options}, pretrained=str(path))

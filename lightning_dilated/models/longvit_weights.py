@@ -18,13 +18,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_dilated.models.image_patches import resized_table
+from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of
 from lightning_dilated.models.slide_weights import LAYER, QKV, read_file
 
 #: where a file may keep its state dict, in this order; DINO's teacher is what its authors fine-tune
 ENTRIES = ("teacher", "model", "module", "state_dict")
+#: layers of the published model, by channels, pixels of a patch's side and width
+PUBLISHED = {(3, 32, 384): 12}
 #: parts that would take part in what is computed, and that a LongViT does not have
 FOREIGN = re.compile(r"(cls_token$|encoder\.(layer_norm|layernorm_embedding|embed_positions)\b|.*\.moe_layer\.)")
-_LAYERS = re.compile(r"encoder\.layers\.(\d+)\.")
+_LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _KINDS = ("weight", "bias")
 
 
@@ -77,16 +80,18 @@ def read_longvit(path: str | Path) -> LongViTFile:
         stored = next((stored[x] for x in ENTRIES if isinstance(stored.get(x), Mapping)), stored)
     if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
         raise ValueError(f"{path} holds no weights: wanted a state dict, bare or under one of {', '.join(ENTRIES)}.")
+    check_names(stored, path)
     prefixes = [name.removesuffix("pos_embed") for name in stored if re.search(r"(^|\.)pos_embed$", name)]
     if len(prefixes) != 1:
         raise ValueError(f"{path} is no LongViT: no single pos_embed, its table of positions, among {_few(stored)}.")
     inside = [name.removeprefix(prefixes[0]) for name in stored if name.startswith(prefixes[0])]
     _check_parts(inside, str(path))
-    names = _names(1 + max((int(m[1]) for m in map(_LAYERS.match, inside) if m), default=0), prefixes[0])
+    names = _names(layers_of([m[1] for m in map(_LAYERS.match, inside) if m], len(inside), path), prefixes[0])
     wanted = [x for of in names.values() for x in of]
     missing = [x for x in wanted if x not in stored]
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} of {len(wanted)} parameters of a LongViT: {_few(missing)}.")
+    check_layer_shapes({x: stored[x] for x in wanted}, path)
     _check_shapes(stored[names["pos_embed"][0]], stored[names["patch_embed.weight"][0]], str(path))
     return LongViTFile(str(path), stored, names, *_outer(stored, prefixes[0]))
 
@@ -153,6 +158,7 @@ def load_longvit(model: Any, path: str | Path) -> None:
     if head and len(file.tensor(head["head.linear.bias"])) != model.num_classes:
         head = {}
     names = {**file.encoder, **norm_of(file, model.norm_at), **head}
+    check_finite({x: file.stored[x] for of in names.values() for x in of}, path)
     own = dict(model.named_parameters())
     with torch.no_grad():
         for name, of in names.items():

@@ -11,18 +11,23 @@ import inspect
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.io import TorchCheckpointIO
+from lightning.fabric.utilities.cloud_io import _load as read_remote
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
+from typing_extensions import Self
 
 from lightning_dilated.models.advice import advice, longest
+from lightning_dilated.models.file_classes import check_classes
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.newest import Newest
 from lightning_dilated.models.pretrained import Pretrained, class_path
@@ -30,6 +35,7 @@ from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.loss import scalar
+from lightning_dilated.torch_files import load_file
 
 STAGES = ("train", "val", "test")
 
@@ -68,6 +74,30 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self.mean_loss = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
+    @_restricted_classmethod
+    def load_from_checkpoint(
+        cls,
+        checkpoint_path: Any,
+        map_location: Any = None,
+        hparams_file: Any = None,
+        strict: bool | None = None,
+        weights_only: bool | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Lightning's; a class that the file names has to be imported already, or be this package's, torch's or lightning's.
+
+        `weights_only=False` says that the file is trusted, and lets it import what it names.
+
+        Raises:
+            ValueError: naming file and class.
+        """
+        if hparams_file is None and weights_only is not False:
+            hparams = stored_hparams(checkpoint_path)
+            check_classes({k: v for k, v in hparams.items() if k not in kwargs}, checkpoint_path)
+        return super().load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only=weights_only, **kwargs
+        )
+
     def build(self) -> None:
         """Make the layers; called once, under the strategy's device and dtype."""
         raise TypeError(f"{type(self).__name__} must define build(), which makes its layers.")
@@ -255,6 +285,22 @@ class DilatedModule(Pretrained, pl.LightningModule):
             return
         way = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
         Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, way)
+
+
+def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:
+    """The model's hyperparameters in a checkpoint: a path, an open file, or an address that Lightning can read."""
+    if hasattr(checkpoint_path, "read"):
+        stored = load_file(checkpoint_path)
+        checkpoint_path.seek(0)
+    elif Path(checkpoint_path).is_file():
+        stored = load_file(checkpoint_path, mapped=True)
+    elif "://" in str(checkpoint_path):
+        stored = read_remote(checkpoint_path, map_location="cpu", weights_only=True)
+    else:
+        return {}  # Lightning says what is missing
+    names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
+    parts = [stored.get(name) for name in names] if isinstance(stored, Mapping) else []
+    return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
 
 
 def was_given(module: DilatedModule, name: str) -> bool:

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from lightning_dilated.models.file_classes import TRAINING, check_classes, without_training
+from lightning_dilated.models.released import check_finite
 from lightning_dilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from typing import Self
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
-#: hyperparameters that say how a model is trained, and are no part of it
-TRAINING = ("optimizer", "lr_scheduler")
 
 
 class Pretrained:
@@ -105,7 +105,7 @@ def made_of(
     """The model of a class by a config's arguments and `changes`, with these weights; `wrong` begins the error's words."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
-    kept = {k: v for k, v in config["init_args"].items() if open_ended or k in names}
+    kept = {k: v for k, v in without_training(config["init_args"]).items() if open_ended or k in names}
     model = which(**{**kept, **changes})
     _load(model, tensors, wrong)
     if config.get("classes") is not None:
@@ -214,8 +214,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no {CONFIG}. Pass a folder that save_pretrained wrote.")
     try:
         config = json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON ({error}).") from None
+    except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
+        raise ValueError(f"{path} is not JSON ({error}). Write or download it again.") from None
     if not (
         isinstance(config, dict)
         and isinstance(config.get("class_path"), str)
@@ -224,6 +224,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(
             f"{path} needs class_path and init_args, as save_pretrained writes them; got {str(config)[:120]}."
         )
+    check_classes(without_training(config["init_args"]), path)
     return config
 
 
@@ -256,6 +257,8 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
     if len(dtypes) == 1:
         model.to(dtypes.pop())
     alias = _aliases(model)
+    weights = {name for name, _ in model.named_parameters()}  # a buffer may hold an infinity on purpose
+    check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:
         missing, more = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

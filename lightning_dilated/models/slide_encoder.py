@@ -16,9 +16,12 @@ from torch import Tensor
 
 from lightning_dilated.models.attention_maps import chosen_layers, layer_weights, tile_rows
 from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.file_classes import without_training
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
+from lightning_dilated.models.released import check_depth, missing_file
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_weights import (
+    PUBLISHED,
     load_backbone,
     own_weights,
     read_file,
@@ -102,7 +105,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
             padding, slide_options(dropout, attention_dropout, drop_path, engine),
         )  # fmt: skip
         if pretrained is not None and not Path(pretrained).is_file():
-            raise FileNotFoundError(f"pretrained {pretrained}: no such file.")
+            raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
 
     @classmethod
     def from_gigapath(
@@ -115,12 +118,15 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 alone or inside a fine-tuned model; loaded with `weights_only=True`.
             compat: the released attention, whose zero pads take part (`padding="attended"`); False masks them.
             num_heads, grid: which leave no trace in weights; every release has 16 heads and 1000 cells.
-            options: other arguments of `SlideEncoder`.
+            options: other arguments of `SlideEncoder`. With `depth`, the file has to have as many layers; without, as
+                many as GigaPath's encoder of its width, if there is one.
 
         Raises:
             FileNotFoundError, ValueError: naming what the file lacks. Entries of no use are reported in one line.
         """
-        sizes = sizes_of(own_weights(read_weights(path), str(path), grid))
+        sizes = sizes_of(own_weights(read_weights(path), str(path), grid), str(path))
+        known = PUBLISHED.get((sizes["feature_dim"], sizes["dim"]))
+        check_depth(sizes["depth"], options.get("depth"), known, path, "GigaPath's encoder")
         padding = "attended" if compat else "masked"
         model = cls(
             **{**sizes, "num_heads": num_heads, "grid": grid, "padding": padding, **options}, pretrained=str(path)
@@ -146,7 +152,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 f"{path} is no Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its weights, "
                 "from_gigapath those of a release."
             )
-        known = {name: value for name, value in settings.items() if name in inspect.signature(cls).parameters}
+        names = inspect.signature(cls).parameters
+        known = {name: value for name, value in without_training(settings).items() if name in names}
         model = cls(**{**known, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()

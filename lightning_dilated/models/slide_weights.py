@@ -9,14 +9,15 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
 from lightning_dilated.models.grid_positions import GridPositions
+from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of, missing_file
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.torch_files import load_file
 
 #: (release, ours) of a layer's parameters; q, k and v become one
 LAYER = {
@@ -31,7 +32,10 @@ LAYER = {
 QKV = tuple(f"self_attn.{x}_proj" for x in "qkv")
 OUTER = {"patch_embed.proj": "patch_embed", "encoder.layer_norm": "transformer.norm", "norm": "norm"}
 OWN = re.compile(r"(cls_token$|patch_embed\.|transformer\.|norm\.)")
-_LAYERS = re.compile(r"encoder\.layers\.(\d+)\.")
+_LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
+_OWN_LAYERS = re.compile(r"transformer\.blocks\.([0-9]+)\.")
+#: layers of GigaPath's published slide encoders, by features and width
+PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12}
 
 
 def read_file(path: str | Path) -> Any:
@@ -41,12 +45,12 @@ def read_file(path: str | Path) -> Any:
         FileNotFoundError, ValueError: no such file, or one that cannot be read.
     """
     if not Path(path).is_file():
-        raise FileNotFoundError(f"{path}: no such file of slide encoder weights.")
+        raise FileNotFoundError(missing_file(path, "slide encoder weights"))
     try:
-        return torch.load(path, weights_only=True, map_location="cpu", mmap=is_zipfile(path))  # not before torch 1.6
+        return load_file(path, mapped=True)
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} cannot be read as torch weights ({lines[0][:120]}).") from None
+        raise ValueError(f"{path} cannot be read as torch weights ({lines[0][:240]}).") from None
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
@@ -57,6 +61,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             stored = stored[name]
     if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
         raise ValueError(f'{path} holds no weights: wanted a state dict, bare or as {{"model": state_dict}}.')
+    check_names(stored, path)
     return dict(stored)
 
 
@@ -67,13 +72,14 @@ def released_names(depth: int) -> list[str]:
     return ["cls_token", *(f"{m}.{x}" for m in modules for x in ("weight", "bias"))]
 
 
-def own_weights(stored: Mapping[str, Tensor], where: str, grid: int) -> dict[str, Tensor]:
-    """The encoder's part of a state dict, in this package's names; reports in one line what else the file holds.
+def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: bool = False) -> dict[str, Tensor]:
+    """The encoder's part of a state dict, in this package's names.
 
     Args:
         stored: of a release, also as a part of a larger model (names that begin with `slide_encoder.`, say), or our own.
         where: the file, for messages.
         grid: cells along an axis, to compare a stored table of positions with.
+        report: say in one line what else the file holds.
 
     Raises:
         ValueError: naming parameters that are missing, or a table of positions that is another one.
@@ -91,9 +97,10 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int) -> dict[str
         )
     inside = {name.removeprefix(found[0]): x for name, x in stored.items() if name.startswith(found[0])}
     extra = [name for name in stored if not name.startswith(found[0])]
-    layers = [int(m[1]) for m in map(_LAYERS.match, inside) if m]
+    layers = [m[1] for m in map(_LAYERS.match, inside) if m]
     if layers or not any(name.startswith("transformer.") for name in inside):
-        wanted = released_names(1 + max(layers, default=0))
+        wanted = released_names(layers_of(layers, len(inside), where))
+        check_layer_shapes(inside, where)
         made = _converted(inside, wanted, where)
         if "pos_embed" in inside:
             _check_table(inside["pos_embed"], grid, where)
@@ -102,7 +109,8 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int) -> dict[str
     else:
         made = {name: x for name, x in inside.items() if OWN.match(name)}
         extra += [name for name in inside if name not in made]
-    if extra:
+        _check_own(made, where)
+    if extra and report:
         rank_zero_info(f"{where}: {len(extra)} entries besides the encoder's are not used: {_few(extra)}")
     return made
 
@@ -141,11 +149,33 @@ def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return made
 
 
-def sizes_of(own: Mapping[str, Tensor]) -> dict[str, int]:
-    """feature_dim, dim, depth and ffn_dim of weights in this package's names; heads leave no trace in them."""
-    depth = 1 + max(int(m[1]) for m in (re.match(r"transformer\.blocks\.(\d+)\.", name) for name in own) if m)
-    dim, feature_dim = own["patch_embed.weight"].shape
-    ffn_dim = own["transformer.blocks.0.ffn.fc1.weight"].shape[0]
+def _check_own(own: Mapping[str, Tensor], where: str) -> None:
+    """Weights in this package's names: no layer is missing, and all fit each other."""
+    layers_of([m[1] for m in map(_OWN_LAYERS.match, own) if m], len(own), where)
+    try:
+        check_layer_shapes(to_released(own), where)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{where} is no slide encoder ({error}).") from None
+
+
+def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
+    """feature_dim, dim, depth and ffn_dim of weights in this package's names; heads leave no trace in them.
+
+    Raises:
+        ValueError: naming `where`, for weights that are not those of an encoder.
+    """
+    depth = 1 + max((int(m[1]) for m in map(_OWN_LAYERS.match, own) if m), default=-1)
+    embed, first = own.get("patch_embed.weight"), own.get("transformer.blocks.0.ffn.fc1.weight")
+    if (
+        depth < 1
+        or embed is None
+        or first is None
+        or embed.ndim != 2
+        or first.ndim != 2
+        or len(embed) != first.shape[1]
+    ):
+        raise ValueError(f"patch_embed.weight and the first layer of {where} are missing, or do not fit each other.")
+    (dim, feature_dim), ffn_dim = embed.shape, first.shape[0]
     return {"feature_dim": feature_dim, "dim": dim, "depth": depth, "ffn_dim": ffn_dim}
 
 
@@ -156,8 +186,8 @@ def load_backbone(model: Any, path: str | Path) -> None:
         FileNotFoundError, ValueError: also where the sizes of the model differ from the file's, naming the settings.
     """
     _check_settings(model, path)
-    own = own_weights(read_weights(path), str(path), model.grid)
-    there = sizes_of(own)
+    own = own_weights(read_weights(path), str(path), model.grid, report=True)
+    there = sizes_of(own, str(path))
     here = sizes_of(dict(model.named_parameters()))
     wrong = [f"{name}={there[name]} there and {here[name]} here" for name in there if there[name] != here[name]]
     if wrong:
@@ -166,6 +196,7 @@ def load_backbone(model: Any, path: str | Path) -> None:
     missing = [name for name in named if name not in own]
     if missing:
         raise ValueError(f"{path} lacks {len(missing)} parameters of the encoder: {_few(missing)}.")
+    check_finite({name: own[name] for name in named}, path)
     with torch.no_grad():
         for name, parameter in named.items():
             if own[name].shape != parameter.shape:

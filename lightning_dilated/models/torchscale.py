@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightning_dilated.models.released import check_depth, check_finite, check_layer_shapes, check_names, layers_of
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.torch_files import load_file
 
 #: our name <- theirs, in a layer; `.weight` and `.bias` follow
 LAYER = {
@@ -50,7 +52,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
         if not Path(source).is_file():
             raise FileNotFoundError(f"{source}: no such file; from_torchscale takes a .pt file or a state dict.")
         try:
-            stored = torch.load(source, weights_only=True, map_location="cpu")
+            stored = load_file(source)
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
             raise ValueError(
@@ -62,6 +64,7 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
         raise ValueError(
             f"from_torchscale takes a state dict, or {{'model': state dict}}; got {type(stored).__name__}."
         )
+    check_names(stored, "the state dict" if isinstance(source, Mapping) else source)
     found = [k.removesuffix("embed_tokens.weight") for k in stored if k.endswith("embed_tokens.weight")]
     prefixes = [p for p in found if f"{p}output_projection.weight" in stored] if len(found) > 1 else found
     if len(prefixes) != 1:
@@ -73,9 +76,17 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def convert(
-    theirs: Mapping[str, Tensor], num_heads: int | None = None, scale_embedding: bool = False
+    theirs: Mapping[str, Tensor],
+    num_heads: int | None = None,
+    scale_embedding: bool = False,
+    asked: int | None = None,
+    where: str | Path = "the state dict",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(arguments of LongNetLM that the tensors tell, its state dict).
+
+    Args:
+        asked: layers that it must have, if the caller knows.
+        where: the file, for messages.
 
     With xPos, torchscale turns neighbouring channels and this package halves of a head, so rows of q and k change places.
 
@@ -85,13 +96,18 @@ def convert(
     foreign = [k for k in theirs if any(part in k for part in FOREIGN)]
     if foreign:
         raise ValueError(f"this decoder has parts that a LongNetLM does not compute: {', '.join(foreign[:5])}.")
-    depth = 1 + max((int(m[1]) for k in theirs if (m := re.match(r"layers\.(\d+)\.", k))), default=-1)
+    numbers = [m[1] for k in theirs if (m := re.match(r"layers\.([0-9]+)\.", k))]
+    depth = layers_of(numbers, len(theirs), where) if numbers else 0
     integer(depth, "the number of layers", 1)
+    check_depth(depth, asked, None, where)
     sub = "layers.0.self_attn.inner_attn_ln.weight" in theirs
     scale = theirs.get("layers.0.self_attn.xpos.scale")
     args = {"depth": depth, "sub_layernorm": sub, "position_encoding": "none" if scale is None else "xpos"}
     names = _names(depth, sub)
     _check(theirs, names)
+    used = {x: theirs[x] for of in names.values() for x in of}
+    check_layer_shapes(used, where)
+    check_finite(used, where)
     vocab, dim = theirs["embed_tokens.weight"].shape
     if num_heads is None and scale is not None:
         num_heads = dim // (2 * len(scale))

@@ -72,7 +72,7 @@ class Links:
             found = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
             raise ValueError(f"{path} is no JSON ({error}). {remedy}") from None
         try:
             return cls(**{"source": str(path), **_checked(found)})

@@ -125,13 +125,15 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write."""
+        """Lightning's; also of folders, which ShardedCheckpoint and ring_dilated_fsdp write.
+
+        Folders are read without running code, whatever `weights_only` says.
+        """
         peers = Peers(self.global_rank, self.world_size)
         if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
             read_to_host(self.checkpoint_io)
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        found = checked(Path(checkpoint_path), peers)
-        return read_whole(found, kwargs.get("weights_only"))
+        return read_whole(checked(Path(checkpoint_path), peers))
 
 
 def _refuse_offload(name: str, asked: Any) -> None:

@@ -22,7 +22,8 @@ from lightning_dilated.strategy import host_parameters
 from lightning_dilated.strategy.names import Exchange, Layout
 from lightning_dilated.strategy.parameters import shard_parameters
 from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_folder import Reader, checked
+from lightning_dilated.strategy.saved_folder import checked, load_sharded
+from lightning_dilated.strategy.saved_reader import read_metadata
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 from lightning_dilated.strategy.small_states import refuse_one_file, refuse_whole
 
@@ -153,18 +154,19 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Lightning's; it does not hand on `Trainer.fit(weights_only=...)` to strategies like this one."""
+        """Of a folder, without running code that it names, whatever `weights_only` says; of one file, Lightning's.
+
+        Lightning does not pass `Trainer.fit(weights_only=...)` on to strategies like this one.
+        """
         peers = Peers(self.global_rank, self.world_size)
         if peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
-            checkpoint_path = checked(Path(checkpoint_path), peers)
-            if self.optimizers:  # to validate, test and predict weights suffice
-                refuse_whole(Reader(checkpoint_path).read_metadata().state_dict_metadata, checkpoint_path)
-        elif peers.any(Path(checkpoint_path).is_file()):
+            return self._load_folder(checked(Path(checkpoint_path), peers))
+        if peers.any(Path(checkpoint_path).is_file()):
             refuse_one_file(self.optimizers, f"{checkpoint_path} is one file")
         try:
             # Lightning 2.5 has no such argument
             known = "weights_only" in inspect.signature(super().load_checkpoint).parameters
-            with functorch_config.patch(enable_autograd_cache=False):  # to have states, torch makes a step: see above
+            with functorch_config.patch(enable_autograd_cache=False):  # see `_load_folder`
                 return super().load_checkpoint(checkpoint_path, **({"weights_only": weights_only} if known else {}))
         except UnpicklingError as error:
             raise UnpicklingError(
@@ -172,6 +174,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
                 "it, name their classes in torch.serialization.add_safe_globals([...]), or set "
                 "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1; weights_only=False of Trainer.fit does not reach this strategy."
             ) from error
+
+    def _load_folder(self, folder: Path) -> dict[str, Any]:
+        if self.optimizers:  # to validate, test and predict weights suffice
+            refuse_whole(read_metadata(folder).state_dict_metadata, folder)
+        with functorch_config.patch(enable_autograd_cache=False):  # to have states, torch makes a step
+            return load_sharded(folder, self.model, self.optimizers, self.lightning_module.strict_loading)
 
     @override
     @contextmanager

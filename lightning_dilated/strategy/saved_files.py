@@ -67,15 +67,21 @@ class Saved:
     @classmethod
     def read(cls, path: Path) -> Saved:
         """From the manifest; without one, from the folder's name and time."""
+        manifest = path / MANIFEST
         try:
-            told = json.loads((path / MANIFEST).read_text())
+            if manifest.exists() and not manifest.is_file():  # a pipe would be waited for
+                raise ValueError("it is no regular file")
+            told = json.loads(manifest.read_text())
             if told.pop("blake2b") != _seal(told):
                 raise ValueError("its own checksum differs")
+            _check(told)
             return cls(path, told["step"], told["written"], told["files"])
         except FileNotFoundError:
-            broken = f"{path / MANIFEST} is missing"
+            broken = f"{manifest} is missing"
+        except RecursionError:
+            broken = f"{manifest} cannot be read (it is nested too deeply)"
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            broken = f"{path / MANIFEST} cannot be read ({reason(error)})"
+            broken = f"{manifest} cannot be read ({reason(error)})"
         named = _NAME.fullmatch(path.name)
         written = path.stat().st_mtime_ns if path.exists() else 0
         return cls(path, int(named[1]) if named else 0, written, broken=broken)
@@ -105,6 +111,21 @@ class Saved:
             return wrong
         except OSError as error:
             return f"{self.path} cannot be read ({reason(error)})"
+
+
+def _check(told: dict[str, Any]) -> None:
+    """Raise ValueError for values of another kind than `finish` writes."""
+    for name in ("step", "written"):
+        if type(told[name]) is not int:
+            raise ValueError(f"{name} is {told[name]!r:.60}, not a number")
+    if not isinstance(told["files"], dict):
+        raise ValueError("files is no mapping")
+    for name, facts_of in told["files"].items():
+        if Path(name).name != name:
+            raise ValueError(f"files names {name!r:.60}, which is not in this folder")
+        kinds = (int, str) if isinstance(facts_of, dict) else ()
+        if not kinds or any(type(facts_of[x]) is not kind for x, kind in zip(("size", "blake2b"), kinds, strict=True)):
+            raise ValueError(f"files does not give size and blake2b of {name}")
 
 
 def listed(folder: Path) -> list[Saved]:

@@ -7,12 +7,10 @@ read each other's.
 
 from __future__ import annotations
 
-import importlib
 import io
 import os
-import pickle
+import re
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,22 +19,25 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric.plugins import CheckpointIO
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from typing_extensions import override
 
 from lightning_dilated.strategy.peers import Peers, reason
 from lightning_dilated.strategy.saved_files import facts, finish, partial, prune, to_load
+from lightning_dilated.strategy.saved_reader import METADATA, load_into, read_metadata
 from lightning_dilated.strategy.saved_state import by_number
 from lightning_dilated.strategy.small_states import put_together, read_to_host
+from lightning_dilated.torch_files import load_file
 
 META = "meta.pt"
-#: torch's words for one rank that writes or reads alone, as was meant
-ALONE = "torch.distributed is disabled, unavailable or uninitialized"
-#: what a `.metadata` file is made of; anything else in one is refused, as a pickle may run what it names
-_PLAIN = {
-    *(("collections", "OrderedDict"), ("builtins", "set"), ("pathlib", "PosixPath"), ("pathlib", "WindowsPath")),
-    *(("pathlib._local", "PosixPath"), ("torch.serialization", "_get_layout"), ("torch", "Size")),
-}
 
 
 def write(tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers) -> None:
@@ -95,60 +96,23 @@ def say_damaged(told: list[str], instead: Path) -> None:
         rank_zero_warn(f"damaged checkpoints were passed over, and {instead} is loaded: {'; '.join(told)}.")
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        ours = module == "torch.distributed.checkpoint.metadata" or module == "torch.distributed.checkpoint.filesystem"
-        found = getattr(importlib.import_module(module), name, None) if ours or module == "torch" else None
-        if (ours and isinstance(found, type)) or isinstance(found, (torch.dtype, torch.layout, torch.memory_format)):
-            return found
-        if (module, name) in _PLAIN:
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f".metadata names {module}.{name}, which no checkpoint needs; it was not loaded.")
-
-
-class Reader(dcp.FileSystemReader):
-    """torch's, but runs no code that the folder names."""
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the folder holds.
-
-        Raises:
-            ValueError: where `.metadata` cannot be read.
-        """
-        path = Path(self.path) / ".metadata"
-        try:
-            return _Unpickler(io.BytesIO(path.read_bytes())).load()
-        except (pickle.UnpicklingError, EOFError, AttributeError, IndexError, KeyError, ImportError) as error:
-            raise ValueError(f"{path} cannot be read ({reason(error)}). Use an earlier checkpoint.") from None
-
-
-class _Planner(dcp.DefaultLoadPlanner):
-    def __init__(self, weights_only: bool | None) -> None:
-        super().__init__()
-        self._weights_only = weights_only is not False
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        found = torch.load(value, weights_only=self._weights_only)
-        self.original_state_dict[self.mappings[read_item.dest_index.fqn][0]] = found
-
-
-def read_tensors(folder: Path, below: str = "", weights_only: bool | None = None) -> dict[str, Any]:
+def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:
     """The nested contents of the `.distcp` files, whole, on the CPU; with `below` only what lies under that name.
 
     Raises:
         FileNotFoundError, ValueError: where files are missing or cannot be read.
     """
-    reader = Reader(folder)
-    told = reader.read_metadata()
+    listed = read_metadata(folder)
+    paths = listed.planner_data or {}
     flat: dict[str, Any] = {}
-    for key, about in told.state_dict_metadata.items():
+    for key, about in listed.state_dict_metadata.items():
         if key.startswith(below):
+            if key not in paths:
+                raise ValueError(f"{folder / METADATA} does not say where {key} belongs. Use an earlier checkpoint.")
             holds = isinstance(about, TensorStorageMetadata)
             flat[key] = torch.empty(about.size, dtype=about.properties.dtype) if holds else io.BytesIO()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=ALONE)
-        dcp.load(flat, storage_reader=reader, planner=_Planner(weights_only), no_dist=True)
-    return _nested({told.planner_data[key]: value for key, value in flat.items()})
+    load_into(flat, folder, alone=True)
+    return _nested({paths[key]: value for key, value in flat.items()})
 
 
 def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
@@ -163,24 +127,78 @@ def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
     return [found[i] for i in sorted(found)] if found and all(isinstance(k, int) for k in found) else found
 
 
-def read_meta(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
+def read_meta(folder: Path) -> dict[str, Any]:
     """Lightning's checkpoint without tensors of model and optimizers.
 
     Raises:
         FileNotFoundError, ValueError: where it is missing or cannot be read.
     """
-    return torch.load(folder / META, map_location="cpu", weights_only=weights_only)
+    path = folder / META
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no {META}.")
+    try:
+        stored = load_file(path)
+    except Exception as error:  # whatever a file made by somebody may raise
+        raise ValueError(f"{path} cannot be read ({reason(error)}). Or use an earlier checkpoint.") from None
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds {type(stored).__name__}, no checkpoint. Use an earlier one.")
+    return stored
 
 
-def read_whole(folder: Path, weights_only: bool | None = None) -> dict[str, Any]:
-    """A folder as the dict of a Lightning checkpoint of one file, tensors on the CPU."""
-    meta, tensors = read_meta(folder, weights_only), read_tensors(folder, weights_only=weights_only)
-    optimizers = sorted((k for k in tensors if k.startswith("optimizer_")), key=lambda k: int(k.split("_")[1]))
-    return {
-        **meta,
-        "state_dict": tensors["state_dict"],
-        "optimizer_states": [by_number(put_together(tensors[k])) for k in optimizers],
-    }
+def read_whole(folder: Path) -> dict[str, Any]:
+    """A folder as the dict of a Lightning checkpoint of one file, tensors on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read.
+    """
+    meta, tensors = read_meta(folder), read_tensors(folder)
+    numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
+    if not isinstance(tensors.get("state_dict", {}), dict):
+        raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
+    try:
+        states = [by_number(put_together(tensors[f"optimizer_{i}"])) for i in numbers]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one."
+        ) from None
+    return {**meta, "state_dict": tensors.get("state_dict", {}), "optimizer_states": states}
+
+
+def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
+    """Load a folder into a module whose parameters are sharded, and into its optimizers; every rank calls.
+
+    Lightning's strategy would have torch unpickle the folder.
+
+    Returns:
+        Lightning's checkpoint without these tensors.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read, on every rank.
+    """
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    load_into(state, folder)
+    module.load_state_dict(state["state_dict"], strict=strict)
+    for i, optimizer in enumerate(optimizers):
+        name = f"optimizer_{i}"
+        state = {name: get_optimizer_state_dict(module, optimizer)}
+        load_into(state, folder)
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
+    return read_meta(folder)
+
+
+def load_folder_with(
+    strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Stands in for the `load_checkpoint` of Lightning's strategy, which would have torch unpickle a folder.
+
+    Args:
+        find: the folder of one checkpoint, checked, of a path that is a folder.
+    """
+    if not Path(checkpoint_path).is_dir():
+        return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
+    module = strategy.lightning_module
+    return load_sharded(find(Path(checkpoint_path)), strategy.model, strategy.optimizers, module.strict_loading)
 
 
 class FolderIO(CheckpointIO):
@@ -205,7 +223,7 @@ class FolderIO(CheckpointIO):
         if not Path(path).is_dir():
             read_to_host(self.inner)
             return self.inner.load_checkpoint(path, *args, **kwargs)
-        return read_whole(self.find(Path(path)), kwargs.get("weights_only"))
+        return read_whole(self.find(Path(path)))
 
     @override
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:

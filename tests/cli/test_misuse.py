@@ -294,3 +294,49 @@ BENCH = {
 def test_bench(cli, name):
     argv, texts = BENCH[name]
     refused(cli("bench", *argv), texts)
+
+
+# -- classes that a checkpoint names -----------------------------------------------------------------------------------
+def evil_checkpoint(folder, fitted, monkeypatch, **hparams):
+    """A checkpoint with further hyperparameters, and a module beside it that leaves a mark when it is imported."""
+    (folder / "evilmod.py").write_text("import pathlib\npathlib.Path(__file__).with_name('mark').touch()\nX = dict\n")
+    monkeypatch.syspath_prepend("")
+    stored = torch.load(fitted.ckpt, weights_only=True)
+    stored["hyper_parameters"].update(hparams)
+    torch.save(stored, folder / "evil.ckpt")
+    return "evil.ckpt"
+
+
+EVIL_WAYS = {
+    "validate": ["validate", *DATA],
+    "generate": ["generate", "--prompt", "a", "--max_new_bytes", "1"],
+    "fit": ["fit", *TINY, "--trainer.max_steps", "4"],
+}
+
+
+@pytest.mark.parametrize("name", EVIL_WAYS)
+def test_optimizers_of_a_checkpoint_are_not_read(cli, fitted, tmp_path, monkeypatch, name):
+    """The recipe's is taken to fit; to validate and generate none is needed."""
+    evil = {"class_path": "evilmod.X"}
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, optimizer=evil, lr_scheduler=evil)
+    result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
+    assert result.code == 0, result.err
+    assert not (tmp_path / "mark").exists()
+
+
+@pytest.mark.parametrize("name", ["validate", "generate"])
+def test_other_classes_of_a_checkpoint_are_not_imported(cli, fitted, tmp_path, monkeypatch, name):
+    for hparams in ({"engine": {"class_path": "evilmod.X"}}, {"engine": "evilmod.X"}):
+        ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, **hparams)
+        result = cli(*EVIL_WAYS[name], "--ckpt_path", ckpt)
+        refused(result, [r"evil\.ckpt names evilmod\.X", "not imported here", "import evilmod before"])
+    assert not (tmp_path / "mark").exists()
+
+
+def test_the_class_of_a_checkpoint_is_not_imported(cli, fitted, tmp_path, monkeypatch):
+    """Unless the command line names it."""
+    ckpt = evil_checkpoint(tmp_path, fitted, monkeypatch, _class_path="evilmod.LongNetLM")
+    refused(
+        cli("validate", *DATA, "--ckpt_path", ckpt), [r"evil\.ckpt names evilmod\.LongNetLM", "import evilmod before"]
+    )
+    assert not (tmp_path / "mark").exists()

@@ -127,7 +127,7 @@ BAD = {
     "sizes": (
         lambda: having(layers__1__ffn__fc1__bias=torch.zeros(2)),
         {},
-        "do not fit each other.(.|\n)*size mismatch",
+        r"layers.1.ffn.fc1.bias is \(2,\), but the other tensors say that it is \(24,\)",
     ),
     "a list": (lambda: {"model": {}}, {}, "this state dict has 0; its names begin with nothing"),
 }

@@ -154,3 +154,9 @@ def test_a_plan_says_its_links():
     words = "near 1.5 GB/s, far 0.25 GB/s, 3.333e+05 us a round, 10 us a message (measured on two tin cans)"
     assert f"links: {words}" in str(plan(problem, ranks_per_node=per_node, links=OURS)).splitlines()
     assert "links" not in str(plan(problem, "gather"))  # nothing was reckoned
+
+
+def test_a_file_nested_too_deeply(tmp_path):
+    (tmp_path / "links.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match=r"links\.json is no JSON \(.*bench links --output"):
+        Links.load(tmp_path / "links.json")

@@ -203,7 +203,7 @@ class Machine:
         """
         try:
             found = json.loads(Path(path).read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
             raise ValueError(
                 f"{path} is no JSON: {error}. It should be what benchmarks/step_parts.py --output wrote."
             ) from None

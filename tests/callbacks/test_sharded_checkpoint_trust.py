@@ -1,0 +1,349 @@
+"""Checkpoint folders of somebody else: none of their files runs code, whatever reads them, and none is waited for."""
+
+import json
+import os
+import pickle
+import shutil
+from contextlib import nullcontext, suppress
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from lightning_dilated import LongNetLM
+from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.consolidate import run as consolidate
+from lightning_dilated.data import ByteDataModule
+from lightning_dilated.strategy.saved_files import MANIFEST, _seal, facts
+from lightning_dilated.strategy.saved_folder import read_tensors, read_whole
+from lightning_dilated.strategy.saved_reader import read_metadata
+
+from ..models import PATTERN
+from .checkpoint_runs import STEPS, run
+
+STRATEGIES = ("ring_dilated", "ring_dilated_fsdp")
+
+
+class Payload:
+    """Makes a folder where it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return os.mkdir, (self.mark,)
+
+
+def saved_bytes(value):
+    """A pickle as torch reads it, as long as any entry."""
+    return pickle.dumps(value, 2) + bytes(50_000)
+
+
+def edit(folder, change):
+    """Change what `.metadata` holds."""
+    found = pickle.loads((folder / ".metadata").read_bytes())
+    found = change(found) or found
+    (folder / ".metadata").write_bytes(pickle.dumps(found))
+
+
+def replace_entries(folder, kind, data):
+    """Have all entries of a kind hold these bytes."""
+
+    def change(found):
+        wanted = [index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind)]
+        assert wanted
+        (folder / "__9_0.distcp").write_bytes(data * len(wanted))
+        for number, index in enumerate(wanted):
+            info = found.storage_data[index]
+            info.relative_path, info.offset, info.length = "__9_0.distcp", number * len(data), len(data)
+
+    edit(folder, change)
+
+
+#: what is done to a folder with a payload -> stages that read it
+HOSTILE = {
+    ".metadata": (lambda folder, load: (folder / ".metadata").write_bytes(pickle.dumps(load)), "all"),
+    "in .metadata": (lambda folder, load: edit(folder, lambda x: x.planner_data.update(more=load)), "all"),
+    "meta.pt": (lambda folder, load: torch.save({"callbacks": load}, folder / "meta.pt"), "all"),
+    "raw meta.pt": (lambda folder, load: (folder / "meta.pt").write_bytes(pickle.dumps(load, 2)), "all"),
+    "values": (lambda folder, load: replace_entries(folder, BytesStorageMetadata, saved_bytes(load)), "fit"),
+    "tensors": (lambda folder, load: replace_entries(folder, TensorStorageMetadata, saved_bytes(load)), "all"),
+}
+
+
+def reseal(folder):
+    """A manifest that fits the files as they are now."""
+    found = json.loads((folder / MANIFEST).read_text())
+    found.pop("blake2b")
+    found["files"] = facts(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
+    (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": _seal(found)}))
+
+
+@pytest.fixture
+def one(copied):
+    """A folder of one checkpoint."""
+    for name in ("step-00000002", "step-00000003"):
+        shutil.rmtree(copied / name)
+    return copied / "step-00000004"
+
+
+def stage(name, strategy, text, path, weights_only):
+    """Run a stage from a checkpoint."""
+    if name in ("fit", "resume"):
+        saver = ShardedCheckpoint(str(path.parent), resume="auto" if name == "resume" else "never")
+        ckpt_path = path if name == "fit" else None
+        run(text, STEPS, saver, strategy=strategy, ckpt_path=ckpt_path)
+        return
+    trainer = pl.Trainer(
+        strategy=strategy, accelerator="cpu", devices=1, logger=False, enable_progress_bar=False,
+        enable_model_summary=False, enable_checkpointing=False, limit_test_batches=1, limit_predict_batches=1,
+    )  # fmt: skip
+    data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.25, test_fraction=0.25, val_limit=1)
+    model = LongNetLM(PATTERN, dim=16, depth=1).double()
+    getattr(trainer, name)(model, data, ckpt_path=path, weights_only=weights_only)
+
+
+#: (stage, what `weights_only` says, whether there is a manifest)
+STAGES = (
+    *(("fit", None, True), ("resume", None, True), ("fit", None, False)),
+    *(("validate", True, False), ("test", False, True), ("predict", None, False), ("validate", False, True)),
+)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("what", HOSTILE)
+def test_no_entry_runs_code(text, one, tmp_path, strategy, what):
+    """At any stage, with the manifest resealed or left out, and whatever `weights_only` says."""
+    mark = tmp_path / "mark"
+    hurt, where = HOSTILE[what]
+    hurt(one, Payload(mark))
+    reseal(one)
+    with suppress(ValueError):
+        consolidate([str(one), "--out", str(tmp_path / "x.safetensors")])
+    for name, weights_only, sealed in STAGES:
+        manifest = (one / MANIFEST).read_text()
+        if not sealed:
+            (one / MANIFEST).unlink()
+            one = one.rename(one.with_name("other"))
+        try:
+            reads = where == "all" or name in ("fit", "resume") or strategy == "ring_dilated"
+            with pytest.raises(ValueError, match=r"mkdir") if reads else nullcontext():
+                stage(name, strategy, text, one, weights_only)
+        finally:
+            assert not mark.exists(), (name, weights_only, sealed)
+            one = one.rename(one.with_name("step-00000004"))
+            (one / MANIFEST).write_text(manifest)
+
+
+def test_every_value_is_read_so(one, tmp_path):
+    """Each entry of the folder alone; all but the one are good."""
+    before = (one / ".metadata").read_bytes()
+    names = list(pickle.loads(before).state_dict_metadata)
+    assert len(names) > 10
+    data = saved_bytes(Payload(tmp_path / "mark"))
+    (one / "__9_0.distcp").write_bytes(data)
+    for name in names:
+
+        def change(found, name=name):
+            (index,) = (x for x in found.storage_data if x.fqn == name)
+            info = found.storage_data[index]
+            info.relative_path, info.offset, info.length = "__9_0.distcp", 0, len(data)
+
+        (one / ".metadata").write_bytes(before)
+        edit(one, change)
+        with pytest.raises(ValueError, match=f"{one} cannot be loaded .*mkdir"):
+            read_tensors(one)
+    assert not (tmp_path / "mark").exists()
+
+
+class Sharded(LongNetLM):
+    """Shards itself, as Lightning's strategy asks."""
+
+    def configure_model(self):
+        super().configure_model()
+        block = self.transformer.blocks[0]
+        if self.device_mesh is not None and not isinstance(next(block.parameters()), DTensor):
+            fully_shard(block, mesh=self.device_mesh["data_parallel"])
+
+
+@pytest.mark.parametrize("what", [".metadata", "values", "meta.pt"])
+def test_under_lightnings_own_strategy(text, one, tmp_path, what):
+    """ShardedCheckpoint reads for it."""
+    HOSTILE[what][0](one, Payload(tmp_path / "mark"))
+    reseal(one)
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    with pytest.raises(ValueError, match="mkdir"):
+        run(text, STEPS, ShardedCheckpoint(str(one.parent), resume="auto"), strategy=strategy, model=Sharded)
+    assert not (tmp_path / "mark").exists()
+
+
+def test_lightnings_own_strategy_goes_on(text, saved, whole, tmp_path):
+    """And goes on from what the package wrote."""
+    shutil.copytree(saved, tmp_path / "c")
+    strategy = ModelParallelStrategy(data_parallel_size=1, tensor_parallel_size=1)
+    saver = ShardedCheckpoint(str(tmp_path / "c"), resume="must")
+    rest = run(text, STEPS, saver, strategy=strategy, model=Sharded, begun=2)
+    assert rest["losses"] == pytest.approx(whole["losses"][4:], rel=1e-12)
+
+
+# -- .metadata ---------------------------------------------------------------------------------------------------------
+def first(found, kind=TensorStorageMetadata):
+    return next(index for index in found.storage_data if isinstance(found.state_dict_metadata[index.fqn], kind))
+
+
+def set_entry(**values):
+    return lambda found: vars(found.storage_data[first(found)]).update(values)
+
+
+def set_size(found):
+    about = found.state_dict_metadata[first(found).fqn]
+    about.size = torch.Size([10**12])
+
+
+def set_chunk(found):
+    about = found.state_dict_metadata[first(found).fqn]
+    about.size = about.chunks[0].sizes = torch.Size([10**12])
+
+
+def share(found):
+    """All entries are one part of one file, which would be read again and again."""
+    every = list(found.storage_data.values())
+    longest = max(every, key=lambda info: info.length)
+    for info in every:
+        info.offset, info.length = longest.offset, longest.length
+
+
+WRONG = {
+    "None": (lambda found: [None][0], "it holds NoneType"),
+    "a list": (lambda found: [1], "it holds list"),
+    "no entries": (lambda found: setattr(found, "storage_data", None), "cannot be read"),
+    "entries of another kind": (lambda found: setattr(found, "storage_data", {1: 2}), "cannot be read"),
+    "tensors of another kind": (lambda found: setattr(found, "state_dict_metadata", {"a": 1}), "a is neither a tensor"),
+    "no paths": (lambda found: setattr(found, "planner_data", None), "does not say where"),
+    "other paths": (lambda found: setattr(found, "planner_data", {"a": (1.5,)}), "1.5 stands where a name belongs"),
+    "a large tensor": (set_size, r"declares the shape \(1000000000000,\)"),
+    "a large part": (set_chunk, "declares a part of [0-9,]+ bytes, and the files hold"),
+    "beyond the end": (set_entry(length=10**9), r"ends at byte [\d,]+ of __0_0.distcp, which has"),
+    "before the beginning": (set_entry(offset=-1), "-1 stands where a count belongs"),
+    "another folder": (set_entry(relative_path="../x"), "names the file '../x', which is not in this folder"),
+    "of the system": (set_entry(relative_path="/etc/passwd"), "'/etc/passwd', which is not in this folder"),
+    "no such file": (set_entry(relative_path="x"), "the file x is missing"),
+    "a pipe": (set_entry(relative_path="pipe"), "pipe is no regular file"),
+    "one part for all": (share, r"it lists [\d,]+ bytes in files of"),
+    "compressed": (set_entry(transform_descriptors=["stream.zstd"]), "stored in a transformed way"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_metadata_that_lies(one, name):
+    change, says = WRONG[name]
+    os.mkfifo(one / "pipe")
+    found = pickle.loads((one / ".metadata").read_bytes())
+    changed = change(found)
+    (one / ".metadata").write_bytes(pickle.dumps(found if changed is None and name != "None" else changed))
+    with pytest.raises(ValueError, match=says) as raised:
+        read_tensors(one)
+    assert str(one / ".metadata") in str(raised.value) and "earlier checkpoint" in str(raised.value)
+
+
+@pytest.mark.parametrize("named", [
+    ("torch.distributed.checkpoint.filesystem", "FileSystemReader"), ("torch", "Tensor"), ("torch", "load"),
+    ("torch.distributed.checkpoint.filesystem", "ExtensionRegistry"), ("torch.distributed.checkpoint.metadata", "Any"),
+    ("builtins", "getattr"), ("torch.distributed.checkpoint.metadata", "Metadata.__init__"), ("collections", "deque"),
+])  # fmt: skip
+def test_metadata_names_only_what_a_checkpoint_needs(one, named):
+    module, name = named
+    parts = [pickle.PROTO + b"\x04"]
+    parts += [pickle.SHORT_BINUNICODE + bytes([len(x)]) + x.encode() for x in (module, name)]
+    (one / ".metadata").write_bytes(b"".join(parts) + pickle.STACK_GLOBAL + pickle.STOP)
+    with pytest.raises(ValueError, match=rf"names {module}.{name}, which no checkpoint needs"):
+        read_metadata(one)
+
+
+def test_metadata_changes_no_class_of_torch(one):
+    """A pickle may set attributes of the classes that it names."""
+    text = pickle.SHORT_BINUNICODE
+    words = [bytes([len(x)]) + x.encode() for x in ("torch.distributed.checkpoint.metadata", "Metadata", "spoilt")]
+    named = text + words[0] + text + words[1] + pickle.STACK_GLOBAL
+    state = pickle.NONE + pickle.EMPTY_DICT + text + words[2] + pickle.NEWTRUE + pickle.SETITEM + pickle.TUPLE2
+    (one / ".metadata").write_bytes(pickle.PROTO + b"\x04" + named + state + pickle.BUILD + pickle.STOP)
+    with pytest.raises(ValueError, match=r"\.metadata cannot be read"):
+        read_metadata(one)
+    assert not hasattr(TensorStorageMetadata, "spoilt")
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    assert not hasattr(Metadata, "spoilt")
+
+
+# -- the other files ---------------------------------------------------------------------------------------------------
+def nested(depth=100_000):
+    return "[" * depth + "]" * depth
+
+
+def manifest(**values):
+    """A sealed manifest with other values."""
+
+    def change(folder):
+        found = json.loads((folder / MANIFEST).read_text())
+        found.pop("blake2b")
+        found.update(values)
+        (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": _seal(found)}))
+
+    return change
+
+
+def pipe(name):
+    def change(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return change
+
+
+OTHERS = {
+    "nested": (lambda folder: (folder / MANIFEST).write_text(nested()), "manifest.json cannot be read .*nested"),
+    "files: a list": (manifest(files=[1]), "manifest.json cannot be read .*files"),
+    "files: of another kind": (manifest(files={"meta.pt": 3}), "manifest.json cannot be read .*meta.pt"),
+    "files: of another size": (
+        manifest(files={"meta.pt": {"size": "3", "blake2b": ""}}),
+        "manifest.json cannot be read",
+    ),
+    "files: elsewhere": (
+        manifest(files={"../x": {"size": 3, "blake2b": ""}}),
+        r"manifest.json cannot be read .*\.\./x",
+    ),
+    "step": (manifest(step="4"), "manifest.json cannot be read .*step"),
+    "written": (manifest(written=None), "manifest.json cannot be read .*written"),
+    "a pipe: manifest": (pipe(MANIFEST), "manifest.json cannot be read .*it is no regular file"),
+    "a pipe: meta.pt": (pipe("meta.pt"), "meta.pt is missing"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_files_that_lie(text, one, name):
+    change, says = OTHERS[name]
+    change(one)
+    with pytest.raises(ValueError, match=says):
+        run(text, STEPS, ShardedCheckpoint(str(one.parent), resume="auto"))
+
+
+def test_pipes_without_a_manifest(one):
+    (one / MANIFEST).unlink()
+    for name in ("meta.pt", ".metadata"):
+        pipe(name)(one)
+        with pytest.raises(FileNotFoundError, match=f"it has no {name}"):
+            read_whole(one)
+        if name == "meta.pt":
+            (one / name).unlink()
+            torch.save({}, one / name)
+
+
+def test_a_value_that_is_damaged(one, tmp_path):
+    """`consolidate` and all else name the folder and the entry."""
+    replace_entries(one, BytesStorageMetadata, b"not a file of torch.save")
+    with pytest.raises(ValueError, match=rf"{one} cannot be loaded .*the entry optimizer_0\.\S+: .*earlier checkpoint"):
+        read_whole(one)
