@@ -30,7 +30,7 @@ from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
-from lightning_dilated.strategy.restart import join_after_restart
+from lightning_dilated.strategy.restart import join_under_torchrun
 from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
@@ -118,7 +118,7 @@ class SequenceStrategy(EndsTogether):
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
         refuse_callbacks(self.lightning_module.trainer, type(self).__name__, self.sizes, self.deals_parameters)
         self.accelerator.setup_device(self.root_device)
-        join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
+        join_under_torchrun(self._get_process_group_backend(), self._seconds, self.root_device)
         self._find_processes()
         self._seed = run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
