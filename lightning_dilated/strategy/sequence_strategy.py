@@ -31,10 +31,11 @@ from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
 from lightning_dilated.strategy.restart import join_under_torchrun
+from lightning_dilated.strategy.roll_call import CallsTheRoll
 from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
-class SequenceStrategy(EndsTogether):
+class SequenceStrategy(EndsTogether, CallsTheRoll):
     """To be inherited beside a Lightning strategy for many processes, and before it."""
 
     #: whether each rank holds a part of the parameters only, and all of them meet in every step of every stage
@@ -116,6 +117,7 @@ class SequenceStrategy(EndsTogether):
     @override
     def setup_environment(self) -> None:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
+        self._number_run()
         refuse_callbacks(self.lightning_module.trainer, type(self).__name__, self.sizes, self.deals_parameters)
         self.accelerator.setup_device(self.root_device)
         join_under_torchrun(self._get_process_group_backend(), self._seconds, self.root_device)
