@@ -20,6 +20,10 @@ import torch.distributed as dist
 
 #: seconds between two looks of rank 0 at who came
 PAUSE = 0.05
+#: torch's agents remember the address of a store that died with its node
+SHARED = (
+    "If the first node was lost: the others go on only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for every agent."
+)
 #: for which the others wait longer than rank 0, which is to say who is missing
 MARGIN = timedelta(seconds=10)
 
@@ -57,7 +61,7 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
         raise RuntimeError(
             f"rank {rank} of the job found no store at {host}:{port} within {timeout.total_seconds():g} seconds. "
             "torchrun's agent of the first node, or rank 0, serves it: look at its output for an earlier error, and check "
-            "that this host can reach that port."
+            f"that this host can reach that port. {SHARED}"
         ) from error
 
 
@@ -121,7 +125,7 @@ def _never_came(rank: int, missing: list[int], timeout: timedelta) -> str:
     return (
         f"rank {rank} of the job waited {timeout.total_seconds():g} seconds in vain for ranks {missing} of the job to say "
         "hello. They did not start, died, or are slower than the strategy's timeout: look at the output of their nodes for "
-        "an earlier error, or give the strategy a longer timeout."
+        f"an earlier error, or give the strategy a longer timeout. {SHARED}"
     )
 
 
