@@ -178,8 +178,8 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         return stage.dataloader_prefix
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: groups of ranks, and loaders that are cut to its part."""
-        state = {**self.__dict__, "_mesh": None, "_sequence": None, "_loaders": None, "_ending": None}
+        """Lightning's, without what belongs to this process: groups of ranks, and loaders that are cut to its part."""
+        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_ending": None}
         if "_ddp_kwargs" in state:
             state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}
         return state

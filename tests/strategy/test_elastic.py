@@ -85,8 +85,17 @@ def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", [0, 2])
-@pytest.mark.parametrize("env", [{}, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}])
+@pytest.mark.parametrize(
+    "who, env",
+    [
+        (2, {}),
+        (2, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        (
+            0,
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        ),  # without it torch's other agents look for the store of the dead
+    ],
+)
 def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
     found = start_nodes(tmp_path, "node", who, 3, 2, **env)
     went_on(tmp_path, found, undisturbed, 2)
