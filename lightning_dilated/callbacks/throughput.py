@@ -46,6 +46,10 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         self._under_way: deque[tuple[RunningStage, torch.cuda.Event, dict[str, Any]]] = deque()
         self._last: tuple[torch.cuda.Event, float] | None = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: the group of ranks, and times of a GPU."""
+        return {**self.__dict__, "_sequence": None, "_under_way": deque(), "_last": None}
+
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lightning's, with a sequence counted once."""

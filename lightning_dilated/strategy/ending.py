@@ -36,6 +36,10 @@ class Ending:
             self._quiet = Quiet(dist.group.WORLD, timeout, "endings")
             loop._broadcast_sigterm_tensor, connector._sigterm_notifier_fn = self.ask, self.note
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the connection, which belongs to this process: a copy elsewhere asks nobody."""
+        return {**self.__dict__, "_quiet": None}
+
     def note(self, signum: int, frame: Any) -> None:
         """The signal handler: passes it on to the processes that this one started, as Lightning's does.
 

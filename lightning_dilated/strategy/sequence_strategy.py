@@ -28,13 +28,15 @@ from lightning_dilated.strategy.ending import Ending, EndsTogether
 from lightning_dilated.strategy.first_batch import check_first_batch, computed_in
 from lightning_dilated.strategy.foreign import refuse_callbacks
 from lightning_dilated.strategy.loader import Loaders
+from lightning_dilated.strategy.loader_order import keep_order
 from lightning_dilated.strategy.mesh import MeshSizes
 from lightning_dilated.strategy.mixing import refuse_mixing
-from lightning_dilated.strategy.restart import join_after_restart
+from lightning_dilated.strategy.restart import join_under_torchrun
+from lightning_dilated.strategy.roll_call import CallsTheRoll
 from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
-class SequenceStrategy(EndsTogether):
+class SequenceStrategy(EndsTogether, CallsTheRoll):
     """To be inherited beside a Lightning strategy for many processes, and before it."""
 
     #: whether each rank holds a part of the parameters only, and all of them meet in every step of every stage
@@ -116,9 +118,10 @@ class SequenceStrategy(EndsTogether):
     @override
     def setup_environment(self) -> None:
         """Makes the mesh and the sequence's group, once, after the processes found each other."""
+        self._number_run()
         refuse_callbacks(self.lightning_module.trainer, type(self).__name__, self.sizes, self.deals_parameters)
         self.accelerator.setup_device(self.root_device)
-        join_after_restart(self._get_process_group_backend(), self._seconds, self.root_device)
+        join_under_torchrun(self._get_process_group_backend(), self._seconds, self.root_device)
         self._find_processes()
         self._seed = run_seed(self)
         if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
@@ -132,6 +135,7 @@ class SequenceStrategy(EndsTogether):
                 **self._settings,
             )
         self._ending = Ending(self.lightning_module.trainer, self._seconds)
+        keep_order(self.lightning_module.trainer)
         place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
         self._loaders, self._unlike, self._compared = Loaders(place, self.data_rank), {}, False
         self.lightning_module._device_mesh = self._mesh
@@ -158,6 +162,28 @@ class SequenceStrategy(EndsTogether):
             self._sequence.forget()
         super().teardown()
 
+    def _stage(self) -> str:
+        """The stage of the run: train, val, test or predict.
+
+        Raises:
+            RuntimeError: outside of a run.
+        """
+        stage = self.lightning_module.trainer.state.stage
+        if stage is None or self._loaders is None:
+            raise RuntimeError(
+                f"{type(self).__name__} shards loaders and steps within trainer.fit, validate, test or predict only, once "
+                "the ranks found each other. Call these; ask for trainer.estimated_stepping_batches in configure_optimizers "
+                "or a later hook, and leave the Trainer's loops to it."
+            )
+        return stage.dataloader_prefix
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Lightning's, without what belongs to this process: groups of ranks, and loaders that are cut to its part."""
+        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_ending": None}
+        if "_ddp_kwargs" in state:
+            state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}
+        return state
+
     # -- data --------------------------------------------------------------------------------------------------------
     @property
     @override
@@ -172,14 +198,15 @@ class SequenceStrategy(EndsTogether):
         Raises:
             ValueError: on every rank, if the ranks of a sequence read different data, or ranks have unlike numbers of
                 batches where each step takes all of them.
+            RuntimeError: outside of a run.
         """
+        stage = self._stage()
         loader, spec = super().process_dataloader(dataloader), self._spec()
         sharded, facts, error = loader, {}, None
         try:
             facts, sharded = alike.loader_facts(loader), self._loaders.shard(loader, spec)
         except Exception as raised:  # the other ranks, who wait to compare, have to know
             facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
-        stage = self.lightning_module.trainer.state.stage.dataloader_prefix
         batches = alike.number_of_batches(sharded, self.lightning_module.trainer, stage)
         try:
             found = alike.compare_loaders(facts, batches, self.sizes)
@@ -215,10 +242,10 @@ class SequenceStrategy(EndsTogether):
     @contextmanager
     def _within(self, stage: str, batch_idx: int) -> Iterator[None]:
         """The sequence is active, and random numbers are those of (seed, stage, step, this rank's part)."""
-        trainer = self.lightning_module.trainer
+        trainer, unlike = self.lightning_module.trainer, self._unlike.get(self._stage())
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
-        self.sequence.unshared = self._unlike.get(trainer.state.stage.dataloader_prefix)
+        self.sequence.unshared = unlike
         try:
             with self.sequence.active(), seeds:
                 yield

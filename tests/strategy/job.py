@@ -1,6 +1,7 @@
 """A training script as users write it, with trouble at its third step: job.py HOW RANK DEVICES [STRATEGY].
 
-HOW: kill, term, raise, config, nothing; or notebook, as if its lines had been typed in.
+HOW: kill, node (as kill, and the agent that started the rank dies, too), term, raise, config, nothing; or notebook, as if
+its lines had been typed in.
 """
 
 import os
@@ -25,7 +26,9 @@ class Trouble(pl.Callback):
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         if trainer.global_step == 2 and trainer.global_rank == WHO and not ONCE.exists():
             ONCE.touch()
-            if HOW == "kill":
+            if HOW == "node":
+                os.kill(os.getppid(), signal.SIGKILL)
+            if HOW in ("kill", "node"):
                 os.kill(os.getpid(), signal.SIGKILL)
             if HOW == "term":
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -43,6 +46,7 @@ def main():
         strategy=sys.argv[4] if len(sys.argv) > 4 else ld.RingDilatedStrategy(timeout=20),
         accelerator="cpu",
         devices=int(sys.argv[3]),
+        num_nodes=int(os.environ.get("GROUP_WORLD_SIZE", 1)),
         max_steps=5,
         limit_val_batches=0,
         logger=False,
@@ -52,6 +56,7 @@ def main():
     )
     last = "ckpt/last.ckpt" if Path("ckpt/last.ckpt").exists() else None
     trainer.fit(model, ld.data.ByteDataModule(seq_len=256), ckpt_path=last)
+    print("ranks", trainer.world_size, "restarts", os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
     print("loss", float(trainer.callback_metrics["train_loss"]), flush=True)
 
 

@@ -1,0 +1,107 @@
+"""Jobs on several nodes, each an agent of torchrun on this machine: a worker or a node dies, and the others go on."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from .test_failures import JOB, LIMIT, alive, losses, start
+
+#: a node counts as lost after three seconds without a word
+CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
+
+
+def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strategy: str = "", **env: str):
+    """(exit status, text) of each node's agent. The agents' store is of this process, so that any of them may die."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={fewest}:{nodes}", "--nproc-per-node=1"]
+    command += ["--max-restarts=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{store.port}"]
+    command += [f"--rdzv-conf={CONF}", "--rdzv-id=job", JOB, how, str(who), "1", *([strategy] if strategy else [])]
+    agents, texts = [], [folder / f"node{number}.txt" for number in range(nodes)]
+    for text in texts:
+        with text.open("w") as file:
+            agents.append(
+                subprocess.Popen(command, cwd=folder, env={**os.environ, **env}, stdout=file, stderr=subprocess.STDOUT)
+            )
+    end = time.monotonic() + LIMIT
+    try:
+        for agent in agents:
+            agent.wait(max(end - time.monotonic(), 1))
+    except subprocess.TimeoutExpired:
+        pytest.fail("the job did not end:\n" + "\n".join(text.read_text()[-3000:] for text in texts))
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                agent.terminate()  # and its worker with it
+                agent.wait(LIMIT)
+    while time.monotonic() < end and alive(folder):
+        time.sleep(0.1)
+    assert not alive(folder), "a rank lives on"
+    return [(agent.returncode, text.read_text()) for agent, text in zip(agents, texts, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    status, text = start(tmp_path_factory.mktemp("job"), "nothing", 0, 1)
+    assert status == 0, text[-3000:]
+    return losses(text)[0]
+
+
+def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:
+    """That `ranks` nodes ended well, with the loss of a run in which nothing happened; their restarts, as they count."""
+    assert (folder / "once").exists(), "nothing happened"
+    text = "\n".join(text for _, text in found)
+    well = [text for status, text in found if status == 0]
+    assert len(well) == ranks, text[-6000:]
+    assert losses("\n".join(well)) == pytest.approx([undisturbed] * ranks, rel=1e-5)
+    told = [line.split() for line in text.splitlines() if line.startswith("ranks ")]
+    assert [words[1] for words in told] == [str(ranks)] * ranks
+    return sorted(words[3] for words in told)
+
+
+@pytest.mark.parametrize(
+    "who, env",
+    [
+        (1, {}),
+        pytest.param(0, {}, marks=pytest.mark.slow),
+        pytest.param(1, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
+        pytest.param(0, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_of_two_nodes_dies(tmp_path, undisturbed, who, env):
+    """The agent of the dead worker counts a restart, the other none: no number of torchrun's is common to both."""
+    found = start_nodes(tmp_path, "kill", who, 2, 2, **env)
+    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+
+
+@pytest.mark.slow
+def test_a_worker_of_two_nodes_dies_with_sharded_parameters(tmp_path, undisturbed):
+    found = start_nodes(tmp_path, "kill", 1, 2, 2, "ring_dilated_fsdp")
+    assert went_on(tmp_path, found, undisturbed, 2) == ["0", "1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "who, env",
+    [
+        (2, {}),
+        (2, {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}),
+        (
+            0,
+            {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},
+        ),  # without it torch's other agents look for the store of the dead
+    ],
+)
+def test_a_node_of_three_dies(tmp_path, undisturbed, who, env):
+    found = start_nodes(tmp_path, "node", who, 3, 2, **env)
+    went_on(tmp_path, found, undisturbed, 2)
+
+
+@pytest.mark.slow
+def test_a_worker_of_three_nodes_dies(tmp_path, undisturbed):
+    found = start_nodes(tmp_path, "kill", 2, 3, 3)
+    assert went_on(tmp_path, found, undisturbed, 3) == ["0", "0", "1"]

@@ -1,0 +1,116 @@
+"""How the ranks of one attempt under torchrun find a name that no other attempt has: threads around one store."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from lightning_dilated.strategy import restart
+from lightning_dilated.strategy.restart import agree_on_token
+
+LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.5)
+
+
+@pytest.fixture(params=["hash", "tcp"])
+def stores(request):
+    """stores() is one more client of one store."""
+    if request.param == "hash":
+        shared = dist.HashStore()
+        return lambda: shared
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    request.addfinalizer(lambda: server)  # keeps it to the end
+    return lambda: dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+
+
+def attempt(stores, world, ranks=None, timeout=LONG, late=()):
+    """What each of these ranks gets: a token, or the words of an error. `late` ranks come after the others."""
+    found = {}
+
+    def one(rank):
+        time.sleep(0.3 * (rank in late))
+        try:
+            found[rank] = agree_on_token(stores(), rank, world, timeout)
+        except RuntimeError as error:
+            found[rank] = str(error)
+
+    threads = [threading.Thread(target=one, args=(rank,)) for rank in ranks or range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads), "a rank still waits"
+    return found
+
+
+@pytest.mark.parametrize("late", [(), (0,), (1, 2)])
+def test_all_ranks_get_one_token(stores, late):
+    first, again = attempt(stores, 4, late=late), attempt(stores, 4, late=late)
+    assert len(first) == len(again) == 4
+    assert len(set(first.values())) == 1 and len(set(again.values())) == 1
+    assert first[0] != again[0]
+
+
+def test_restart_counts_do_not_matter(stores, monkeypatch):
+    """Each node counts its own restarts; a thread cannot have an environment of its own, so nothing may read this one."""
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "not a number")
+    assert len(set(attempt(stores, 2).values())) == 1
+
+
+@pytest.mark.parametrize("missing", [[2], [1, 3]])
+def test_every_rank_names_those_that_never_came(stores, missing):
+    came = [rank for rank in range(4) if rank not in missing]
+    found = attempt(stores, 4, came, SHORT)
+    assert sorted(found) == came
+    for rank, words in found.items():
+        assert words.startswith(f"rank {rank} of the job waited 0.5 seconds in vain for ranks {missing} of the job"), (
+            words
+        )
+        assert "longer timeout" in words and "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in words
+
+
+def test_rank_0_never_comes(stores):
+    found = attempt(stores, 3, [1, 2], SHORT)
+    assert all("in vain for ranks [0] of the job" in words for words in found.values()) and len(found) == 2
+
+
+def test_an_attempt_that_died_in_the_middle_does_no_harm(stores):
+    """Ranks 1 and 2 said hello, and rank 1 took its token, before all of them were killed."""
+    died = attempt(stores, 4, [0, 1, 2], SHORT)
+    assert all("[3]" in words for words in died.values())
+    keys = dist.PrefixStore("lightning-dilated/token/4", stores())
+    keys.set("hello/3", "said by a process that is dead")
+    assert len(set(attempt(stores, 4, late=(3,)).values())) == 1
+
+
+def test_a_dead_ranks_hello_does_not_count(stores):
+    keys = dist.PrefixStore("lightning-dilated/token/2", stores())
+    keys.set("hello/1", "dead")
+    assert "in vain for ranks [1] of the job" in attempt(stores, 2, [0], SHORT)[0]
+
+
+def test_one_node_fewer(stores):
+    """The ranks that are left have other numbers, and find keys of the larger job."""
+    before = attempt(stores, 3)
+    after = attempt(stores, 2, late=(1,))
+    assert len(set(after.values())) == 1 and after[0] != before[0]
+
+
+def test_one_rank_needs_nobody(stores):
+    assert len(agree_on_token(stores(), 0, 1, SHORT)) == 32
+
+
+def test_error_names_the_store(monkeypatch):
+    monkeypatch.setattr(dist, "TCPStore", lambda *args, **options: (_ for _ in ()).throw(dist.DistNetworkError("no")))
+    monkeypatch.setenv("MASTER_ADDR", "node7")
+    monkeypatch.setenv("MASTER_PORT", "1234")
+    with pytest.raises(RuntimeError, match=r"rank 3 of the job found no store at node7:1234 within 0.5 seconds"):
+        restart._store(3, SHORT)
+
+
+def test_only_under_torchrun(monkeypatch):
+    """Other launchers have a store of their own for each start."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    restart.join_under_torchrun("gloo", SHORT, restart.torch.device("cpu"))
+    assert not dist.is_initialized()
