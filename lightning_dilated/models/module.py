@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
@@ -24,7 +24,6 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
-from typing_extensions import Self
 
 from lightning_dilated.models.advice import advice, longest
 from lightning_dilated.models.file_classes import check_classes
