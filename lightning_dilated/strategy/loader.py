@@ -15,6 +15,7 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.strategy.ending import LeavesSignals
 
 
 @runtime_checkable
@@ -130,6 +131,7 @@ class Loaders:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             # Lightning would seed by the global rank: one sequence's ranks would then augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
+        loader.worker_init_fn = LeavesSignals(loader.worker_init_fn)
         return loader
 
     def _restore(self, loader: DataLoader) -> None:
