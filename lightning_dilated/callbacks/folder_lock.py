@@ -9,6 +9,7 @@ own clock. So a run waits for a minute only where one on another host died and l
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -48,12 +49,18 @@ class FolderLock:
             FolderInUse: naming the process that holds it, and its host.
             OSError: where the folder cannot be written.
         """
+        waits_since = time.monotonic()
         while not self._create():
             holder = _read(self.path)
             if holder is None:  # released meanwhile
                 continue
+            token = holder.get("token")
             if _is_dead(holder, self.path):
-                self._remove(holder.get("token"))
+                if self._end(token, successor=True):
+                    break
+                time.sleep(0.01)  # another one takes it over, and will be seen, unless it died just then
+                if time.monotonic() - waits_since > 2 * _DEAD:
+                    self._claim(token).unlink(missing_ok=True)
             elif self.path.exists():  # else it was released while we watched it
                 raise FolderInUse(
                     f"it is in use by {_words(holder)}. Wait until that run ends, stop it, or name another"
@@ -76,12 +83,11 @@ class FolderLock:
         with self._one:
             self._over.set()
             with contextlib.suppress(OSError):  # whoever comes next sees that this process is gone
-                self._remove(self._token)
+                self._end(self._token)
 
     def _create(self) -> bool:
         """Whether the file could be made, with all its words at once; False where there is one."""
-        draft = self.path.with_name(f"{NAME}-{self._token}")
-        draft.write_text(json.dumps({"token": self._token, **_this_process()}))
+        draft = self._draft()
         try:
             os.link(draft, self.path)
         except FileExistsError:
@@ -96,18 +102,36 @@ class FolderLock:
             draft.unlink(missing_ok=True)
         return True
 
-    def _remove(self, token: str | None) -> None:
-        """Remove the file of the holder with this token; two who try do not remove that of a third who was faster."""
-        aside = self.path.with_name(f"{NAME}-{uuid.uuid4().hex}")
+    def _draft(self) -> Path:
+        draft = self.path.with_name(f"{NAME}-{self._token}")
+        draft.write_text(json.dumps({"token": self._token, **_this_process()}))
+        return draft
+
+    def _claim(self, token: Any) -> Path:
+        return self.path.with_name(f"{NAME}-end-{hashlib.blake2b(repr(token).encode(), digest_size=8).hexdigest()}")
+
+    def _end(self, token: Any, successor: bool = False) -> bool:
+        """Remove the file of the holder with this token, or put our own in its place; whether it was still there.
+
+        Of several only the one that could make a further file, named after that holder, does so: the others would remove
+        the file of its successor.
+        """
+        claim = self._claim(token)
         try:
-            self.path.rename(aside)  # of two only one succeeds
-        except FileNotFoundError:
-            return
-        holder = _read(aside)
-        if holder is not None and holder.get("token") != token:
-            with contextlib.suppress(FileExistsError):
-                os.link(aside, self.path)
-        aside.unlink(missing_ok=True)
+            claim.open("x").close()
+        except FileExistsError:
+            return False
+        try:
+            holder = _read(self.path)
+            if holder is None or holder.get("token") != token:
+                return False
+            if successor:
+                self._draft().replace(self.path)
+            else:
+                self.path.unlink()
+            return True
+        finally:
+            claim.unlink(missing_ok=True)
 
     def _beat(self) -> None:
         while not self._over.wait(_BEAT) and self._lost is None:
@@ -152,11 +176,12 @@ def _began(pid: int) -> str | None:
 
 def _read(path: Path) -> dict[str, Any] | None:
     """What the file says of the holder; None where there is no file, nothing where it cannot be understood."""
+    if path.is_symlink():  # nobody made it here
+        return {}
     try:
         holder = json.loads(path.read_bytes())
     except FileNotFoundError:
-        # a link to nowhere is there, and in the way
-        return {} if path.is_symlink() else None
+        return None
     except (ValueError, RecursionError, IsADirectoryError):
         return {}
     return holder if isinstance(holder, dict) else {}
@@ -177,6 +202,8 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
 
 def _seen(path: Path) -> Any:
     """What changes with each sign of life; the file is opened, as network file systems ask the server only then."""
+    if path.is_symlink():
+        return "a link"
     try:
         with path.open("rb") as file:
             return os.fstat(file.fileno()).st_mtime_ns, file.read()
