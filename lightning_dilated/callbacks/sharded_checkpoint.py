@@ -50,9 +50,8 @@ class ShardedCheckpoint(Checkpoint):
     and the process exits with 128 and the signal's number:
 
     - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a whole checkpoint. After SIGUSR1 rank 0 has called
-      `scontrol requeue`, once.
+      `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)
     - 1: that checkpoint could not be written, or SLURM refused; a warning says why. The ones before are whole.
-    - killed by SIGINT (130 in a shell): a second SIGINT, which ends a process at once.
     - 0: the fit had ended before the signal came.
 
     Under torchrun these are the workers' own; torchrun gives them 30 s, and reports a status of its own. A job that ends

@@ -48,6 +48,7 @@ class Ending:
         self.saves = False
         self._noted, self._asked_to_requeue, self._requeued = 0, False, False
         self._quiet = Quiet(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
+        self._second = SecondInterrupt(self._kill_at_once)
         self._replaced: list[tuple[Any, str]] = []
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
         self._advance, self._register = type(loop).advance.__get__(loop), type(connector).register_signal_handlers
@@ -67,6 +68,7 @@ class Ending:
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
         self._replaced.clear()
+        self._second.close()
 
     # -- signal handlers: they only note, as they may run anywhere ---------------------------------------------------
     def _register_signal_handlers(self) -> None:
@@ -76,6 +78,7 @@ class Ending:
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if usual and self._fitting and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self.interrupt)
+            self._second.watch()
 
     def note(self, signum: int, frame: Any) -> None:
         """SIGTERM: passes it on to the processes that this one started, as Lightning's handler does.
@@ -91,11 +94,10 @@ class Ending:
             self._trainer._signal_connector.received_sigterm = True
 
     def interrupt(self, signum: int, frame: Any) -> None:
-        """SIGINT: the first is noted; the operating system ends the process at the second, whatever it is waiting for.
+        """SIGINT: the first is noted; the second ends the process at once.
 
         It is not passed on: a terminal sends it to all processes, which would take it for their second.
         """
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
         if os.getpid() == self._process:
             self._noted = signum
             _log.warning("interrupted: all ranks end after this step; interrupt again to end at once")
@@ -108,6 +110,12 @@ class Ending:
             self._requeue_by_lightning(signum, frame)
             return
         self._noted, self._asked_to_requeue = self._noted or signum, True
+
+    def _kill_at_once(self) -> None:
+        """Not waiting for anything: ranks that this process started would wait for it."""
+        if self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signal.SIGKILL)
+        os._exit(128 + signal.SIGINT)
 
     @property
     def _fitting(self) -> bool:
@@ -179,6 +187,62 @@ class Ending:
             launcher.procs = started
 
 
+class SecondInterrupt:
+    """Calls `act` at the second SIGINT, in a thread: handlers run only when the main thread does not wait in a collective.
+
+    The interpreter writes the numbers of signals into a pipe as they come.
+    """
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act, self._pipe = act, (-1, -1)
+
+    def watch(self) -> None:
+        """Begin, in the main thread; of no effect where somebody else reads the signals, as asyncio does."""
+        if os.name != "posix" or self._pipe[0] >= 0:
+            return
+        read, write = os.pipe()
+        os.set_blocking(write, False)
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        if before >= 0:
+            signal.set_wakeup_fd(before)
+            os.close(read)
+            os.close(write)
+            return
+        self._pipe = read, write
+        _watched.add(write)
+        threading.Thread(target=self._count, args=(read,), name="interrupts", daemon=True).start()
+
+    def _count(self, read: int) -> None:
+        seen = 0
+        while signals := os.read(read, 64):
+            seen += signals.count(signal.SIGINT)
+            if seen > 1:
+                self._act()
+        os.close(read)
+
+    def close(self) -> None:
+        """End it."""
+        write, self._pipe = self._pipe[1], (-1, -1)
+        if write >= 0:
+            _watched.discard(write)
+            signal.set_wakeup_fd(-1)
+            os.close(write)
+
+
+#: pipes into which this process writes its signals
+_watched: set[int] = set()
+
+
+def _forget_in_fork() -> None:
+    if _watched:  # or a fork's signals would count as ours
+        _watched.clear()
+        signal.set_wakeup_fd(-1)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_in_fork)
+
+
 class EndsTogether:
     """To be inherited by a strategy, before Lightning's: asks where Lightning's loops do not."""
 
@@ -211,6 +275,7 @@ class EndsTogether:
         """The Trainer gets its own functions back."""
         if self._ending is not None:
             self._ending.close()
+            self._ending = None
         super().teardown()
 
 
