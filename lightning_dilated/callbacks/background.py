@@ -23,6 +23,11 @@ class Background:
         """Whether a job was started and not waited for."""
         return self._thread is not None
 
+    @property
+    def running(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def start(self, job: Callable[[], None], device: torch.device) -> None:
         """Begin `job`, with `device` as the thread's GPU if it is one; the one before has to have been waited for."""
         assert self._thread is None

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 
 from lightning_dilated.callbacks.background import Background
+from lightning_dilated.callbacks.folder_lock import FolderLock
+from lightning_dilated.strategy.ending import Ending, requeue_job
 from lightning_dilated.strategy.peers import Peers, reason
 from lightning_dilated.strategy.saved_files import clean, listed, name_of, newest_whole, nothing_good
 from lightning_dilated.strategy.saved_folder import FolderIO, checked, load_folder_with, say_damaged, write
@@ -43,6 +46,22 @@ class ShardedCheckpoint(Checkpoint):
     Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads
     the newest whole one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
 
+    **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all of them, ends a fit
+    on all ranks after the same optimizer step (a validation under way is finished first). Then a checkpoint is written,
+    and the process exits with 128 and the signal's number:
+
+    - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a whole checkpoint. After SIGUSR1 rank 0 has called
+      `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)
+    - 1: that checkpoint could not be written, or SLURM refused; a warning says why. The ones before are whole.
+    - 0: the fit had ended before the signal came.
+
+    Under torchrun these are the workers' own; torchrun gives them 30 s, and reports a status of its own. A job that ends
+    so is started again with resume="auto".
+
+    **One run at a time.** A folder is held by one run, which the file `.in-use` names. A second one is refused before it
+    touches anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of
+    life for 60 s, for which the newcomer waits.
+
     Args:
         folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
         every_n_train_steps: optimizer steps between two of them; None: not by steps.
@@ -52,14 +71,18 @@ class ShardedCheckpoint(Checkpoint):
         resume: "never"; "auto": go on from the newest whole one in the folder, if there is any; "must": there has to be
             one. A ckpt_path of fit goes before it.
         asynchronous: False waits for the files.
+        keep_finite: checkpoints with a parameter that is NaN or infinite, as after a NaN loss, do not count among the `keep`
+            newest: they never push out good ones, only the newest of all stays if it is one, and resuming passes over
+            it, with a warning, unless a ckpt_path names it. Ranks look at the copies on the host, while they write them.
 
     Raises:
         TypeError, ValueError: when made, for settings that are not allowed.
-        OSError: in setup, where the folder cannot be written by rank 0 or read by all; at the next checkpoint or at the
-            end, on every rank, where a checkpoint could not be written.
+        OSError: in setup, where the folder cannot be written by rank 0 or read by all, or is in use by another run; at the
+            next checkpoint or at the end, on every rank, where a checkpoint could not be written, with the room that is
+            left and needed where the disk is full, or where another run took the folder over.
         FileNotFoundError: in setup, for resume="must" without a checkpoint.
-        ValueError: in setup, where all checkpoints in the folder are damaged, and for other strategies; before the first
-            step, where the folder holds checkpoints of another run.
+        ValueError: in setup, where no checkpoint in the folder is whole and finite, and for other strategies; before the
+            first step, where the folder holds checkpoints of another run.
     """
 
     #: Lightning asks for it where ckpt_path="best": there is none
@@ -74,6 +97,7 @@ class ShardedCheckpoint(Checkpoint):
         keep: int = 3,
         resume: Literal["never", "auto", "must"] = "never",
         asynchronous: bool = True,
+        keep_finite: bool = True,
     ) -> None:
         for name, value, kinds in (
             ("every_n_train_steps", every_n_train_steps, int),
@@ -92,7 +116,7 @@ class ShardedCheckpoint(Checkpoint):
             raise ValueError("nothing would be saved: give every_n_train_steps, every_n_minutes or at_end=True.")
         self.folder, self.keep, self.resume = folder, keep, resume
         self.every_n_train_steps, self.every_n_minutes, self.at_end = every_n_train_steps, every_n_minutes, at_end
-        self.asynchronous = asynchronous
+        self.asynchronous, self.keep_finite = asynchronous, keep_finite
         self._peers = self._writers = Peers()
         self._world: Any = None  # the default process group that the groups of these were made beside
         self._background, self._copies = Background(), HostCopies()
@@ -100,6 +124,9 @@ class ShardedCheckpoint(Checkpoint):
         self._wrote: Path | None = None  # the folder that holds checkpoints of this object's
         self._saved = self._seen = -1  # steps: the last one saved, and that of the batch before
         self._clock = 0.0
+        self._lock: FolderLock | None = None  # rank 0's, while a fit runs
+        self._ending: Ending | None = None  # of the fit that runs
+        self._training = False
 
     # -- before training -----------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -114,7 +141,9 @@ class ShardedCheckpoint(Checkpoint):
         if stage != "fit" or trainer.fast_dev_run:
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
-        self._target, self._found = Path(folder).absolute(), None
+        self._target, self._found, self._training = Path(folder).absolute(), None, False
+        own = isinstance(strategy, SequenceStrategy)
+        self._ending = strategy.ending if own else Ending(trainer, _PATIENCE)
         self._try_folder()
         if self.resume != "never":
             self._find()
@@ -143,10 +172,12 @@ class ShardedCheckpoint(Checkpoint):
             self._peers, self._writers = (Peers(rank, size, group) for group in groups)
 
     def _make_folder(self) -> Path | None:
-        """Rank 0 makes it, puts away what a killed job left, and writes a file for all to see."""
+        """Rank 0 makes it, takes it for this run, removes what a killed job left, and writes a file for all to see."""
         if self._peers.rank > 0:
             return None
         self._target.mkdir(parents=True, exist_ok=True)
+        self._lock = FolderLock(self._target)
+        self._lock.acquire()
         for name in clean(self._target):
             rank_zero_warn(
                 f"{self._target / name} was still being written when its job ended: what there was of it is removed."
@@ -182,6 +213,7 @@ class ShardedCheckpoint(Checkpoint):
         self._clock = time.monotonic()
         if trainer.fast_dev_run:
             return
+        self._training = self._ending.saves = True
         there = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
         loaded = self._found if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         known = loaded is not None and self._target.resolve() in (loaded.resolve(), loaded.resolve().parent)
@@ -224,9 +256,55 @@ class ShardedCheckpoint(Checkpoint):
             self._save(trainer, trainer.global_step)
         self._settle()
         self._copies = HostCopies()  # their memory may be of use
+        self._ask(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """A validation does not begin where a signal came in the batch before it."""
+        self._ask(trainer)
+
+    def _ask(self, trainer: pl.Trainer) -> None:
+        """For strategies that do not ask by themselves."""
+        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._ending.ask()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let other runs have the folder."""
+        self._let_go(trainer)
+
+    def _let_go(self, trainer: pl.Trainer) -> None:
+        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._ending.close()
+        self._ending, self._training = None, False
+        # a thread that still writes goes on to hold the folder, until the process ends
+        if self._lock is not None and not self._background.running:
+            self._lock.release()
+            self._lock = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Give a checkpoint under way a while; ranks that are gone are not waited for longer."""
+        """Save where a signal ended the fit on all ranks; let other runs have the folder."""
+        try:
+            together = self._ending is not None and self._ending.signal is not None
+            if together and self._training and isinstance(exception, SIGTERMException):
+                self._save_last(trainer, exception)
+            else:
+                self._wait_a_while()
+        finally:
+            self._let_go(trainer)
+
+    def _save_last(self, trainer: pl.Trainer, exception: SIGTERMException) -> None:
+        """Have the step before the signal in a checkpoint, and then the job in SLURM's queue if the signal was for that."""
+        try:
+            if trainer.global_step != self._saved:
+                self._save(trainer, trainer.global_step)
+            self._settle()
+            if self._ending.requeue and self._peers.rank == 0:
+                requeue_job()
+        except (OSError, RuntimeError) as error:
+            exception.code = 1
+            rank_zero_warn(f"a signal ended the fit, which will not simply go on: {reason(error)}")
+
+    def _wait_a_while(self) -> None:
+        """For a checkpoint under way; ranks that are gone are not waited for longer."""
         try:
             if not self._background.wait(_LAST):
                 rank_zero_warn("the run failed while a checkpoint was written, which did not become whole.")
@@ -241,6 +319,7 @@ class ShardedCheckpoint(Checkpoint):
     def _save(self, trainer: pl.Trainer, step: int) -> None:
         """Copy this rank's part of the state to the host, and have it written."""
         self._settle()
+        self._peers.together(f"training stops, as {self._target} is not this run's", self._check_lock)
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
         state, rest = self._peers.together(what, taken, trainer)
@@ -248,16 +327,22 @@ class ShardedCheckpoint(Checkpoint):
         # where every rank holds the same, each writes a share; else torch settles who writes what
         found = self._peers.gather(alike(sizes, state))
         same = found[0] is not None and len(set(found)) == 1
-        dealt = shares(sizes, self._peers.size, trainer.lightning_module) if same else []
+        module = trainer.lightning_module
+        dealt = shares(sizes, self._peers.size, module) if same else []
         others = set().union(*(names for rank, names in enumerate(dealt) if rank != self._peers.rank))
         state, meta = self._peers.together(what, self._copy, state, rest, others, trainer.strategy.root_device)
-        job = partial(write, state, meta, path, step, self.keep, self._writers)
+        names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if self.keep_finite else []
+        job = partial(write, state, meta, path, step, self.keep, self._writers, names)
         if self.asynchronous:
             self._background.start(job, trainer.strategy.root_device)
         else:
             job()
         self._saved, self._clock, self._wrote = step, time.monotonic(), self._target
         rank_zero_info(f"the checkpoint {path} is being written")
+
+    def _check_lock(self) -> None:
+        if self._lock is not None:
+            self._lock.check()
 
     def _copy(self, state: Any, rest: Any, others: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
         """(the state on the host without what other ranks write, the bytes of `meta.pt` on rank 0)."""

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dilated.data.sending import detached, sendable
 from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.strategy.ending import LeavesSignals
 
 
 @runtime_checkable
@@ -131,6 +132,7 @@ class Loaders:
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             # Lightning would seed by the global rank: one sequence's ranks would then augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
+        loader.worker_init_fn = LeavesSignals(loader.worker_init_fn)
         return loader
 
     def _restore(self, loader: DataLoader) -> None:

@@ -24,6 +24,8 @@ MANIFEST = "manifest.json"
 _NAME = re.compile(r"step-(\d{8,})")
 _LEFT = re.compile(r"\.(step-\d{8,})\.(partial|removed|replaced)")
 _BLOCK = 1 << 22
+#: what is wrong with a checkpoint that ShardedCheckpoint(keep_finite=True) wrote after a loss was NaN
+NOT_FINITE = "holds parameters that are not finite (NaN or infinity)"
 
 
 def name_of(step: int) -> str:
@@ -56,6 +58,7 @@ class Saved:
 
     Args:
         written: when, in nanoseconds since 1970; later ones are newer, whatever their step.
+        finite: whether all parameters were finite numbers, as far as that was looked at.
     """
 
     path: Path
@@ -63,6 +66,7 @@ class Saved:
     written: int
     files: dict[str, dict[str, Any]] = field(default_factory=dict)
     broken: str | None = None
+    finite: bool = True
 
     @classmethod
     def read(cls, path: Path) -> Saved:
@@ -75,7 +79,7 @@ class Saved:
             if told.pop("blake2b") != _seal(told):
                 raise ValueError("its own checksum differs")
             _check(told)
-            return cls(path, told["step"], told["written"], told["files"])
+            return cls(path, told["step"], told["written"], told["files"], finite=told.get("finite", True))
         except FileNotFoundError:
             broken = f"{manifest} is missing"
         except RecursionError:
@@ -118,6 +122,8 @@ def _check(told: dict[str, Any]) -> None:
     for name in ("step", "written"):
         if type(told[name]) is not int:
             raise ValueError(f"{name} is {told[name]!r:.60}, not a number")
+    if type(told.get("finite", True)) is not bool:
+        raise ValueError(f"finite is {told['finite']!r:.60}, not true or false")
     if not isinstance(told["files"], dict):
         raise ValueError("files is no mapping")
     for name, facts_of in told["files"].items():
@@ -137,10 +143,13 @@ def listed(folder: Path) -> list[Saved]:
 
 
 def newest_whole(folder: Path, peers: Peers) -> tuple[Saved | None, list[str]]:
-    """(the newest checkpoint without damage, what is wrong with those newer than it); all ranks must call, and agree."""
+    """(the newest checkpoint without damage and with finite parameters, what is wrong with those newer than it).
+
+    All ranks must call, and agree.
+    """
     told = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
-        wrong = saved.damage(peers)
+        wrong = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
         if wrong is None:
             return saved, told
         told.append(wrong)
@@ -180,9 +189,12 @@ def to_load(path: Path, peers: Peers) -> tuple[Path, list[str]]:
 
 def nothing_good(folder: Path, told: list[str]) -> str:
     """The words for a folder in which every checkpoint is damaged."""
+    kind, remedy = "whole", "Restore the files, or take"
+    if any(words.endswith(NOT_FINITE) for words in told):
+        kind, remedy = "whole and finite", "A ckpt_path that names one of them loads it nevertheless; or take"
     return (
-        f"none of the {len(told)} checkpoints in {folder} is whole: {'; '.join(told)}. Restore the files, or take another "
-        "folder to start anew."
+        f"none of the {len(told)} checkpoints in {folder} is {kind}: {'; '.join(told)}. {remedy} another folder to start "
+        "anew."
     )
 
 
@@ -192,10 +204,10 @@ def _beside(path: Path, peers: Peers) -> str:
     return f"The newest whole one beside it is {good.path}." if good else "There is no whole one beside it."
 
 
-def finish(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int) -> None:
+def finish(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, finite: bool = True) -> None:
     """Write the manifest of the checkpoint that lies under `partial(path)`, and make it `path`."""
     newest = max((saved.written for saved in listed(path.parent)), default=0)
-    told: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files}
+    told: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files, "finite": finite}
     told["written"] = max(time.time_ns(), newest + 1)  # whatever clocks say, this one is newer
     told["blake2b"] = _seal(told)
     with (partial(path) / MANIFEST).open("w") as file:
@@ -203,24 +215,41 @@ def finish(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int) 
         file.flush()
         os.fsync(file.fileno())
     _sync(partial(path))
-    if path.exists():  # of an earlier run: a folder in use cannot be replaced in one go
-        shutil.rmtree(_aside(path, "replaced"), ignore_errors=True)
+    if path.is_symlink():
+        path.unlink()
+    elif path.is_file():  # nothing of ours: it makes room, and stays
+        path.rename(path.with_name(f"{path.name}.file"))
+    elif path.exists():  # of an earlier run: a folder in use cannot be replaced in one go
+        remove(_aside(path, "replaced"))
         path.rename(_aside(path, "replaced"))
     partial(path).rename(path)
     _sync(path.parent)
-    shutil.rmtree(_aside(path, "replaced"), ignore_errors=True)
+    with contextlib.suppress(OSError):
+        remove(_aside(path, "replaced"))
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest checkpoints that look whole."""
+    """Remove what is older than the `keep` newest checkpoints that look whole.
+
+    Those whose parameters are not finite do not count, and only the newest of all checkpoints may be one.
+    """
     whole = 0
-    for saved in listed(folder):
-        if whole >= keep:
+    for i, saved in enumerate(listed(folder)):
+        if whole >= keep or (i > 0 and not saved.finite):
             gone = _aside(saved.path, "removed")  # half removed it would look damaged
-            shutil.rmtree(gone, ignore_errors=True)
-            saved.path.rename(gone)
-            shutil.rmtree(gone, ignore_errors=True)
-        whole += saved.seen() is None
+            with contextlib.suppress(OSError):
+                remove(gone)
+                saved.path.rename(gone)  # a link itself, not what it leads to
+                remove(gone)
+        whole += saved.finite and saved.seen() is None
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or file, if it is there; of a link the link only."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def clean(folder: Path) -> list[str]:
@@ -231,11 +260,12 @@ def clean(folder: Path) -> list[str]:
     unfinished = []
     for path in sorted(folder.iterdir()):
         left = _LEFT.fullmatch(path.name)
-        if left and left[2] == "replaced" and not (folder / left[1]).exists():
+        whole = path.is_dir() and not path.is_symlink()
+        if left and left[2] == "replaced" and whole and not os.path.lexists(folder / left[1]):
             path.rename(folder / left[1])
         elif left:
-            shutil.rmtree(path)
-            unfinished += [left[1]] if left[2] == "partial" else []
+            remove(path)
+            unfinished += [left[1]] if left[2] == "partial" and whole else []
     return unfinished
 
 

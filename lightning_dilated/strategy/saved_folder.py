@@ -7,11 +7,12 @@ read each other's.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -31,34 +32,64 @@ from torch.distributed.checkpoint.state_dict import (
 from typing_extensions import override
 
 from lightning_dilated.strategy.peers import Peers, reason
-from lightning_dilated.strategy.saved_files import facts, finish, partial, prune, to_load
+from lightning_dilated.strategy.saved_files import NOT_FINITE, facts, finish, partial, prune, remove, to_load
 from lightning_dilated.strategy.saved_reader import METADATA, load_into, read_metadata
-from lightning_dilated.strategy.saved_state import by_number
+from lightning_dilated.strategy.saved_state import are_finite, by_number, nbytes
 from lightning_dilated.strategy.small_states import put_together, read_to_host
 from lightning_dilated.torch_files import load_file
 
 META = "meta.pt"
 
 
-def write(tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers) -> None:
+def write(
+    tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers, parameters: Iterable[str] = ()
+) -> None:
     """Write a checkpoint, make it `path` when it is whole, and remove older ones; every rank calls, with its own part.
 
     Args:
         tensors: nested, on the CPU; what several ranks give under one name is written once.
         meta: the bytes of `meta.pt`, from rank 0.
+        parameters: names in the state dict of what has to be finite for the checkpoint to count among the `keep`.
 
     Raises:
         OSError: on every rank, with the reason; what was written is removed.
     """
     what, folder, entries = f"the checkpoint {path} could not be written", partial(path), {}
     try:
+        peers.together(what, _make_way, folder, peers)
         for part in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
             entries.update(part)
-        peers.together(what, _make_whole, path, step, entries, keep, peers)
-    except OSError:
+        finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], parameters)))
+        peers.together(what, _make_whole, path, step, entries, keep, peers, finite)
+    except OSError as error:
+        full = _full_disk(str(error), path.parent, sum(peers.gather(nbytes(tensors) + len(meta))), peers)
         if peers.rank == 0:
             shutil.rmtree(folder, ignore_errors=True)
-        raise
+        if full is None:
+            raise
+        raise OSError(f"{error}. {full}") from error
+
+
+def _make_way(folder: Path, peers: Peers) -> None:
+    """Remove what others put where a checkpoint is to be written: through a link, files would be written elsewhere."""
+    if peers.rank == 0 and os.path.lexists(folder):
+        remove(folder)
+
+
+def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | None:
+    """That the disk is full, if that is why ranks failed to write `needed` bytes in all, and the same on all ranks."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        free = needed
+    free = min(peers.gather(free))
+    # torch's archive writer says only that it is not where it should be
+    if os.strerror(errno.ENOSPC) not in error and not ("inline_container" in error and free < needed):
+        return None
+    return (
+        f"{os.strerror(errno.ENOSPC)}: {folder} has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
+        f"{needed / 2**20:,.1f} MiB. The checkpoints before are whole. Make room, lower `keep`, or take another folder"
+    )
 
 
 def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
@@ -76,9 +107,11 @@ def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peer
     return facts(folder, names)
 
 
-def _make_whole(path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers) -> None:
+def _make_whole(
+    path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers, finite: bool
+) -> None:
     if peers.rank == 0:
-        finish(path, step, entries, peers.size)
+        finish(path, step, entries, peers.size, finite)
         prune(path.parent, keep)
 
 
@@ -91,9 +124,10 @@ def checked(path: Path, peers: Peers) -> Path:
 
 
 def say_damaged(told: list[str], instead: Path) -> None:
-    """Warn of damaged checkpoints."""
+    """Warn of checkpoints that were passed over."""
     if told:
-        rank_zero_warn(f"damaged checkpoints were passed over, and {instead} is loaded: {'; '.join(told)}.")
+        kind = "checkpoints" if all(words.endswith(NOT_FINITE) for words in told) else "damaged checkpoints"
+        rank_zero_warn(f"{kind} were passed over, and {instead} is loaded: {'; '.join(told)}.")
 
 
 def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:

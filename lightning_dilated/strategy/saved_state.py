@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import lightning.pytorch as pl
@@ -112,3 +112,23 @@ def is_dealt(state: Any) -> bool:
     if isinstance(state, Mapping):
         return any(map(is_dealt, state.values()))
     return isinstance(state, DTensor)
+
+
+# -- of copies on the host ---------------------------------------------------------------------------------------------
+def nbytes(value: Any) -> int:
+    """Bytes of the tensors in a nested value, of those that ranks hold parts of this rank's."""
+    if isinstance(value, Mapping):
+        return sum(map(nbytes, value.values()))
+    if isinstance(value, (list, tuple)):
+        return sum(map(nbytes, value))
+    local = value.to_local() if isinstance(value, DTensor) else value
+    return local.nbytes if isinstance(local, Tensor) else 0
+
+
+def are_finite(state: Mapping[str, Any], names: Iterable[str]) -> bool:
+    """Whether this rank's parts of these tensors hold neither NaN nor infinity; what is not there counts as finite."""
+    values = (state.get(name) for name in names)
+    parts = (value.to_local() if isinstance(value, DTensor) else value for value in values)
+    numbers = (x for x in parts if isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()))
+    # a piece at a time, as the answer for each number takes memory, too
+    return all(bool(piece.isfinite().all()) for x in numbers for piece in x.detach().flatten().split(1 << 22))

@@ -150,7 +150,7 @@ def test_training_goes_on_and_does_not_leak_into_the_files(text, whole, tmp_path
     watching = Watching()
     with mock.patch.object(module, "write", watching.write):
         run(text, 5, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, at_end=False), watching)
-    assert watching.steps_meanwhile == [3]  # nothing was written yet
+    assert watching.steps_meanwhile == [3, ".in-use"]  # no checkpoint was written yet
     assert names(tmp_path) == ["step-00000002", "step-00000004"]
     rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path / "step-00000002", begun=2)
     assert rest["losses"] == whole["losses"][2:] and torch.equal(rest["parameters"], whole["parameters"])

@@ -2,11 +2,15 @@
 
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
 import lightning.pytorch as pl
 import pytest
 import torch
+
+from lightning_dilated.strategy import ending
 
 from .runs import Run, launched, make
 from .test_failures import losses, start
@@ -99,3 +103,76 @@ def test_goes_on_after_it(tmp_path: Path, who):
     assert not losses(text) and (job / "ckpt" / "last.ckpt").exists(), text[-3000:]
     status, text = start(job, "term", who)
     assert status == 0 and losses(text) == pytest.approx([want] * 2, rel=1e-5), text[-3000:]
+
+
+# -- interrupted twice -------------------------------------------------------------------------------------------------
+def test_the_second_interrupt_is_seen_while_the_main_thread_waits():
+    """And one that a fork gets does not count."""
+    acted, handler = threading.Event(), signal.signal(signal.SIGINT, lambda *args: None)
+    second = ending.SecondInterrupt(acted.set)
+    try:
+        second.watch()
+        if (fork := os.fork()) == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+            os._exit(0)
+        os.waitpid(fork, 0)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert not acted.wait(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert acted.wait(10)
+    finally:
+        second.close()
+        signal.signal(signal.SIGINT, handler)
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+# -- workers of loaders ------------------------------------------------------------------------------------------------
+class Slowly(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        time.sleep(0.1)
+        return index
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_workers_leave_signals_to_the_process_that_started_them(signum):
+    init = []
+    options = {"num_workers": 1, "worker_init_fn": ending.LeavesSignals(init.append)}
+    loader = iter(torch.utils.data.DataLoader(Slowly(), **options))
+    assert int(next(loader)) == 0
+    (worker,) = loader._workers
+    # from another process, as a scheduler's
+    assert os.system(f"kill -{int(signum)} {worker.pid}") == 0
+    assert [int(x) for x in loader] == [1, 2, 3]
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
+def test_a_worker_ends_when_its_parent_says_so():
+    loader = iter(torch.utils.data.DataLoader(Slowly(), num_workers=1, worker_init_fn=ending.LeavesSignals(None)))
+    assert int(next(loader)) == 0
+    (worker,) = loader._workers
+    worker.terminate()
+    worker.join(10)
+    assert worker.exitcode == 0
+
+
+# -- exit status -------------------------------------------------------------------------------------------------------
+class AtValidation(pl.Callback):
+    def on_validation_batch_start(self, *args):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def validated(rank, group):
+    built, model, data, _ = make(RUN, launched(rank), callbacks=[AtValidation()])
+    try:
+        built.validate(model, data, verbose=False)
+    except SystemExit as end:
+        return end.code
+    return 0
+
+
+def test_a_validation_of_its_own_exits_with_the_status_too(pools):
+    assert pools(1).run(1, validated) == [143]

@@ -1,0 +1,275 @@
+"""One run at a time holds a checkpoint folder: who comes second is told by whom, and takes over from the dead only."""
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from lightning.pytorch import Callback
+
+from lightning_dilated.callbacks import folder_lock
+from lightning_dilated.callbacks.folder_lock import NAME, FolderInUse, FolderLock
+from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+
+from ..strategy.runs import launched
+from .checkpoint_runs import STEPS, names, on_rank, run
+
+HOLDS = """
+import sys
+from pathlib import Path
+from lightning_dilated.callbacks.folder_lock import FolderLock
+FolderLock(Path(sys.argv[1])).acquire()
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(tmp_path):
+    """Another process that holds the folder."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdin=-1, stdout=-1)
+    assert process.stdout.readline() == b"held\n"
+    yield process
+    process.kill()
+    process.wait()
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Signs of life every tenth of a second, and death after half of one."""
+    monkeypatch.setattr(folder_lock, "_BEAT", 0.1)
+    monkeypatch.setattr(folder_lock, "_DEAD", 0.6)
+
+
+def elsewhere(folder, **changes):
+    """Make the holder one of another host."""
+    told = json.loads((folder / NAME).read_text())
+    (folder / NAME).write_text(json.dumps({**told, "table": "another", "host": "node7", **changes}))
+
+
+def content(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file() and path.name != NAME}
+
+
+# -- on this host ------------------------------------------------------------------------------------------------------
+def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick):
+    """Fresh or going on: what the first is writing stays. When its process is gone the folder is taken over at once."""
+    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(copied)], stdin=-1, stdout=-1)
+    assert process.stdout.readline() == b"held\n"
+    (copied / ".step-00000005.partial").mkdir()
+    (copied / ".step-00000005.partial" / "x").write_text("being written")
+    before, listed = content(copied), names(copied)
+    for resume in ("auto", "never"):
+        words = rf"cannot use the folder {copied}: FolderInUse: it is in use by process {process.pid} on .* \(since 20.* UTC"
+        with pytest.raises(OSError, match=words):
+            run(text, STEPS, ShardedCheckpoint(str(copied), resume=resume))
+        assert content(copied) == before and names(copied) == listed
+    process.kill()
+    while json.loads((copied / NAME).read_text())["began"] == folder_lock._began(process.pid):
+        time.sleep(0.05)  # not waited for: a dead process that still has its number
+    run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto", keep=1))
+    assert names(copied) == ["step-00000006"]
+    process.wait()
+
+
+def test_a_number_that_is_used_again(tmp_path):
+    """The process that has it now began at another time."""
+    FolderLock(tmp_path).acquire()
+    told = json.loads((tmp_path / NAME).read_text())
+    (tmp_path / NAME).write_text(json.dumps({**told, "token": "of the dead", "began": "1"}))
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == os.getpid()
+    lock.release()
+    assert names(tmp_path) == []
+
+
+def test_released_once_and_by_its_owner_only(tmp_path):
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    fork = multiprocessing.get_context("fork").Process(target=first.release)
+    fork.start()
+    fork.join()
+    second.release()  # never held it
+    with pytest.raises(FolderInUse, match=f"process {os.getpid()} on"):
+        second.acquire()
+    first.release()
+    third = FolderLock(tmp_path)
+    third.acquire()
+    first.release()
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path).acquire()
+    third.release()
+
+
+def test_of_many_one_gets_it(tmp_path):
+    """A fresh folder, and one whose holder is dead: all try at the same moment."""
+    for round in range(20):
+        if round % 2:
+            told = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._table()}
+            (tmp_path / NAME).write_text(json.dumps(told))
+        got, refused, gate = [], [], threading.Barrier(8)
+
+        def attempt(got=got, refused=refused, gate=gate):
+            lock = FolderLock(tmp_path)
+            gate.wait()
+            try:
+                lock.acquire()
+                got.append(lock)
+            except FolderInUse:
+                refused.append(lock)
+
+        threads = [threading.Thread(target=attempt) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert (len(got), len(refused)) == (1, 7)
+        got[0].release()
+        assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_released_at_the_end_of_a_fit(text, tmp_path, fails):
+    """Also where it fails, before training or in it."""
+    saver = ShardedCheckpoint(str(tmp_path))
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            run(text, STEPS, saver, Raises(2))
+    else:
+        run(text, STEPS, saver)
+    assert NAME not in names(tmp_path)
+    (tmp_path / "step-00000001").mkdir(exist_ok=True)
+    with pytest.raises(ValueError, match="holds checkpoints of another run"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path)))
+    assert NAME not in names(tmp_path)
+
+
+class Raises(Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, *args):
+        if trainer.global_step == self.step:
+            raise ZeroDivisionError
+
+
+# -- on another host ---------------------------------------------------------------------------------------------------
+def test_a_holder_elsewhere_that_lives(tmp_path, quick):
+    """Its clock and ours may differ by years."""
+    first = FolderLock(tmp_path)
+    first.acquire()
+    elsewhere(tmp_path)
+    os.utime(tmp_path / NAME, (0, 0))
+    with pytest.raises(FolderInUse, match=r"process .* on node7"):
+        FolderLock(tmp_path).acquire()
+    first.release()
+
+
+@pytest.mark.parametrize("clock", [0, 4e9])
+def test_a_holder_elsewhere_that_is_dead(tmp_path, quick, clock):
+    (tmp_path / NAME).write_text(json.dumps({"token": "dead", "pid": os.getpid(), "table": "another", "host": "node7"}))
+    os.utime(tmp_path / NAME, (clock, clock))
+    began, lock = time.monotonic(), FolderLock(tmp_path)
+    lock.acquire()
+    assert time.monotonic() - began >= 0.6
+    lock.release()
+
+
+def test_a_holder_elsewhere_that_ends_meanwhile(tmp_path, quick):
+    (tmp_path / NAME).write_text(json.dumps({"token": "ends", "pid": os.getpid(), "table": "another"}))
+    threading.Timer(0.15, (tmp_path / NAME).unlink).start()
+    began, lock = time.monotonic(), FolderLock(tmp_path)
+    lock.acquire()
+    assert time.monotonic() - began < 0.6
+    lock.release()
+
+
+@pytest.mark.parametrize("stale", [False, True])
+def test_a_newcomer_that_died_while_it_took_over(tmp_path, quick, stale):
+    (tmp_path / NAME).write_text(json.dumps({"token": "dead", "pid": 1, "began": "0", "table": folder_lock._table()}))
+    lock = FolderLock(tmp_path)
+    lock._claim("dead" if stale else "another").touch()
+    lock.acquire()
+    lock.release()
+    assert len(names(tmp_path)) == (not stale)
+
+
+@pytest.mark.parametrize("what", ["", "[]", "{}", "link", "loop"])
+def test_a_file_that_says_nothing(tmp_path, quick, what):
+    """It counts as a holder of which nothing is known."""
+    (target := tmp_path / "target").write_text("kept")
+    if what in ("link", "loop"):
+        (tmp_path / NAME).symlink_to(target if what == "link" else tmp_path / NAME)
+    else:
+        (tmp_path / NAME).write_text(what)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    assert names(tmp_path) == ["target"] and target.read_text() == "kept"
+
+
+def test_who_was_taken_over_ends(text, tmp_path, quick):
+    """A process that stood still for long must not write beside its successor."""
+
+    class Loses(Callback):
+        def on_train_batch_start(self, trainer, *args):
+            if trainer.global_step == 1:
+                elsewhere(tmp_path, token="successor", pid=4)
+                lock = trainer.checkpoint_callback._lock
+                while lock._lost is None:
+                    time.sleep(0.02)
+
+    with pytest.raises(OSError, match="FolderInUse: it was taken over by process 4 on node7"):
+        run(text, STEPS, ShardedCheckpoint(str(tmp_path), every_n_train_steps=2), Loses())
+    assert names(tmp_path) == [NAME]  # the successor's
+
+
+def test_a_file_that_was_removed_comes_back(tmp_path, quick):
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    (tmp_path / NAME).unlink()
+    while not (tmp_path / NAME).exists():
+        time.sleep(0.02)
+    lock.release()
+    time.sleep(0.3)
+    assert names(tmp_path) == []
+
+
+def test_a_file_system_without_links(tmp_path, monkeypatch):
+    def link(*args):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    with pytest.raises(FolderInUse):
+        FolderLock(tmp_path).acquire()
+    lock.release()
+    assert names(tmp_path) == []
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+def refused(rank, group, text, saved):
+    launched(rank)
+    try:
+        on_rank(rank, group, text, STEPS, saved, strategy="ring_dilated")
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def test_all_ranks_are_refused(pool, text, tmp_path, holder):
+    """And all share one lock."""
+    for told in pool.run(2, refused, text, {"folder": str(tmp_path)}):
+        assert f"in use by process {holder.pid} on" in told
+    assert names(tmp_path) == [NAME]
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    assert pool.run(2, refused, text, {"folder": str(tmp_path)}) == ["", ""]
+    assert names(tmp_path) == ["step-00000006"]

@@ -1,0 +1,391 @@
+"""A signal to end a fit: the last step is in a checkpoint, the exit status names the signal, and the job can go on."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from unittest import mock
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+
+from lightning_dilated.callbacks import sharded_checkpoint as module
+from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.data import ByteDataModule
+from lightning_dilated.strategy import ending
+
+from ..strategy.runs import launched
+from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses
+from .checkpoint_runs import STEPS, names, run
+
+TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
+
+
+class Sends(pl.Callback):
+    """Sends itself a signal in the batch after `step` optimizer steps, or wherever `at` says."""
+
+    def __init__(self, signum, step=2, at="batch", rank=0):
+        self.signum, self.step, self.at, self.rank, self.validations = signum, step, at, rank, 0
+
+    def _send(self, trainer, at):
+        if trainer.global_step == self.step and at == self.at and trainer.global_rank == self.rank:
+            os.kill(os.getpid(), self.signum)
+
+    def on_train_start(self, trainer, *args):
+        self._send(trainer, "start")
+
+    def on_train_batch_start(self, trainer, *args):
+        self._send(trainer, "batch")
+
+    def on_validation_batch_start(self, trainer, module, batch, index, *args):
+        self.validations += 1
+        if index == 0:
+            self._send(trainer, "validation")
+
+
+def ended(*args, **more):
+    """The exit status of a run that a signal ends."""
+    with pytest.raises(SystemExit) as told:
+        run(*args, **more)
+    return told.value.code
+
+
+class Losses(pl.Callback):
+    """Of a run that raises."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("strategy", ["auto", "ring_dilated", "ring_dilated_fsdp"])
+@pytest.mark.parametrize("signum, status", [(TERM, 143), (INT, 130)])
+def test_the_last_step_is_saved(text, whole, tmp_path, strategy, signum, status):
+    before = {name: signal.getsignal(name) for name in (TERM, INT)}
+    shown = Losses()
+    assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path)), Sends(signum), shown, strategy=strategy) == status
+    assert names(tmp_path) == ["step-00000003"] and shown.losses == pytest.approx(whole["losses"][:3], rel=1e-9)
+    assert before == {name: signal.getsignal(name) for name in (TERM, INT)}
+    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, strategy=strategy)
+    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+    torch.testing.assert_close(rest["parameters"], whole["parameters"], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_at_any_batch_of_two_epochs(text, tmp_path, step):
+    """Three batches an epoch; what follows is that of a run that was never stopped, also across the end of an epoch."""
+    options = {"limit_train_batches": 3, "limit_val_batches": 0}
+    whole = run(text, 6, **options)
+    sends = Sends(TERM, step)
+    assert ended(text, 6, ShardedCheckpoint(str(tmp_path)), sends, **options) == 143
+    assert names(tmp_path) == [f"step-0000000{step + 1}"]
+    rest = run(text, 6, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, **options)
+    assert rest["losses"] == whole["losses"][step + 1 :] and torch.equal(rest["parameters"], whole["parameters"])
+
+
+def test_gradients_that_wait_are_not_lost(text, tmp_path):
+    """The optimizer's step is made before the run ends: told in the first of three micro-batches."""
+    whole = run(text, 4, accumulate_grad_batches=3)
+    assert ended(text, 4, ShardedCheckpoint(str(tmp_path)), Sends(TERM, 1), accumulate_grad_batches=3) == 143
+    assert names(tmp_path) == ["step-00000002"]
+    rest = run(text, 4, ShardedCheckpoint(str(tmp_path), resume="auto"), begun=2, accumulate_grad_batches=3)
+    assert torch.equal(rest["parameters"], whole["parameters"])
+
+
+def test_before_the_first_batch(text, copied, tmp_path):
+    """Nothing is new: nothing is saved, also where a run goes on."""
+    assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "new")), Sends(TERM, 0, "start")) == 143
+    assert names(tmp_path / "new") == []
+    before = {path.name: path.stat().st_mtime_ns for path in copied.iterdir()}
+    assert ended(text, STEPS, ShardedCheckpoint(str(copied), resume="must"), Sends(TERM, 4, "start")) == 143
+    assert {path.name: path.stat().st_mtime_ns for path in copied.iterdir()} == before
+
+
+@pytest.mark.parametrize("at_end", [True, False])
+def test_in_the_last_batch(text, tmp_path, at_end):
+    assert ended(text, 3, ShardedCheckpoint(str(tmp_path), at_end=at_end), Sends(TERM, 2)) == 143
+    assert names(tmp_path) == ["step-00000003"]
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
+def test_in_a_validation(text, tmp_path, strategy):
+    """It is finished, and one that was due is not begun."""
+    data = ByteDataModule(text, seq_len=64, batch_size=2, val_fraction=0.2, test_fraction=0)
+    options = {"strategy": strategy, "val_check_interval": 2, "limit_val_batches": 2}
+    with mock.patch("tests.callbacks.checkpoint_runs.ByteDataModule", return_value=data):
+        sends = Sends(TERM, 2, "validation")
+        assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "a")), sends, **options) == 143
+        assert names(tmp_path / "a") == ["step-00000002"] and sends.validations == 2
+        sends = Sends(TERM, 1)
+        assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), sends, **options) == 143
+        assert names(tmp_path / "b") == ["step-00000002"] and sends.validations == 0
+        rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b"), resume="must"), begun=2, **options)
+        assert rest["step"] == STEPS
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_while_a_checkpoint_is_written(text, tmp_path, asynchronous):
+    """It becomes whole, and the newer one, too."""
+    real, sent = module.write, threading.Event()
+
+    def write(*args):
+        if not sent.is_set():
+            sent.set()
+            os.kill(os.getpid(), TERM)
+            time.sleep(0.2)
+        real(*args)
+
+    with mock.patch.object(module, "write", write):
+        saver = ShardedCheckpoint(str(tmp_path), every_n_train_steps=2, asynchronous=asynchronous)
+        assert ended(text, 1000, saver) == 143
+    assert names(tmp_path) in (["step-00000002"], ["step-00000002", "step-00000003"])
+
+
+def test_a_checkpoint_that_fails_then(text, tmp_path, monkeypatch):
+    """The status says that the step was not saved."""
+    said = []
+    monkeypatch.setattr(module, "rank_zero_warn", said.append)
+    monkeypatch.setattr(module, "write", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path)), Sends(TERM)) == 1
+    assert len(said) == 1 and "No space left on device" in said[0]
+
+
+def test_a_handler_of_the_users_stays(text, tmp_path):
+    """Also one that ignores, as nohup's."""
+    before = signal.signal(INT, signal.SIG_IGN)
+    try:
+        assert run(text, 3, ShardedCheckpoint(str(tmp_path)), Sends(INT))["step"] == 3
+    finally:
+        signal.signal(INT, before)
+
+
+@pytest.mark.parametrize("step", [1, 99])
+def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, step):
+    """After a fit that ended by a signal, and after one that did not."""
+    saver, trainers = ShardedCheckpoint(str(tmp_path)), []
+    monkeypatch.setattr(ShardedCheckpoint, "on_fit_start", lambda self, trainer, *args: trainers.append(trainer))
+    with contextlib.suppress(SystemExit):
+        run(text, STEPS, saver, Sends(TERM, step))
+    (trainer,) = trainers
+    assert "advance" not in vars(trainer.fit_loop.epoch_loop)
+    assert not {x for x in vars(trainer._signal_connector) if x.endswith("_fn") or x.startswith("register")}
+    assert saver._lock is None and saver._ending is None
+
+
+# -- SLURM's requeue ---------------------------------------------------------------------------------------------------
+@pytest.fixture
+def slurm(monkeypatch, tmp_path):
+    """A job of one task, and a `scontrol` that writes down what it was asked."""
+    job = {"JOB_NAME": "train", "JOB_ID": 17, "NTASKS": 1, "NTASKS_PER_NODE": 1, "PROCID": 0, "LOCALID": 0, "NODEID": 0}
+    for name, value in {**job, "NODELIST": "127.0.0.1"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "scontrol"
+    script.write_text(f'#!/bin/sh\necho "$@" $(ls "{tmp_path}/ck") >> {tmp_path}/asked\nexit ${{SCONTROL:-0}}\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:{os.environ['PATH']}")
+    return tmp_path / "asked"
+
+
+@pytest.mark.parametrize("strategy", ["auto", "ring_dilated"])
+def test_requeue(text, whole, tmp_path, slurm, strategy):
+    """When `scontrol` is called the checkpoint is whole; nothing of Lightning's own is saved."""
+    options = {"strategy": strategy, "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
+    assert ended(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck")), Sends(USR1), **options) == 138
+    assert slurm.read_text() == "requeue 17 step-00000003\n"
+    assert not list(tmp_path.glob("*.ckpt"))
+    rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path / "ck"), resume="auto"), begun=2, **options)
+    assert rest["losses"] == pytest.approx(whole["losses"][3:], rel=1e-9)
+
+
+def test_requeue_of_an_array_that_slurm_refuses(text, tmp_path, slurm, monkeypatch):
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "15")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    monkeypatch.setenv("SCONTROL", "1")
+    saver = ShardedCheckpoint(str(tmp_path / "ck"))
+    assert ended(text, STEPS, saver, Sends(USR1), plugins=[SLURMEnvironment()]) == 1
+    assert slurm.read_text() == "requeue 15_2 step-00000003\n" and names(tmp_path / "ck") == ["step-00000003"]
+
+
+def test_requeue_by_lightning(text, tmp_path, slurm):
+    """Without a ShardedCheckpoint, at the same batch of all ranks and once; training goes on until SLURM ends it."""
+    (tmp_path / "ck").mkdir()
+    options = {"strategy": "ring_dilated", "plugins": [SLURMEnvironment()], "default_root_dir": tmp_path}
+    told = run(text, STEPS, Sends(USR1, 1), Sends(USR1, 3), **options)
+    assert told["step"] == STEPS and slurm.read_text() == "requeue 17\n"
+    assert [p.name for p in tmp_path.glob("*.ckpt")] == ["hpc_ckpt_1.ckpt"]
+
+
+@pytest.mark.parametrize("job", ["", "17; rm -r /", "17_"])
+def test_requeue_of_no_job(monkeypatch, job):
+    monkeypatch.setenv("SLURM_JOB_ID", job)
+    monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
+    with pytest.raises(RuntimeError, match="its number reads"):
+        ending.requeue_job()
+
+
+# -- two ranks ---------------------------------------------------------------------------------------------------------
+def on_two(rank, group, text, folder, strategy, signum, who, more):
+    """(exit status, losses) of a run in which one rank is sent a signal."""
+    shown, saver = Losses(), ShardedCheckpoint(folder, resume="auto")
+    told = [Sends(signum, rank=who)] if signum else []
+    try:
+        run(text, STEPS, saver, shown, *told, strategy=strategy, world=launched(rank), **more)
+    except SystemExit as end:
+        return end.code, shown.losses
+    return 0, shown.losses
+
+
+@pytest.mark.parametrize("strategy, signum, who", [
+    ("ring_dilated", TERM, 1), ("ring_dilated", INT, 0), ("ring_dilated_fsdp", TERM, 0), ("ring_dilated_fsdp", INT, 1),
+    ("ddp", TERM, 1),
+])  # fmt: skip
+def test_all_ranks_save(pool, text, whole, tmp_path, strategy, signum, who):
+    if strategy == "ddp":  # each rank would take part of the data, and nothing is shared
+        from lightning.pytorch.strategies import DDPStrategy as strategy
+
+        strategy = strategy(process_group_backend="gloo")
+    found = pool.run(2, on_two, text, str(tmp_path), strategy, signum, who, {})
+    assert [status for status, _ in found] == [128 + signum] * 2
+    assert names(tmp_path) == ["step-00000003"]
+    rest = pool.run(2, on_two, text, str(tmp_path), strategy, 0, 0, {})
+    assert [status for status, _ in rest] == [0, 0]
+    if isinstance(strategy, str):
+        for (_, first), (_, second) in zip(found, rest, strict=True):
+            assert [*first, *second] == pytest.approx(whole["losses"], rel=1e-9)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+JOB = str(Path(__file__).with_name("preempted_job.py"))
+
+
+def job(folder, *args, launcher=None, environment=None, act=None):
+    """(exit status, what it wrote) of a job, whose process `act` may send signals when all ranks train."""
+    out = folder / "out.txt"
+    command = [*(launcher or [sys.executable]), JOB, *map(str, args)]
+    root = Path(module.__file__).parents[2]
+    told = {**os.environ, "PYTHONPATH": str(root), **(environment or {})}
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            command, cwd=folder, stdout=file, stderr=subprocess.STDOUT, env=told, start_new_session=True
+        )
+        if act is not None:
+            end = time.monotonic() + LIMIT
+            while len(list(folder.glob("ready*"))) < int(args[1]) and time.monotonic() < end:
+                time.sleep(0.1)
+            act(process)
+        status = process.wait(LIMIT)
+    end = time.monotonic() + LIMIT
+    while time.monotonic() < end and alive(folder):
+        time.sleep(0.2)
+    assert not alive(folder), "a process lives on"
+    return status, out.read_text()
+
+
+def check_job(folder, found, status, step=3):
+    """Its status, and one whole checkpoint, of that step."""
+    assert found[0] == status, found[1][-3000:]
+    assert names(folder / "ckpt") == [f"step-{step:08d}"], found[1][-3000:]
+
+
+def test_a_job_of_two_ranks(tmp_path):
+    check_job(tmp_path, job(tmp_path, "ring_dilated", 2, 5, 0, "SIGTERM", 1), 143)
+    status, text = job(tmp_path, "auto", 1, 4, 0, "SIGTERM", "nobody")
+    assert status == 0 and len(losses(text)) == 1, text[-3000:]  # goes on, on one rank
+
+
+slow = pytest.mark.slow
+
+
+@slow
+@pytest.mark.parametrize("strategy, signum, who, status", [
+    ("ring_dilated", "SIGTERM", 0, 143), ("ring_dilated_fsdp", "SIGTERM", 0, 143), ("ring_dilated_fsdp", "SIGTERM", 1, 143),
+    ("ring_dilated", "SIGINT", 0, 130), ("ring_dilated", "SIGINT", 1, 130), ("ring_dilated_fsdp", "SIGINT", 0, 130),
+])  # fmt: skip
+def test_jobs(tmp_path, strategy, signum, who, status):
+    check_job(tmp_path, job(tmp_path, strategy, 2, 5, 0, signum, who), status)
+
+
+@slow
+@pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
+def test_a_job_in_a_validation(tmp_path, strategy):
+    check_job(tmp_path, job(tmp_path, strategy, 2, 5, 0, "SIGTERM", "validation"), 143, step=2)
+
+
+@slow
+@pytest.mark.parametrize("signum", [TERM, INT])
+@pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
+def test_a_group_of_processes(tmp_path, strategy, signum):
+    """As a scheduler or a terminal sends it: also to the loaders' workers, which must not fail the fit."""
+    found = job(tmp_path, strategy, 2, 100_000, 2, act=lambda p: os.killpg(p.pid, signum))
+    assert found[0] == 128 + signum, found[1][-3000:]
+    (name,) = names(tmp_path / "ckpt")
+    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+
+
+@slow
+def test_interrupted_twice(tmp_path):
+    """The second one ends it at once, although rank 0 waits for another that stands still."""
+
+    def act(process):
+        ranks = [int((tmp_path / f"ready{i}").read_text()) for i in range(2)]
+        os.kill(ranks[1], signal.SIGSTOP)
+        time.sleep(1)
+        os.kill(ranks[0], INT)
+        time.sleep(1)
+        assert process.poll() is None
+        os.kill(ranks[0], INT)
+        assert process.wait(10) == 130
+
+    assert job(tmp_path, "ring_dilated", 2, 100_000, 0, act=act)[0] == 130
+
+
+@slow
+@pytest.mark.parametrize("signum", [TERM, INT])
+def test_torchrun(tmp_path, signum):
+    """The agent passes the signal on to its workers and theirs."""
+    found = job(tmp_path, "ring_dilated", 2, 100_000, 2, launcher=[*TORCHRUN, "--nproc-per-node", "2"],
+                act=lambda p: p.send_signal(signum))  # fmt: skip
+    assert found[0] != 0
+    (name,) = names(tmp_path / "ckpt")
+    assert found[1].count(f"after step {int(name[5:])}\n") == 2, found[1][-3000:]
+
+
+@slow
+def test_torchrun_restarts_a_worker_that_was_told_to_end(tmp_path):
+    """The predecessors' hold of the folder does not lock out the workers that take their place."""
+    launcher = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "1"]
+    status, text = job(tmp_path, "ring_dilated", 2, 5, 0, "SIGTERM", 1, launcher=launcher)
+    assert status == 0 and len(losses(text)) == 2, text[-3000:]
+    assert names(tmp_path / "ckpt") == ["step-00000003", "step-00000005"]
+
+
+@slow
+@pytest.mark.parametrize("strategy", ["ring_dilated", "ring_dilated_fsdp"])
+def test_slurm_requeues_a_job_of_two_tasks(tmp_path, slurm, strategy):
+    """Both get the signal, as srun's tasks do; `scontrol` is called once."""
+    (tmp_path / "ck").mkdir()
+    command = [sys.executable, JOB, strategy, "2", "100000", "0"]
+    root = str(Path(module.__file__).parents[2])
+    tasks = []
+    for rank in range(2):
+        told = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": 2, "SLURM_NTASKS_PER_NODE": 2}
+        env = {**os.environ, **{k: str(v) for k, v in told.items()}, "PYTHONPATH": root, "MASTER_PORT": "29731"}
+        tasks.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=-1, stderr=-2, text=True))
+    end = time.monotonic() + LIMIT
+    while len(list(tmp_path.glob("ready*"))) < 2 and time.monotonic() < end:
+        time.sleep(0.1)
+    for task in tasks:
+        task.send_signal(USR1)
+    texts = [task.communicate(timeout=LIMIT)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [138, 138], texts
+    assert slurm.read_text() == "requeue 17\n" and len(names(tmp_path / "ckpt")) == 1
