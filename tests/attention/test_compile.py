@@ -11,6 +11,8 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 from .reference import GRADIENTS, close, gradients
 from .strategies import Case
 
+pytestmark = pytest.mark.full
+
 CASE = Case(DilatedPattern([(4, 1), Branch(8, 2, shift=3)]), 2, 21, 4, 4, 8)
 CASES = {
     "full": CASE,

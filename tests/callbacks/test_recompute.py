@@ -10,6 +10,8 @@ from lightning_dilated.models.memory import MemorySettings
 
 from ..models import batch, loader, tiny, trainer
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("policy", ["block", "attention-kept"])
 def test_the_same_weights_come_out(policy, monkeypatch):

@@ -13,6 +13,8 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 
 from . import batch, loader, tiny, trainer
 
+pytestmark = pytest.mark.full
+
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 

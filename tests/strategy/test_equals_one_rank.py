@@ -9,6 +9,8 @@ from lightning_dilated import DilatedPattern
 
 from .runs import Run, fit
 
+pytestmark = pytest.mark.full
+
 RUNS = {
     "plain": Run(steps=6),
     "accumulate and clip": Run(steps=3, accumulate=2, clip=0.1),
