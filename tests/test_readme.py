@@ -12,6 +12,8 @@ import lightning_dilated as ld
 from lightning_dilated.attention.engines import ENGINES
 from lightning_dilated.cli import OTHERS, DilatedCLI
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", TEXT, re.S)

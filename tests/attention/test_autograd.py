@@ -38,6 +38,7 @@ def test_gradcheck(name, engine):
 @pytest.mark.parametrize(
     "name", ["gqa", *(pytest.param(x, marks=pytest.mark.slow) for x in ("full", "causal", "lengths", "documents"))]
 )
+@pytest.mark.full
 def test_gradcheck_dropout(name):
     q, k, v, _ = CHECKED[name].tensors()
 

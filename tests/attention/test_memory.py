@@ -8,6 +8,8 @@ from lightning_dilated.pattern import DilatedPattern
 
 from .peak import printed
 
+pytestmark = pytest.mark.full
+
 MIB = 1 << 20
 
 

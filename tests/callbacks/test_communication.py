@@ -23,6 +23,8 @@ from ..models import text
 from ..models import trainer as plain_trainer
 from ..strategy.runs import Run, launched, make
 
+pytestmark = pytest.mark.full
+
 NAMES = {
     *("comm/received_mb_forward", "comm/received_mb_backward", "comm/planned_mb", "comm/in_flight_ms"),
     *("comm/exposed_ms", "comm/hidden_fraction", "comm/agreeing_ms"),

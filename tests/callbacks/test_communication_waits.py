@@ -11,6 +11,8 @@ from lightning_dilated.callbacks import CommunicationProfiler, communication
 
 from ..strategy.runs import Run, launched, make
 
+pytestmark = pytest.mark.full
+
 
 class Slow(pl.Callback):
     """A validation that takes longer than ranks wait for each other in training."""

@@ -19,6 +19,8 @@ from ..models import batch, loader, text, tiny
 from ..models import trainer as quiet
 from .stacks import ACTIVATION, SCALARS, WEIGHT, Block, Kept, Losses, Stack, batches
 
+pytestmark = pytest.mark.full
+
 
 def fit(folder, module, steps=2, profiler=None, data=None, **options):
     """(the profiler, what its logger got)."""

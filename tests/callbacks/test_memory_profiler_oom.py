@@ -17,6 +17,8 @@ from ..models import trainer as quiet
 from ..strategy.runs import launched, trainer
 from .stacks import Kept, Stack, batches
 
+pytestmark = pytest.mark.full
+
 GIB, MIB = 2**30, 2**20
 #: in the words of torch's allocators for CUDA and for the CPU, with numbers from public reports
 MESSAGES = {

@@ -12,6 +12,8 @@ from ..models import loader
 from ..strategy.runs import Run, launched, make, trainer
 from .stacks import SCALARS, Kept, Stack, batches
 
+pytestmark = pytest.mark.full
+
 
 def unlike(rank, group, folder):
     """Two blocks under DDP; rank 1 has three times the rows."""

@@ -15,6 +15,8 @@ from lightning_dilated.callbacks import RunReport
 
 from ..models import PATTERN, batch, loader, text, trainer
 
+pytestmark = pytest.mark.full
+
 
 class Plain(DilatedModule):
     """A module of bytes without a pattern and without bits per byte."""

@@ -20,6 +20,8 @@ from ..models import text as text_of_letters
 from ..models import tiny, trainer
 from .checkpoint_runs import STEPS, check_equal, names, run
 
+pytestmark = pytest.mark.full
+
 
 # -- resuming ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["beside", "waiting"])

@@ -17,6 +17,8 @@ from lightning_dilated.strategy.saved_files import Saved
 
 from .checkpoint_runs import STEPS, names, run
 
+pytestmark = pytest.mark.full
+
 
 def shard(path):
     return path / "__0_0.distcp"

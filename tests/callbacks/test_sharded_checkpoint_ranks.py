@@ -20,6 +20,8 @@ from ..distributed.pool import Pool
 from ..strategy.runs import launched
 from .checkpoint_runs import on_rank, run, with_options
 
+pytestmark = pytest.mark.full
+
 STEPS = 4
 
 

@@ -16,6 +16,8 @@ from lightning_dilated.sequence.links import VARIABLE, cached
 
 from .test_misuse import refused
 
+pytestmark = pytest.mark.full
+
 SMALL = ["--device", "cpu", "--sizes", 1 << 18, 1 << 24, "--repeats", 2]
 USUAL = Links()
 

@@ -13,6 +13,8 @@ from lightning_dilated.generate import print_bytes
 
 from .conftest import DATA, LOG, MODEL, TINY
 
+pytestmark = pytest.mark.full
+
 COMMANDS = (
     "fit",
     "validate",

@@ -21,6 +21,8 @@ from ..distributed.pool import Pool
 from ..models import PATTERN, batch, loader, text, tiny
 from ..strategy.runs import full, launched
 
+pytestmark = pytest.mark.full
+
 SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 
 

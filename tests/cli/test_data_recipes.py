@@ -2,6 +2,8 @@
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 SMALL = ["--model.depth", 1, "--model.lr_scheduler.warmup_steps", 1, "--trainer.max_steps", 2]
 SMALL += ["--trainer.val_check_interval", 2, "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
 RECIPES = {

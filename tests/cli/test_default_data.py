@@ -5,6 +5,8 @@ import yaml
 
 import lightning_dilated as ld
 
+pytestmark = pytest.mark.full
+
 SIZES = {"dim": 16, "depth": 1, "num_heads": 2}
 SLIDES = {**SIZES, "segment_lengths": [8], "dilation_rates": [1], "feature_dim": 8}
 TASK = {"task": "classification", "num_classes": 2}

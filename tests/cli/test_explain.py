@@ -8,6 +8,8 @@ from lightning_dilated.models.advice import advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
 
+pytestmark = pytest.mark.full
+
 WALLS = ["--segments", 16, 32, "--dilations", 1, 2, "--seq-len", 100, "--heads", 4, "--depth", 3]
 
 

@@ -21,6 +21,8 @@ from lightning_dilated.find_max import Outcome, Trials, longest, worker
 from lightning_dilated.find_max.command import run
 from lightning_dilated.find_max.samples import Samples
 
+pytestmark = pytest.mark.full
+
 
 @given(
     most=st.integers(1, 5000),

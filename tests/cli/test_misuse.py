@@ -10,6 +10,8 @@ from lightning_dilated.cli import OTHERS
 
 from .conftest import DATA, TINY
 
+pytestmark = pytest.mark.full
+
 PATTERN = "--model.pattern"
 # name: (what follows `fit` and the tiny recipe, what standard error must hold)
 FIT = {

@@ -11,6 +11,8 @@ import lightning_dilated as ld
 
 from .conftest import DATA, MODEL, run_in, write_text
 
+pytestmark = pytest.mark.full
+
 PATTERN = {"segment_lengths": [8, 64], "dilation_rates": [1, 2]}
 FRACTIONS = ["--data.val_fraction", "0.02", "--data.test_fraction", "0.02"]
 RUN = [

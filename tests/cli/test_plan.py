@@ -16,6 +16,8 @@ from lightning_dilated.planning.longest import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
 from lightning_dilated.sequence.links import Links
 
+pytestmark = pytest.mark.full
+
 GIB = 2**30
 SIZES = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", 64, 128, "--dilations", 1, 2, "--no-compile"]
 BLOCK = ["--policy", "block"]

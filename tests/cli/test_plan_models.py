@@ -10,6 +10,8 @@ from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.subjects import subject_of
 from lightning_dilated.planning.memory import Setup, memory
 
+pytestmark = pytest.mark.full
+
 GIB = 2**30
 BLOCK = ["--policy", "block"]
 SIZES = {"dim": 64, "depth": 2, "num_heads": 4, "segment_lengths": [64, 128], "dilation_rates": [1, 2]}

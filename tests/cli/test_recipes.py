@@ -17,6 +17,8 @@ from lightning_dilated.data import write_synthetic_slides
 
 from .conftest import LOG, TINY
 
+pytestmark = pytest.mark.full
+
 EVERY = sorted(path for folder in recipe_folders()[-1:] for path in folder.rglob("*.yaml"))
 #: those of fit; generate.yaml is of generate
 RECIPES = [path for path in EVERY if "trainer" in yaml.safe_load(path.read_text())]

@@ -13,6 +13,8 @@ from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 
 from ..models.slides import encoder
 
+pytestmark = pytest.mark.full
+
 SIZES = {"feature_dim": 8, "dim": 16, "depth": 1, "num_heads": 4, "segment_lengths": [16, 64], "dilation_rates": [1, 4]}
 MODEL = ["--model", "SlideEncoder", *(x for k, v in SIZES.items() for x in (f"--model.{k}", json.dumps(v)))]
 ALL = ["--data.val_fraction", "0", "--data.test_fraction", "1", "--data.batch_size", "2"]

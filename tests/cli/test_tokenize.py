@@ -17,6 +17,8 @@ from .conftest import TRAINER, Result, run_in
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 
+pytestmark = pytest.mark.full
+
 V, END, SENTENCE = 270, "<|end|>", "The naïve fox naps; 東京 🦊. "
 SIZES = [*("--data.seq_len", "64", "--data.val_fraction", "0.2", "--data.test_fraction", "0", "--data.val_limit", "2")]
 PATTERN = ["--model.pattern", '{"segment_lengths": [16, 64], "dilation_rates": [1, 4]}']

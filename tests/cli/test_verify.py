@@ -10,6 +10,8 @@ from lightning_dilated.verify import command
 from lightning_dilated.verify.cases import Check, Verdict, alone, by_definition, compare, matrix
 from lightning_dilated.verify.workers import RanksFailed, run_ranks
 
+pytestmark = pytest.mark.full
+
 CALL = Check("ragged", 61)
 STEP = Check("LongNetLM", 61)
 

@@ -88,6 +88,7 @@ def test_reads_outside_a_sample(tmp_path: Path, arguments: tuple[int, int, int])
         module.dataset("dev")
 
 
+@pytest.mark.full
 def test_spawned_workers_read_the_same(tmp_path: Path) -> None:
     folder, _ = write(tmp_path, 300)
     dataset = ByteDataModule(folder, seq_len=8).dataset("train")

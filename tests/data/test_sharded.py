@@ -16,6 +16,8 @@ from lightning_dilated.sequence import SequenceSpec, loss_share
 from ..distributed.pool import Pool
 from ..strategy.runs import Record, launched, trainer
 
+pytestmark = pytest.mark.full
+
 N, STEPS = 60, 5
 DATA = {
     "tokens": lambda folder: TokenDataModule(f"{folder}/a.npy", N, 20),

@@ -12,6 +12,8 @@ import torch
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.plan import make_problem, moved
 
+pytestmark = pytest.mark.full
+
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 HEADS, DIM, DENSE, DILATED = 4, 64, 256, 512
 SIZES = (

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import make_problem, moved
 from lightning_dilated.sequence.summary import summary
+
+pytestmark = pytest.mark.full
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 SCRIPT = FOLDER / "exchange.py"

@@ -155,6 +155,7 @@ def waiting(rank, group):
                 return str(error)
 
 
+@pytest.mark.full
 def test_a_rank_that_does_not_come():
     pool = Pool(2)
     try:
@@ -231,6 +232,7 @@ def broken_off(rank, group, backward):
 
 
 @pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.full
 def test_rows_land_before_their_memory_is_free(backward):
     """Else what is caught and tried again with fewer tokens would compute with rows that land later."""
     own = Pool(2)

@@ -5,8 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.plan import make_problem, moved
+
+pytestmark = pytest.mark.full
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "weak_scaling.py"
 RANKS, TOKENS, FIRST, DIM, DEPTH, HEADS = 2, 1024, 1024, 256, 2, 4

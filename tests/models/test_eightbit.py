@@ -13,6 +13,8 @@ from lightning_dilated.callbacks import ShardedCheckpoint
 
 from . import batch, loader, tiny, trainer
 
+pytestmark = pytest.mark.full
+
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 
@@ -26,7 +28,16 @@ def fit(made, steps, ckpt=None, **options):
     return runs.global_step, float(runs.callback_metrics["train_loss"]), runs.optimizers[0]
 
 
-def test_learns_like_adamw():
+@pytest.fixture(autouse=True)
+def eager():
+    """torchao compiles a step for each shape, which takes long and is not under test."""
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@pytest.mark.parametrize("stance", ["force_eager", pytest.param("default", marks=pytest.mark.slow)])
+def test_learns_like_adamw(stance):
+    torch.compiler.set_stance(stance)
     _, want, _ = fit(torch.optim.AdamW, 20)
     _, found, optimizer = fit(optim.AdamW8bit, 20)
     assert want < 1.5 and found == pytest.approx(want, rel=0.05)

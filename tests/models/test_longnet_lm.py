@@ -170,9 +170,20 @@ def test_compiled_blocks_train_as_eager_ones():
         same(a, b)
 
 
-@pytest.mark.parametrize("options", [{}, {"position_encoding": "xpos"}], ids=["rotary", "xpos"])
-def test_compile_blocks(options):
+@pytest.mark.parametrize(
+    "options, backend",
+    [({"depth": 1}, None), ({}, "aot_eager"), ({"position_encoding": "xpos"}, "aot_eager")],
+    ids=["Inductor", "rotary", "xpos"],
+)
+@pytest.mark.full
+def test_compile_blocks(options, backend):
     """The option trains and generates as without, leaves names alone, and is no property of the weights."""
+    with torch.compiler.set_stance("default", force_backend=backend):
+        check_compiled(options)
+
+
+def check_compiled(options):
+    """Gradients, generated tokens and names of a compiled model are those of a plain one."""
     plain, compiled = tiny(dtype=torch.float32, **options), tiny(dtype=torch.float32, compile_blocks=True, **options)
     compiled.load_state_dict(plain.state_dict())
     data = batch(2, 20)

@@ -8,6 +8,8 @@ from lightning_dilated.models.transformer import DilatedTransformer
 
 from .test_memory_settings import PATTERN, same
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("offload", [0, 1])
 def test_groups_within_a_compiled_stack(offload):

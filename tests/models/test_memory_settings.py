@@ -217,6 +217,7 @@ def test_the_feed_forward_runs_once_forward_and_once_backward(monkeypatch):
 
 
 @pytest.mark.parametrize("chosen", [s for s in SETTINGS.values() if s.in_pieces], ids=str)
+@pytest.mark.full
 def test_compiled_in_pieces(chosen, monkeypatch):
     torch._dynamo.reset()
     model, given = tiny(PATTERN, num_kv_heads=2, depth=2), batch(1, 21)

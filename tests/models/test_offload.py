@@ -19,6 +19,8 @@ from lightning_dilated.planning.memory import _beside
 from . import batch, tiny
 from .test_memory_settings import PATTERN, gradients, same
 
+pytestmark = pytest.mark.full
+
 INPUT = 2 * 21 * 16 * 8  # bytes of a block's input
 
 

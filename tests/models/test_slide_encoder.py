@@ -79,6 +79,7 @@ def test_tile_size_alone_does_not_change_the_segments():
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
+@pytest.mark.full
 def test_trains_under_a_trainer(tmp_path):
     data = [{**batch(20, 9, seed=s), "features": batch(20, 9, seed=s)["features"].float()} for s in range(3)]
     for d in data:

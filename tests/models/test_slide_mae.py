@@ -82,6 +82,7 @@ def smooth(seed):
     return {**data, "index": data["index"] + 2 * seed}
 
 
+@pytest.mark.full
 def test_trains_and_hands_its_encoder_on(tmp_path):
     torch.manual_seed(0)
     make = functools.partial(torch.optim.AdamW, lr=1e-2)

@@ -32,6 +32,8 @@ from lightning_dilated.planning.memory import Setup
 from lightning_dilated.sequence import group
 from lightning_dilated.sequence.plan import DEFAULTS
 
+pytestmark = pytest.mark.full
+
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 H200, ONE = GPUS["H200"], Setup()
 

@@ -22,6 +22,8 @@ from tests.planning.passes import Passes
 from tests.planning.test_memory import SETTINGS, check
 from tests.planning.test_slides_images import SIZES, image, slide
 
+pytestmark = pytest.mark.full
+
 pytest.importorskip("peft")
 H200 = GPUS["H200"]
 TASK = {"task": "classification", "num_classes": 2, "dropout": 0.0, "drop_path": 0.0, "lora_rank": 2}

@@ -20,6 +20,8 @@ from lightning_dilated.planning.gpus import GPUS, find_gpu
 from lightning_dilated.planning.longest import Case, candidates, last_true, recommended
 from lightning_dilated.planning.memory import Setup, memory
 
+pytestmark = pytest.mark.full
+
 GIB = 2**30
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 SMALL = DilatedPattern.longnet([64, 128], [1, 2])

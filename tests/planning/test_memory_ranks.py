@@ -19,6 +19,8 @@ from lightning_dilated.planning.memory import Setup, _static, memory, moved_as_f
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.plan import make_problem
 
+pytestmark = pytest.mark.full
+
 GIB = 2**30
 FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
 SMALL = DilatedPattern.longnet([64, 128], [1, 2])

@@ -12,6 +12,8 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.simulation import simulate
 
+pytestmark = pytest.mark.full
+
 ROOT = Path(__file__).parents[2]
 GIB = 2**30
 

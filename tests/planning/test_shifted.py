@@ -20,6 +20,8 @@ from lightning_dilated.sequence.plan import Links
 
 from .machines import machine
 
+pytestmark = pytest.mark.full
+
 #: nested, so that shards of a multiple of 128 tokens cut no segment
 EVEN = DilatedPattern.longnet([64, 128], [1, 2])
 ODD = EVEN.shifted(0.5)

@@ -20,6 +20,8 @@ from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import Setup, _decoder_away, _exchange, memory
 from tests.planning.test_memory import SETTINGS, check
 
+pytestmark = pytest.mark.full
+
 SIZES = {"dim": 64, "depth": 4, "num_heads": 4, "segment_lengths": [64, 128], "dilation_rates": [1, 2]}
 
 

@@ -91,20 +91,28 @@ print(found.exchange, time.process_time() - begin, resource.getrusage(resource.R
 """
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+BILLION_CASES = {
+    "geometric": ("DilatedPattern.geometric(2048, 1 << 30)", "hierarchical_butterfly"),
+    "gigapath": (
+        "DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets='blocked')",
+        "switch",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "pattern, want",
+    "name, causal",
     [
-        ("DilatedPattern.geometric(2048, 1 << 30)", "hierarchical_butterfly"),
-        (
-            "DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets='blocked')",
-            "switch",
-        ),
+        ("geometric", True),
+        ("gigapath", False),
+        pytest.param("geometric", False, marks=pytest.mark.slow),
+        pytest.param("gigapath", True, marks=pytest.mark.slow),
     ],
-    ids=["geometric", "gigapath"],
 )
-def test_a_billion_tokens_on_4096_ranks(pattern, want, causal):
+@pytest.mark.full
+def test_a_billion_tokens_on_4096_ranks(name, causal):
     """In a process of its own: the plan and a rank's program, CPU seconds and GiB, torch's own 0.4 among them."""
+    pattern, want = BILLION_CASES[name]
     run = subprocess.run(
         [sys.executable, "-c", BILLION.format(pattern=pattern, causal=causal)], capture_output=True, text=True
     )

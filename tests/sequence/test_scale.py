@@ -14,6 +14,8 @@ from lightning_dilated.sequence.problem import Problem
 
 from .play import all_programs, check_agreed, check_kept, from_others, geometric, held_rows, play, rows_in, rows_of
 
+pytestmark = pytest.mark.full
+
 KEYS, LOCAL, HEADS, PER_NODE = 16, 32, 4, 8
 
 

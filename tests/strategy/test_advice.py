@@ -2,11 +2,14 @@
 
 import warnings
 
+import pytest
 import torch.distributed as dist
 
 from lightning_dilated import DilatedPattern
 
 from .runs import Run, launched, make
+
+pytestmark = pytest.mark.full
 
 RUN = Run(steps=1, model={"pattern": DilatedPattern.longnet([10, 20], [1, 2])})
 

@@ -13,6 +13,8 @@ from lightning_dilated.data import ByteDataModule
 from .runs import Run, launched, make, trainer
 from .test_hooks import Numbers, Plain
 
+pytestmark = pytest.mark.full
+
 
 class Other(Numbers):
     """Samples with something that all ranks hold whole."""

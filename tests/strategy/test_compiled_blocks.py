@@ -8,6 +8,8 @@ from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
 
+pytestmark = pytest.mark.full
+
 
 class Compiled(ld.LongNetLM):
     """With blocks compiled by a backend that notes its graphs and generates no code."""

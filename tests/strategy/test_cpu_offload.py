@@ -22,6 +22,8 @@ from lightning_dilated.strategy import host_parameters
 
 from .runs import PATTERN, Record, Run, full, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 RUN = Run(fsdp=True, double=True, steps=3, masked=0.3, batch_size=2, model={"depth": 3, "num_kv_heads": 2})
 HOST = {"cpu_offload": True}
 EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 5, "head_chunks": 2}

@@ -14,6 +14,8 @@ from lightning_dilated.data import ByteDataModule
 
 from .runs import PATTERN, Record, Run, full, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
 
 #: the 11 rows of the table of tokens do not divide evenly; half a table of 512 x 128 keeps states of 8 bits

@@ -15,6 +15,8 @@ from lightning_dilated.strategy import ending
 from .runs import Run, launched, make
 from .test_failures import losses, start
 
+pytestmark = pytest.mark.full
+
 #: validated after every second batch
 RUN, CHECKED = Run(steps=6), {"val_check_interval": 2, "limit_val_batches": 2}
 

@@ -1,13 +1,13 @@
 """A training run on many ranks leaves what it leaves on one: losses, gradient norms, validation, every parameter."""
 
-import functools
-
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
 
 from .runs import Run, fit
+
+pytestmark = pytest.mark.full
 
 RUNS = {
     "plain": Run(steps=6),
@@ -38,8 +38,15 @@ PLAIN = ("2", "4", "4, data 2")
 
 @pytest.fixture(scope="module")
 def alone(pools):
-    """A run on one rank, made once."""
-    return functools.cache(lambda name: pools(1).run(1, fit, RUNS[name])[0])
+    """What a run leaves on one rank, made once for equal runs."""
+    made = {}
+
+    def get(run):
+        if repr(run) not in made:
+            made[repr(run)] = pools(1).run(1, fit, run)[0]
+        return made[repr(run)]
+
+    return get
 
 
 def check(found, want, tol, logged=None):
@@ -71,10 +78,8 @@ def test_float64(pools, alone, run, way):
     ranks, settings = WAYS[way]
     chosen = RUNS[run].but(strategy=settings)
     if settings.get("sequence_size") == 2:
-        chosen, name = chosen.but(batch_size=2 * chosen.batch_size), run
-        want = pools(1).run(1, fit, RUNS[name].but(batch_size=chosen.batch_size))[0]
-    else:
-        want = alone(run)
+        chosen = chosen.but(batch_size=2 * chosen.batch_size)
+    want = alone(RUNS[run].but(batch_size=chosen.batch_size))
     assert min(want["norms"]) > 0 and len(set(want["losses"])) > 1
     check(pools(ranks).run(ranks, fit, chosen), want, 1e-9)
 
@@ -89,20 +94,20 @@ FSDP += [
 
 
 @pytest.mark.parametrize("run, way", FSDP)
-def test_sharded_parameters(pools, run, way):
+def test_sharded_parameters(pools, alone, run, way):
     ranks, settings = WAYS[way]
     rows = 2 if settings.get("sequence_size") == 2 else 1
     chosen = RUNS[run].but(double=True, batch_size=rows * RUNS[run].batch_size)
-    want = pools(1).run(1, fit, chosen)[0]
+    want = alone(chosen)
     check(pools(ranks).run(ranks, fit, chosen.but(fsdp=True, strategy=settings)), want, 1e-9, 3e-7)
     assert all(n > 0 for n in want["norms"])
 
 
 @pytest.mark.parametrize("way", PLAIN)
-def test_float32(pools, way):
+def test_float32(pools, alone, way):
     ranks, settings = WAYS[way]
     run = Run(steps=20, precision="32-true", batch_size=2, clip=1.0, masked=0.2)
-    want = pools(1).run(1, fit, run)[0]
+    want = alone(run)
     for got in pools(ranks).run(ranks, fit, run.but(strategy=settings)):
         for name in ("losses", "norms", "val_loss"):
             torch.testing.assert_close(torch.tensor(got[name]), torch.tensor(want[name]), rtol=1e-6, atol=0)
@@ -116,21 +121,21 @@ DOUBLING = {"pattern": DilatedPattern.longnet([10, 20, 40], [1, 2, 4]), "num_hea
 
 
 @pytest.mark.parametrize("exchange, layout", [(e, x) for e, layouts in EXCHANGES.items() for x in layouts])
-def test_every_exchange_and_layout(pools, exchange, layout):
+def test_every_exchange_and_layout(pools, alone, exchange, layout):
     settings = {"exchange": exchange, "layout": layout, "ranks_per_node": 2 if "hierarchical" in exchange else None}
     run = Run(model=DOUBLING, accumulate=2, clip=0.1, masked=0.4, steps=2)
-    check(pools(4).run(4, fit, run.but(strategy=settings)), pools(1).run(1, fit, run)[0], 1e-9)
+    check(pools(4).run(4, fit, run.but(strategy=settings)), alone(run), 1e-9)
 
 
 @pytest.mark.parametrize("way", ("2", *(pytest.param(w, marks=pytest.mark.slow) for w in ("4", "4, data 2"))))
 @pytest.mark.parametrize(
     "precision, fsdp", [("bf16-mixed", False), ("bf16-mixed", True), ("bf16-true", False), ("bf16-true", True)]
 )
-def test_bfloat16(pools, precision, fsdp, way):
+def test_bfloat16(pools, alone, precision, fsdp, way):
     """Ranks differ from one rank by no more than that differs from float32, twice over: it is rounding."""
     ranks, settings = WAYS[way]
     run = Run(steps=8, precision=precision, batch_size=2, clip=1.0, masked=0.2)
-    want, single = (pools(1).run(1, fit, run.but(precision=p))[0] for p in (precision, "32-true"))
+    want, single = (alone(run.but(precision=p)) for p in (precision, "32-true"))
     rounding = distance(want, single)
     assert 1e-5 < rounding < 5e-2
     for got in pools(ranks).run(ranks, fit, run.but(fsdp=fsdp, strategy=settings)):

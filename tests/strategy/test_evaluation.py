@@ -11,6 +11,8 @@ from lightning_dilated.callbacks import PredictionWriter
 
 from .runs import Data, Run, launched, make
 
+pytestmark = pytest.mark.full
+
 WAYS = {"2": (2, {}), "4": (4, {}), "4, data 2": (4, {"sequence_size": 2})}
 RUN = Run(seq_len=37, masked=0.3, model={"depth": 1})
 

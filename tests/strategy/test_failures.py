@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.full
+
 JOB = str(Path(__file__).with_name("job.py"))
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 #: seconds: the strategy's timeout, and starting up on a busy machine

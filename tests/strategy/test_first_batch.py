@@ -13,6 +13,8 @@ from lightning_dilated.strategy import first_batch
 from .runs import Run, launched, make, trainer
 from .test_hooks import N, Numbers, Plain
 
+pytestmark = pytest.mark.full
+
 
 class Pooled(Plain):
     """Adds the mean over tokens to each of them: of all tokens of the sequence, or (wrong) of the tokens of this rank."""

@@ -14,6 +14,8 @@ from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy
 
 from .runs import PATTERN, Data, Record, Run, full, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 RUN = Run(fsdp=True, double=True, steps=2)
 
 

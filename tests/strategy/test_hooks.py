@@ -17,6 +17,8 @@ from lightning_dilated.sequence import active_sequence
 
 from .runs import PATTERN, Run, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 N = 40
 
 

@@ -8,6 +8,8 @@ from lightning_dilated.sequence.links import VARIABLE
 
 from .runs import Run, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 BOTH = pytest.mark.parametrize("strategy", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 
 

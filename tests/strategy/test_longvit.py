@@ -14,6 +14,8 @@ from lightning_dilated.models import image_patches
 from ..models.images import SIZES, pixels
 from .runs import Record, full, launched, trainer
 
+pytestmark = pytest.mark.full
+
 #: pixels of images; 20 x 20 are the 25 patches of the table
 SHAPES = ((20, 20), (36, 28), (12, 20), (4, 44), (40, 16), (8, 8))
 

@@ -6,6 +6,8 @@ import torch
 from .runs import Run, fit, launched, make
 from .test_equals_one_rank import check
 
+pytestmark = pytest.mark.full
+
 EVERYTHING = {"policy": "block", "every": 2, "offload": 1, "tile": 5, "head_chunks": 2}
 RUN = Run(steps=3, accumulate=2, clip=0.1, masked=0.3, batch_size=2, model={"depth": 3, "num_kv_heads": 2})
 WAYS = {

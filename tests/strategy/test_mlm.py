@@ -10,6 +10,8 @@ from lightning_dilated.sequence import active_sequence
 
 from .runs import Run, full, launched, make
 
+pytestmark = pytest.mark.full
+
 
 class Watched(LongNetMLM):
     """Keeps every (step, sample, global position to find), step -1 in validation; not those of first-batch checks."""

@@ -13,6 +13,8 @@ from lightning_dilated.data.sampler import ResumableSampler
 from ..models.slides import SIZES, batch
 from .runs import Record, full, launched, trainer
 
+pytestmark = pytest.mark.full
+
 #: 7 slides to validate on: two data ranks get unlike numbers of them
 TILES = (40, 23, 9, 31, 12, 5, 17)
 

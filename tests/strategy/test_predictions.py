@@ -14,6 +14,8 @@ from lightning_dilated.data import SlideDataModule, write_synthetic_slides
 from ..models.slides import encoder
 from .runs import launched, trainer
 
+pytestmark = pytest.mark.full
+
 #: {way: (ranks, settings of the strategy, files that its data ranks write)}
 WAYS = {
     "2": (2, {}, 1),

@@ -9,6 +9,8 @@ from lightning_dilated.data import ByteDataModule
 
 from .runs import PATTERN, Record, launched, trainer
 
+pytestmark = pytest.mark.full
+
 STEPS = 6
 
 

@@ -17,6 +17,8 @@ from lightning_dilated.strategy.loader import RankDataset
 
 from .runs import launched, trainer
 
+pytestmark = pytest.mark.full
+
 #: bytes that opening a file costs, and looking at its head and the index of its chunks
 HEAD = 300_000
 COORDS = 16

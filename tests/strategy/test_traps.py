@@ -22,6 +22,8 @@ from lightning_dilated.sequence import sequence_gather
 from .runs import PATTERN, Data, Run, full, launched, make, trainer
 from .test_hooks import N, Numbers, Plain
 
+pytestmark = pytest.mark.full
+
 
 def dealt_weights_move(rank, group):
     built, model, data, _ = make(Run(fsdp=True, double=True, steps=1), launched(rank))
