@@ -16,7 +16,7 @@ import socket
 import threading
 import time
 import uuid
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +152,7 @@ class FolderLock:
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
-    since = datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+    since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     return {"host": socket.gethostname(), "pid": pid, "since": since, "table": _table(), "began": _began(pid)}
 
 
