@@ -29,6 +29,8 @@ from lightning_dilated.torch_files import load_file, words_of
 METADATA = ".metadata"
 #: torch's words for one rank that writes or reads alone, as was meant
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+#: elements that a byte may hold: an optimizer's state of 4 bits is stored under the dtype that it stands for
+DENSEST = 2
 #: the records that a `.metadata` file is made of
 _RECORDS = (
     *(Metadata, MetadataIndex, TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.ChunkStorageMetadata),
@@ -146,17 +148,17 @@ def _described(key: Any, about: Any, entries: dict[MetadataIndex, _StorageInfo])
         return kinds.BytesStorageMetadata()
     if not isinstance(about, TensorStorageMetadata) or not isinstance(about.properties.dtype, torch.dtype):
         raise ValueError(f"{key} is neither a tensor nor a value")
-    shape, width, total, parts = _shape(about.size), about.properties.dtype.itemsize, 0, []
+    shape, total, parts = _shape(about.size), 0, []
     for chunk in about.chunks:
         offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
-        entry, needed = entries.get(MetadataIndex(key, offsets)), math.prod(sizes) * width
-        if needed and (entry is None or needed > entry.length):
-            there = "no bytes" if entry is None else f"{entry.length:,} bytes"
-            raise ValueError(f"{key} declares a part of {needed:,} bytes, and the files hold {there} of it")
-        total += needed
+        entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
+        there = 0 if entry is None else entry.length
+        if elements > DENSEST * there:
+            raise ValueError(f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it")
+        total += elements
         parts.append(kinds.ChunkStorageMetadata(offsets, sizes))
-    if math.prod(shape) * width > total:
-        raise ValueError(f"{key} declares the shape {tuple(shape)}, and its parts have {total:,} bytes")
+    if math.prod(shape) > total:
+        raise ValueError(f"{key} declares the shape {tuple(shape)}, and its parts have {total:,} elements")
     return TensorStorageMetadata(kinds.TensorProperties(dtype=about.properties.dtype), shape, parts)
 
 
