@@ -8,7 +8,7 @@ from __future__ import annotations
 import csv
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -200,7 +200,7 @@ def deal(groups: list[str], val_fraction: float, test_fraction: float, seed: int
     return [found[group] for group in groups]
 
 
-def warn_of_untrained(classes: list[str], numbers: list[int], splits: list[str]) -> None:
+def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
     """Warn of classes without a slide to train on."""
     trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
     lost = [name for i, name in enumerate(classes) if i not in trained]

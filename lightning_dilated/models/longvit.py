@@ -160,7 +160,7 @@ class LongViT(PooledModule):
         file = read_longvit(path)
         if norm_at is None:
             norm_at = "mean" if "mean" in file.norms else "patches"
-        found = {**file.sizes(), "num_heads": num_heads, "norm_at": norm_at}
+        found: dict[str, Any] = {**file.sizes(), "num_heads": num_heads, "norm_at": norm_at}
         found |= {"padding": "attended" if compat else "masked"}
         found |= {} if image_size is None else {"image_size": image_size}
         model = cls(**{**found, **options}, pretrained=str(path))
@@ -256,7 +256,7 @@ class LongViT(PooledModule):
             return self(batch["image"])
         patches, grids = batch["patches"], torch.as_tensor(batch["grid"]).tolist()
         positions, group = token_positions(0, patches.shape[1]), active_sequence()
-        seq_len = patches.shape[1] if group is None else group.agreed.seq_len
+        seq_len = patches.shape[1] if group is None else group.agreed.seq_len  # type: ignore[union-attr]
         lengths = guarded(_lengths, grids, seq_len)
         tables = {(r, c): table_positions(self.pos_embed, r, c, positions) for r, c in set(map(tuple, grids))}
         placed = torch.stack([tables[r, c] for r, c in grids])
