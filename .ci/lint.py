@@ -143,6 +143,8 @@ def missing_docstrings(module: Module) -> Iterator[Finding]:
             public = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
             if not public or node.name.startswith("_"):
                 continue
+            if [ast.unparse(decorator) for decorator in node.decorator_list] == ["overload"]:
+                continue  # the function that it is of has the text
             if not ast.get_docstring(node):
                 yield Finding(module.path, node.lineno, f"{node.name} has no docstring")
             if isinstance(node, ast.ClassDef):

@@ -119,6 +119,10 @@ def test_signature(name):
     assert " ".join(inspect.signature(call).parameters).startswith(want)
 
 
+def test_type_checkers_read_the_package():
+    assert (ROOT / "py.typed").is_file()  # without it they take every name for Any
+
+
 def test_version():
     text = (ROOT.parent / "pyproject.toml").read_text()
     assert f'version = "{ld.__version__}"' in text

@@ -9,7 +9,7 @@ import math
 import numbers
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -23,6 +23,60 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 #: asked once here, because older compilers cannot trace the question
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(d))
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    dropout: float = ...,
+    lengths: Tensor | Sequence[int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    engine: str = ...,
+    sequence: SequenceGroup | None = ...,
+) -> Tensor: ...
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    dropout: float = ...,
+    lengths: Tensor | Sequence[int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    return_lse: Literal[True],
+    engine: str = ...,
+    sequence: SequenceGroup | None = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def dilated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: DilatedPattern,
+    *,
+    causal: bool = ...,
+    scale: float | None = ...,
+    dropout: float = ...,
+    lengths: Tensor | Sequence[int] | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    return_lse: bool,
+    engine: str = ...,
+    sequence: SequenceGroup | None = ...,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def dilated_attention(
@@ -211,7 +265,7 @@ def _check_scale(scale: Any, q: Tensor) -> float:
         return q.shape[3] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real) or not math.isfinite(scale):
         raise ValueError(f"scale must be a finite number or None (1/sqrt(D)), got {scale!r}.")
-    if q.dtype != torch.float64 and abs(scale) > torch.finfo(torch.float32).max:
+    if q.dtype != torch.float64 and abs(float(scale)) > torch.finfo(torch.float32).max:
         raise ValueError(f"scale must be finite in float32, in which scores of {q.dtype} are taken; got {scale!r}.")
     return float(scale)
 

@@ -63,8 +63,10 @@ class DilatedAttention(nn.Module):
 
         `sequence`: the ranks that share the sequence, as in `dilated_attention`.
         """
-        options = {"lengths": lengths, "cu_seqlens": cu_seqlens, "sequence": sequence}
-        return dilated_attention(q, k, v, self.pattern, **self._options(causal), **options)
+        options = self._options(causal)
+        return dilated_attention(
+            q, k, v, self.pattern, lengths=lengths, cu_seqlens=cu_seqlens, sequence=sequence, **options
+        )
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
         return {
@@ -74,9 +76,9 @@ class DilatedAttention(nn.Module):
             "engine": self.engine,
         }
 
-    def op_arguments(self, *tensors: Tensor, causal: bool, **options: Any) -> tuple[Any, ...]:
+    def op_arguments(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> tuple[Any, ...]:
         """What this module would hand to the op, see `functional.op_arguments`."""
-        return op_arguments(*tensors, self.pattern, **self._options(causal), **options)
+        return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
         """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
@@ -247,8 +249,10 @@ class MultiheadDilatedAttention(nn.Module):
 
     def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
         """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
-        if self.rotary is None or isinstance(positions, RotaryTable):
-            return positions if self.rotary is not None else None
+        if self.rotary is None:
+            return None
+        if isinstance(positions, RotaryTable):
+            return positions
         return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
 
     def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -72,7 +72,9 @@ class AttentionWriter(pl.Callback):
         tiles, coords = batch["features"][:, 1:], batch["coords"][:, 1:]  # the first row is blank
         lengths = batch["lengths"] - 1 if batch.get("lengths") is not None else None
         with trainer.precision_plugin.predict_step_context():
-            maps = pl_module.attention_map(tiles, coords, lengths, layer=self.layer, heads=self.heads)
+            maps = cast(SlideEncoder, pl_module).attention_map(
+                tiles, coords, lengths, layer=self.layer, heads=self.heads
+            )
         self._folder.mkdir(parents=True, exist_ok=True)
         for i, name in enumerate(names):
             count = tiles.shape[1] if lengths is None else int(lengths[i])

@@ -75,7 +75,7 @@ class CommunicationProfiler(pl.Callback):
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise TypeError(f"path must be that of a file to write, or None, got {path!r}.")
         self.table, self.path = table, None if path is None else Path(path)
-        self._group: SequenceGroup | None = None
+        self._group: SequenceGroup = None  # type: ignore[assignment]  # None only outside of a fit
         self._reset()
 
     def _reset(self) -> None:
@@ -105,7 +105,7 @@ class CommunicationProfiler(pl.Callback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin anew. Every fit has its own connection between hosts: an earlier one may have ended with words unheard."""
         self._reset()
-        self._group = group = trainer.strategy.sequence
+        self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
         self._quiet = Quiet(group.group, group.timeout, channel) if group.ranks > 1 else None
 
@@ -138,7 +138,7 @@ class CommunicationProfiler(pl.Callback):
         """Compare the ranks, and print and write the table on the first."""
         self.steps, found = self._found.steps, [self._found]
         if self._group.ranks > 1:
-            found = [None] * self._group.ranks
+            found = [self._found] * self._group.ranks
             dist.all_gather_object(found, self._found, group=self._group.group)
         self.rows, self.unlike = _merged(found), [f"rank {i}, {x}" for i, told in enumerate(found) for x in told.unlike]
         if self.unlike and self._group.rank == 0:
@@ -158,8 +158,9 @@ class CommunicationProfiler(pl.Callback):
     def _let_go(self) -> None:
         if self._group is not None:
             self._group.watch(None)
-        self._group = self._quiet = self._clock = None
-        self._unread.clear(), self._asked.clear()
+        self._group = self._quiet = self._clock = None  # type: ignore[assignment]
+        self._unread.clear()
+        self._asked.clear()
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:

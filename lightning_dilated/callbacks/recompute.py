@@ -59,7 +59,8 @@ class ActivationRecompute(pl.Callback):
                 f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks of its own beside. Stack "
                 "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
             )
-        self._before = [(m, m.memory) for m in (*stacks, *alone)]
+        told: list[TransformerBlock | DilatedTransformer] = [*stacks, *alone]
+        self._before = [(m, m.memory) for m in told]
         for m, _ in self._before:
             m.memory = self.settings
 

@@ -9,6 +9,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.utilities import rank_zero_only
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 
 class RunReport(pl.Callback):
@@ -26,7 +27,7 @@ class RunReport(pl.Callback):
 
     def __init__(self, pattern_picture: bool = True, loss_picture: bool = True) -> None:
         self.pattern_picture, self.loss_picture = pattern_picture, loss_picture
-        self.train: list[tuple[int, float]] = []
+        self.train: list[tuple[int, Tensor]] = []
         self.val: list[tuple[int, float]] = []
         self.baseline: float | None = None
         self.unit = "loss"
@@ -42,8 +43,9 @@ class RunReport(pl.Callback):
         """Say what the pattern sees at the data's length, and draw it."""
         self.train, self.val = [], []
         self.folder.mkdir(parents=True, exist_ok=True)
-        m, causal = pl_module, getattr(pl_module, "causal", True)
-        seq_len = getattr(trainer.datamodule, "seq_len", None)
+        m: Any = pl_module
+        causal = getattr(m, "causal", True)
+        seq_len = getattr(getattr(trainer, "datamodule", None), "seq_len", None)
         if seq_len is None or not all(hasattr(m, x) for x in ("pattern", "num_heads", "num_kv_heads", "depth")):
             return
         patterns = {"pattern": m.pattern, "pattern_odd_layers": getattr(m, "odd_pattern", None)}
@@ -76,8 +78,9 @@ class RunReport(pl.Callback):
         training = trainer.state.fn == "fit"
         if training:
             self.val.append((trainer.global_step, float(value)))
-        if self.baseline is None and hasattr(trainer.datamodule, "bigram_bits_per_byte"):
-            self.baseline = trainer.datamodule.bigram_bits_per_byte("val")
+        data: Any = getattr(trainer, "datamodule", None)
+        if self.baseline is None and hasattr(data, "bigram_bits_per_byte"):
+            self.baseline = data.bigram_bits_per_byte("val")
         title = f"validation after step {trainer.global_step}" if training else "validation"
         table = Table(title=title, title_justify="left")
         table.add_column("model")

@@ -138,7 +138,7 @@ class ShardedCheckpoint(Checkpoint):
         late = strategy.restore_checkpoint_after_setup
         if not isinstance(strategy, SequenceStrategy):  # ours read folders by themselves
             self._teach(strategy, late)
-        if stage != "fit" or trainer.fast_dev_run:
+        if stage != "fit" or _is_dev_run(trainer):
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
         self._target, self._found, self._training = Path(folder).absolute(), None, False
@@ -190,7 +190,7 @@ class ShardedCheckpoint(Checkpoint):
         what = f"ShardedCheckpoint cannot use the folder {self._target}"
         probe = self._peers.gather(self._peers.together(what, self._make_folder))[0]
         self._peers.together(what, _look, probe)
-        if self._peers.rank == 0:
+        if self._peers.rank == 0 and probe is not None:
             probe.unlink()
 
     def _find(self) -> None:
@@ -211,7 +211,7 @@ class ShardedCheckpoint(Checkpoint):
         """Refuse what would lose checkpoints of another run, and a disk that is too small for the parameters alone."""
         self._saved = self._seen = trainer.global_step
         self._clock = time.monotonic()
-        if trainer.fast_dev_run:
+        if _is_dev_run(trainer):
             return
         self._training = self._ending.saves = True
         there = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
@@ -238,7 +238,7 @@ class ShardedCheckpoint(Checkpoint):
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         """Save where it is time to, after an optimizer step: gradients that wait for further batches are not saved."""
         step = trainer.global_step
-        if step == self._seen or trainer.fast_dev_run:
+        if step == self._seen or _is_dev_run(trainer):
             return
         self._seen = step
         due = self.every_n_train_steps is not None and step % self.every_n_train_steps == 0
@@ -250,7 +250,7 @@ class ShardedCheckpoint(Checkpoint):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the last step, and wait until all files are written."""
-        if trainer.fast_dev_run:
+        if _is_dev_run(trainer):
             return
         if self.at_end and trainer.global_step != self._saved:
             self._save(trainer, trainer.global_step)
@@ -368,6 +368,11 @@ def _refuse(strategy: Any) -> None:
             "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes "
             "one file of the parts."
         )
+
+
+def _is_dev_run(trainer: pl.Trainer) -> bool:
+    """Whether the run only tries a few batches and saves nothing."""
+    return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it without declaring it
 
 
 def _look(probe: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -86,11 +86,11 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     @override
     def _update(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, iter_num: int) -> None:
         """Lightning's, but for waiting, and with counted FLOPs."""
-        stage = trainer.state.stage
+        stage = cast(RunningStage, trainer.state.stage)
         self._samples[stage] += self.samples_of(batch)
         self._lengths[stage] += self.tokens_of(batch)
         self._batches[stage] += 1
-        counts = {
+        counts: dict[str, Any] = {
             "batches": self._batches[stage],
             "samples": self._samples[stage],
             "lengths": self._lengths[stage],
@@ -113,13 +113,13 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         while self._under_way and (wait or self._under_way[0][1].query()):
             stage, end, counts = self._under_way.popleft()
             end.synchronize()
-            before, at = self._last
+            before, at = self._last  # type: ignore[misc]  # `_start` noted it
             self._last = end, at + before.elapsed_time(end) / 1000
             self._throughputs[stage].update(time=self._last[1] - self._t0s[stage], **counts)
 
     def _flops(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any) -> int | None:
         if self._own_flops:
-            return pl_module.flops_per_batch
+            return pl_module.flops_per_batch  # type: ignore[return-value]  # the user's module says a number
         if not any(isinstance(m, TransformerBlock) for m in pl_module.modules()):
             return None
         tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING

@@ -79,7 +79,7 @@ class SplitDataModule(pl.LightningDataModule):
         """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
         rank, replicas = self._replica()
         dataset = self.dataset("train")
-        self.check_batch(len(dataset), replicas)
+        self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
         loader = ResumableLoader(
             dataset,
             batch_size=self.batch_size,

@@ -6,7 +6,7 @@ that started from the beginning.
 """
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
@@ -178,7 +178,7 @@ class ResumableLoader(DataLoader):
             self.sampler.on_set_epoch = self._translate_progress
 
     def _identity(self) -> dict[str, Any]:
-        sampler, size = self.sampler, len(self.dataset)  # type: ignore[arg-type]
+        sampler, size = cast(ResumableSampler, self.sampler), len(self.dataset)  # type: ignore[arg-type]
         fingerprint = getattr(self.dataset, "fingerprint", None)
         return {
             "seed": sampler.seed,
@@ -190,7 +190,7 @@ class ResumableLoader(DataLoader):
 
     def _step(self) -> int:
         """Samples in one batch of all ranks."""
-        return int(self.batch_size or 1) * self.sampler.num_replicas
+        return int(self.batch_size or 1) * cast(ResumableSampler, self.sampler).num_replicas
 
     def _batches_after(self, samples: int) -> int:
         """Batches of this rank in the rest of an epoch of which `samples` are used up."""
@@ -199,7 +199,10 @@ class ResumableLoader(DataLoader):
 
     def _processed(self) -> int:
         """Training batches that Lightning finished in all, or -1 without a Trainer."""
-        return -1 if self.trainer is None else self.trainer.fit_loop.epoch_loop.batch_progress.total.processed
+        if self.trainer is None:
+            return -1
+        total: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total  # declared as a class that counts less
+        return total.processed
 
     def _epoch_batches(self) -> int:
         """Batches that an epoch gives this rank, where Trainer(limit_train_batches=...) counts."""
@@ -210,7 +213,7 @@ class ResumableLoader(DataLoader):
         samples, self._loaded_samples = self._loaded_samples, None
         if samples is None or self.trainer is None:
             return
-        current = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        current: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current  # as in `_processed`
         if current.processed == 0 and samples == 0:
             return
         done = len(self) - self._batches_after(samples) if samples else self._epoch_batches()

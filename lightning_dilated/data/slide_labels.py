@@ -9,7 +9,7 @@ import csv
 import math
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -291,7 +291,7 @@ def warn_of_one_class(classes: list[str], numbers: list[int], splits: list[str],
             )
 
 
-def warn_of_untrained(classes: list[str], numbers: list[int], splits: list[str]) -> None:
+def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
     """Warn of classes without a slide to train on."""
     trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
     lost = [name for i, name in enumerate(classes) if i not in trained]

@@ -55,8 +55,9 @@ class TokenSequences(ByteSequences):
         wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # unscanned files, or changed since
         if len(wrong):
             at = int(wrong[0])
-            place = self.stream.where(self.start + index * self.seq_len + start + at)  # type: ignore[attr-defined]
-            raise ValueError(out_of_range(int(tokens[at]), *place, self.vocab_size))
+            found = self.start + index * self.seq_len + start + at
+            path, position = self.stream.where(found)  # type: ignore[attr-defined]
+            raise ValueError(out_of_range(int(tokens[at]), path, position, self.vocab_size))
         return tokens
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
@@ -244,7 +245,7 @@ class TokenDataModule(SplitDataModule):
 
     def _sequences(self, part: _Part, split: str) -> TokenSequences:
         limit = None if split == "train" else self.val_limit
-        documents = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
+        documents: dict[str, Any] = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
         return TokenSequences(part.stream, part.start, part.stop, self.seq_len, self.vocab_size, limit, **documents)
 
     def _check_split(self, split: str, size: int, total: int) -> None:

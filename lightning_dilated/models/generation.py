@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.pattern.branch import integer
+
+if TYPE_CHECKING:
+    from lightning_dilated.models.transformer import DilatedTransformer
 
 #: tokens of a prompt that are read at once
 PROMPT_CHUNK = 1 << 16
@@ -23,7 +26,7 @@ PROMPT_CHUNK = 1 << 16
 class CausalModel(Protocol):
     """What `generate` needs: logits from tokens and caches, and the stack that makes the caches."""
 
-    transformer: torch.nn.Module
+    transformer: DilatedTransformer
     training: bool
     vocab_size: int
 

@@ -80,7 +80,8 @@ class LongNetMLM(TokenModel):
             mask_fraction, mask_span, keep_fraction, random_fraction, self.mask_token, vocab_size, tuple(never),
             integer(mask_seed, "mask_seed", 0),
         )  # fmt: skip
-        self.accuracy = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
+        right = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
+        self.accuracy: Mapping[str, TokenMean] = right  # type: ignore[assignment]  # as `mean_loss`
 
     @property
     def embedded_tokens(self) -> int:

@@ -164,7 +164,7 @@ class LongViT(PooledModule):
         sizes = file.sizes()
         known = PUBLISHED.get((sizes["in_channels"], sizes["patch_size"], sizes["dim"]))
         check_depth(sizes["depth"], options.get("depth"), known, path, "the published LongViT")
-        found = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
+        found: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
         found |= {"padding": "attended" if compat else "masked"}
         found |= {} if image_size is None else {"image_size": image_size}
         model = cls(**{**found, **options}, pretrained=str(path))
@@ -260,7 +260,7 @@ class LongViT(PooledModule):
             return self(batch["image"])
         patches, grids = batch["patches"], torch.as_tensor(batch["grid"]).tolist()
         positions, group = token_positions(0, patches.shape[1]), active_sequence()
-        seq_len = patches.shape[1] if group is None else group.agreed.seq_len
+        seq_len = patches.shape[1] if group is None else group.agreed.seq_len  # type: ignore[union-attr]
         lengths = guarded(_lengths, grids, seq_len)
         tables = {(r, c): table_positions(self.pos_embed, r, c, positions) for r, c in set(map(tuple, grids))}
         placed = torch.stack([tables[r, c] for r, c in grids])

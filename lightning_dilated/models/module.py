@@ -70,7 +70,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self._built = False
         self._shown = Newest()
         self._explained: int | None = 0  # tokens of the longest sequence that the pattern was looked at for
-        self.mean_loss = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
+        means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
+        self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
     @_restricted_classmethod
@@ -101,7 +102,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """Make the layers; called once, under the strategy's device and dtype."""
         raise TypeError(f"{type(self).__name__} must define build(), which makes its layers.")
 
-    def loss_terms(self, batch: Any) -> tuple[Tensor, Tensor]:
+    def loss_terms(self, batch: Any) -> tuple[Tensor, Tensor | int]:
         """(sum of the losses of the batch's tokens, number of those tokens), both scalars."""
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
@@ -114,7 +115,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
         io = getattr(getattr(self._trainer, "strategy", None), "checkpoint_io", None)
         if type(io) is TorchCheckpointIO:  # names the host by a function, and torch then reads no states of torchao's
-            io.load_checkpoint = functools.partial(TorchCheckpointIO.load_checkpoint, io, map_location="cpu")
+            load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
+            io.load_checkpoint = functools.partial(load, io, map_location="cpu")  # type: ignore[method-assign]
         if not self._built:
             self._built = True
             self.build()
@@ -130,7 +132,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """nn.Module's; outside a Trainer the layers are built first, likewise in the three methods below."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
         """nn.Module's."""
         return super(DilatedModule, self._built_outside()).state_dict(*args, **kwargs)
 
@@ -252,7 +254,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         A group may hold `lr_scale`, which the optimizer's learning rate is multiplied with.
         """
         trainable = [p for p in self.parameters() if p.requires_grad]
-        groups = [
+        groups: list[dict[str, Any]] = [
             {"params": [p for p in trainable if p.ndim >= 2]},
             {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
         ]

@@ -52,7 +52,7 @@ class SlideBackbone:
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
     """
 
-    input_layers = ("patch_embed.", "cls_token")
+    input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
 
     def _configure_slide(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
@@ -255,6 +255,14 @@ class SlideEncoder(SlideBackbone, PooledModule):
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
         x, positions = self.row_tokens(batch["features"], batch["coords"], lengths)
         return self._pooled(x, positions, lengths, False)
+
+    @overload
+    def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: Literal[False]) -> Tensor: ...
+
+    @overload
+    def _pooled(
+        self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool
+    ) -> Tensor | list[Tensor]: ...
 
     def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool) -> Tensor | list[Tensor]:
         """Through the blocks, pooled and normalised; with `all_layers` every layer's, before the encoder's own last norm."""

@@ -154,12 +154,12 @@ def _layers(pattern: DilatedPattern, odd: DilatedPattern | None, depth: int) -> 
 
 def walls(pattern: DilatedPattern, seq_len: int) -> tuple[int, ...]:
     """Positions x such that no branch has x - 1 and x in one segment."""
-    if any(b.segment_length is None for b in pattern.branches):
+    segments = [(b.segment_length, b.shift) for b in pattern.branches if b.segment_length is not None]
+    if len(segments) < len(pattern.branches):
         return ()
-    widest = max(pattern.branches, key=lambda b: b.segment_length)
-    first = widest.segment_length - widest.shift
-    cuts = range(first, seq_len, widest.segment_length)
-    return tuple(x for x in cuts if all((x + b.shift) % b.segment_length == 0 for b in pattern.branches))
+    widest, shift = max(segments, key=lambda segment: segment[0])
+    cuts = range(widest - shift, seq_len, widest)
+    return tuple(x for x in cuts if all((x + t) % w == 0 for w, t in segments))
 
 
 def _residues(pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> frozenset[int]:

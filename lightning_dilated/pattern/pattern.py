@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from lightning_dilated.pattern.branch import Branch, integer, known_keys
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 OFFSETS = ("interleaved", "blocked")
 OFFSET_HEADS = ("query", "kv")
 PADDING = ("masked", "attended")
+#: what a pattern takes as a branch
+BranchLike: TypeAlias = Branch | tuple[int | None, int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,16 @@ class DilatedPattern:
     padding: str = "masked"
     #: the pattern as one string, the form in which it enters the compiled op
     code: str = field(init=False, repr=False, compare=False, default="")
+
+    if TYPE_CHECKING:  # `__post_init__` makes branches of pairs and mappings; the generated __init__ would not say so
+
+        def __init__(
+            self,
+            branches: Iterable[BranchLike],
+            offsets: str = "interleaved",
+            offset_heads: str = "query",
+            padding: str = "masked",
+        ) -> None: ...
 
     def __post_init__(self) -> None:
         if isinstance(self.branches, (str, bytes, Mapping, Branch)) or not isinstance(self.branches, Iterable):
@@ -118,9 +130,10 @@ class DilatedPattern:
             raise ValueError(f"fraction must be a number in [0, 1), got {fraction!r}; 0.5 shifts by half a segment.")
         if below is not None:
             below = integer(below, "below", 1)
-        move = lambda w: w is not None and (below is None or w < below)  # noqa: E731
         branches = (
-            replace(b, shift=math.floor(fraction * b.segment_length)) if move(b.segment_length) else b
+            b
+            if b.segment_length is None or (below is not None and b.segment_length >= below)
+            else replace(b, shift=math.floor(fraction * b.segment_length))
             for b in self.branches
         )
         return replace(self, branches=tuple(branches))

@@ -12,7 +12,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ class SequenceGroup:
             raise RuntimeError(
                 "SequenceGroup needs torch.distributed: call torch.distributed.init_process_group first."
             )
-        self.group = dist.group.WORLD if group is None else group
+        self.group = cast(dist.ProcessGroup, dist.group.WORLD) if group is None else group
         if self.group is dist.GroupMember.NON_GROUP_MEMBER or dist.get_rank(self.group) < 0:
             raise RuntimeError(f"rank {dist.get_rank()} of the world is not in the given process group.")
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)

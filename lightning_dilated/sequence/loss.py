@@ -40,7 +40,9 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
     """A number on a device; one of the host's is written there, since to copy it would wait for a GPU."""
-    return torch.full((), x, device=device) if type(x) in (bool, int, float) else torch.as_tensor(x, device=device)
+    if type(x) in (bool, int, float):
+        return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
+    return torch.as_tensor(x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:

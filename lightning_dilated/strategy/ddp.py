@@ -79,12 +79,13 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         if start_method not in ("popen", "spawn", "fork"):
             # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
             raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
+        buckets: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         super().__init__(
             process_group_backend=process_group_backend,
             timeout=self._seconds,
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
-            **({} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}),
+            **buckets,
         )
 
     @override

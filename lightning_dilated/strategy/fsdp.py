@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch._functorch import config as functorch_config
-from torch.distributed.fsdp import CPUOffloadPolicy
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from typing_extensions import override
 
 from lightning_dilated.strategy import host_parameters
@@ -106,7 +107,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
     @override
     def setup(self, trainer: Any) -> None:
         """Shards the parameters before Lightning takes the module over."""
-        module = self.lightning_module
+        module = cast(LightningModule, self.lightning_module)
         shard_parameters(module, self.device_mesh, host_parameters.fitting(self._offload, self.root_device))
         host_parameters.place(module, self.root_device, self._offload is not None)
         own = is_overridden("configure_model", module)
@@ -128,7 +129,7 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
         if self._offload is None:
             super().model_to_device()
         else:
-            host_parameters.rest_to_device(self.lightning_module, self.root_device)
+            host_parameters.rest_to_device(cast(LightningModule, self.lightning_module), self.root_device)
 
     @override
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -192,20 +193,24 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             yield
             return
         self._holds = True
-        self.model.set_requires_gradient_sync(False)
+        self._reduces(False)
         try:
             yield
         finally:
             self._holds = False
-            self.model.set_requires_gradient_sync(True)
+            self._reduces(True)
 
     @override
     def _check_first_batch(self, batch: Any) -> None:
         """As the mixin's; its gradients are reduced at once, also where those of the step wait for further micro-batches."""
         if self._unchecked:
-            self.model.set_requires_gradient_sync(True)
+            self._reduces(True)
             super()._check_first_batch(batch)
-            self.model.set_requires_gradient_sync(not self._holds)
+            self._reduces(not self._holds)
+
+    def _reduces(self, at_once: bool) -> None:
+        """Whether gradients are reduced as a backward ends, or wait for further micro-batches."""
+        cast(FSDPModule, self.model).set_requires_gradient_sync(at_once)
 
 
 def _nothing_left() -> None:

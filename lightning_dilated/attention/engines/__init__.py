@@ -89,7 +89,8 @@ def chained_up_to(name: str, request: Request) -> float:
     """(query, key) pairs of a head up to which "auto" merges what arrives from other ranks in triton's forward itself."""
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0
-    return measured.CHAINED_UP_TO.get(kernels.capability(request.device), 0.0)
+    found = kernels.capability(request.device)
+    return 0.0 if found is None else measured.CHAINED_UP_TO.get(found, 0.0)
 
 
 def _said(choice: Choice, request: Request) -> Choice:

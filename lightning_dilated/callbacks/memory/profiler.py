@@ -9,7 +9,7 @@ import itertools
 import warnings
 from collections import deque
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import lightning.pytorch as pl
 import torch
@@ -89,7 +89,7 @@ class MemoryProfiler(pl.Callback):
                 raise TypeError(f"{name} must be True or False, got {value!r}.")
         self.folder, self.timeline = None if folder is None else Path(folder), timeline
         self.snapshot_steps, self.snapshot_on_oom = check_steps(snapshot_steps), snapshot_on_oom
-        self._watch: Watch | None = None
+        self._watch: Watch = None  # type: ignore[assignment]  # None only outside of a fit, as is the probe
         self._reset()
 
     def _reset(self) -> None:
@@ -98,7 +98,8 @@ class MemoryProfiler(pl.Callback):
         self.top: Top | None = None
         self.measured: Measured | None = None
         self.steps = self._count = self._blocks = self._highest = 0
-        self.peak_allocated, self.peak_reserved = 0, None
+        self.peak_allocated = 0
+        self.peak_reserved: int | None = None
         self._logged, self._open, self._measuring, self._stepped = -1, False, False, False
         self._most: torch.Tensor | None = None
         self._asked: deque[tuple[int, Asked]] = deque()
@@ -128,10 +129,12 @@ class MemoryProfiler(pl.Callback):
         self._watch.attach()
         self._blocks, device = len(self._watch.blocks), trainer.strategy.root_device
         probe = CudaProbe if device.type == "cuda" else CpuProbe
-        self._probe = probe(device, pl_module, self._watch, getattr(trainer.strategy, "sequence", None))
+        self._probe: CudaProbe | CpuProbe = probe(
+            device, pl_module, self._watch, getattr(trainer.strategy, "sequence", None)
+        )
         self._quiet = None
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
-            self._quiet = Quiet(dist.group.WORLD, None, f"memory-{next(_fits)}")
+            self._quiet = Quiet(cast(dist.ProcessGroup, dist.group.WORLD), None, f"memory-{next(_fits)}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See the ends of optimizers' steps."""
@@ -170,7 +173,7 @@ class MemoryProfiler(pl.Callback):
         self._snapshots.stop()
         for hook in self._hooks:
             hook.remove()
-        self._watch = self._probe = self._quiet = None
+        self._watch = self._probe = self._quiet = None  # type: ignore[assignment]
         self._hooks, self._open = [], False
         self._asked.clear()
 
