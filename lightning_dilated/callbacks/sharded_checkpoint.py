@@ -142,8 +142,7 @@ class ShardedCheckpoint(Checkpoint):
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
         self._target, self._found, self._training = Path(folder).absolute(), None, False
-        own = isinstance(strategy, SequenceStrategy)
-        self._ending = strategy.ending if own else Ending(trainer, _PATIENCE)
+        self._ending = strategy.ending if isinstance(strategy, SequenceStrategy) else Ending(trainer, _PATIENCE)
         self._try_folder()
         if self.resume != "never":
             self._find()
@@ -213,7 +212,9 @@ class ShardedCheckpoint(Checkpoint):
         self._clock = time.monotonic()
         if _is_dev_run(trainer):
             return
-        self._training = self._ending.saves = True
+        self._training = True
+        if self._ending is not None:
+            self._ending.saves = True
         there = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
         loaded = self._found if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         known = loaded is not None and self._target.resolve() in (loaded.resolve(), loaded.resolve().parent)
@@ -283,21 +284,21 @@ class ShardedCheckpoint(Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where a signal ended the fit on all ranks; let other runs have the folder."""
         try:
-            together = self._ending is not None and self._ending.signal is not None
-            if together and self._training and isinstance(exception, SIGTERMException):
-                self._save_last(trainer, exception)
+            ending = self._ending if self._training else None
+            if ending is not None and ending.signal is not None and isinstance(exception, SIGTERMException):
+                self._save_last(trainer, ending, exception)
             else:
                 self._wait_a_while()
         finally:
             self._let_go(trainer)
 
-    def _save_last(self, trainer: pl.Trainer, exception: SIGTERMException) -> None:
+    def _save_last(self, trainer: pl.Trainer, ending: Ending, exception: SIGTERMException) -> None:
         """Have the step before the signal in a checkpoint, and then the job in SLURM's queue if the signal was for that."""
         try:
             if trainer.global_step != self._saved:
                 self._save(trainer, trainer.global_step)
             self._settle()
-            if self._ending.requeue and self._peers.rank == 0:
+            if ending.requeue and self._peers.rank == 0:
                 requeue_job()
         except (OSError, RuntimeError) as error:
             exception.code = 1

@@ -276,7 +276,7 @@ def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep:
     return out
 
 
-def warn_of_one_class(classes: list[str], numbers: list[int], splits: list[str], by_column: bool) -> None:
+def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
     """Warn of validation and test splits whose slides are all of one class."""
     for split in SPLITS[1:]:
         there = [number for number, word in zip(numbers, splits, strict=True) if word == split]
@@ -284,8 +284,9 @@ def warn_of_one_class(classes: list[str], numbers: list[int], splits: list[str],
             remedy = "give it slides of another class in the csv"
             if not by_column:
                 remedy = f"raise data.{split}_fraction, or add slides of the other classes"
+            only = classes[int(there[0])]
             warnings.warn(
-                f"the {split} split has slides of one class only: {len(there)} of {classes[there[0]]!r}. {split}_auroc will "
+                f"the {split} split has slides of one class only: {len(there)} of {only!r}. {split}_auroc will "
                 f"be nan, and a callback that watches it cannot work: {remedy}.",
                 stacklevel=3,
             )

@@ -177,10 +177,12 @@ class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):
             ) from error
 
     def _load_folder(self, folder: Path) -> dict[str, Any]:
+        module = self.lightning_module
+        assert self.model is not None and module is not None  # Lightning loads after the set-up
         if self.optimizers:  # to validate, test and predict weights suffice
             refuse_whole(read_metadata(folder).state_dict_metadata, folder)
         with functorch_config.patch(enable_autograd_cache=False):  # to have states, torch makes a step
-            return load_sharded(folder, self.model, self.optimizers, self.lightning_module.strict_loading)
+            return load_sharded(folder, self.model, self.optimizers, module.strict_loading)
 
     @override
     @contextmanager

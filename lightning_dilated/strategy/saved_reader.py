@@ -154,7 +154,9 @@ def _described(key: Any, about: Any, entries: dict[MetadataIndex, _StorageInfo])
         entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
         there = 0 if entry is None else entry.length
         if elements > DENSEST * there:
-            raise ValueError(f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it")
+            raise ValueError(
+                f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it"
+            )
         total += elements
         parts.append(kinds.ChunkStorageMetadata(offsets, sizes))
     if math.prod(shape) > total:

@@ -19,6 +19,8 @@ from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from ..strategy.runs import launched
 from .checkpoint_runs import STEPS, names, on_rank, run
 
+pytestmark = pytest.mark.full
+
 HOLDS = """
 import sys
 from pathlib import Path

@@ -24,6 +24,8 @@ from ..strategy.runs import launched
 from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses
 from .checkpoint_runs import STEPS, names, run
 
+pytestmark = pytest.mark.full
+
 TERM, INT, USR1 = signal.SIGTERM, signal.SIGINT, signal.SIGUSR1
 
 

@@ -16,6 +16,8 @@ from lightning_dilated.strategy.saved_state import are_finite, nbytes
 from ..strategy.runs import launched
 from .checkpoint_runs import STEPS, names, run
 
+pytestmark = pytest.mark.full
+
 
 # -- links and files ---------------------------------------------------------------------------------------------------
 def contents(folder):

@@ -25,6 +25,8 @@ from lightning_dilated.strategy.saved_reader import read_metadata
 from ..models import PATTERN
 from .checkpoint_runs import STEPS, run
 
+pytestmark = pytest.mark.full
+
 STRATEGIES = ("ring_dilated", "ring_dilated_fsdp")
 
 

@@ -16,6 +16,8 @@ from lightning_dilated.strategy.loader import Loaders
 
 from .test_slides import grid
 
+pytestmark = pytest.mark.full
+
 Pair = namedtuple("Pair", "x y")
 #: seconds after which torch gives up on a worker, in place of never
 PATIENCE = 60

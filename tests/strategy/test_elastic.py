@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from .test_failures import JOB, LIMIT, alive, losses, start
 
+pytestmark = pytest.mark.full
+
 #: a node counts as lost after three seconds without a word
 CONF = "is_host=0,last_call_timeout=4,keep_alive_interval=1,keep_alive_max_attempt=3"
 

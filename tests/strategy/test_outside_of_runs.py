@@ -14,6 +14,8 @@ from lightning_dilated.sequence import SequenceSpec, loss_share
 
 from .runs import VOCAB, Run, Tokens, launched, make, trainer
 
+pytestmark = pytest.mark.full
+
 
 class Bigram(pl.LightningModule):
     """The smallest module that trains on ranks of one sequence."""

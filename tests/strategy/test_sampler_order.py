@@ -11,6 +11,8 @@ from lightning_dilated.strategy.loader_order import shuffles
 
 from .runs import PATTERN, VOCAB, Run, Tokens, launched, trainer
 
+pytestmark = pytest.mark.full
+
 #: an order of a sampler's own
 BACKWARDS = list(range(11, -1, -1))
 

@@ -5,11 +5,12 @@ The checker fails where a result's type degrades, and where the wrong call is no
 
 from __future__ import annotations
 
+from typing import assert_type
+
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor
-from typing_extensions import assert_type
 
 import lightning_dilated as ld
 from lightning_dilated.callbacks import ActivationRecompute, MemoryProfiler, ShardedCheckpoint, ThroughputMonitor
