@@ -183,9 +183,15 @@ def _shape(value: Any) -> torch.Size:
 class Reader(dcp.FileSystemReader):
     """torch's, but runs no code that the folder names, and reads regular files inside the folder only."""
 
+    failure: Exception | None = None  # why `.metadata` could not be read; torch 2.11 reports that it is None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As the function `read_metadata`."""
-        found = read_metadata(Path(self.path))
+        try:
+            found = read_metadata(Path(self.path))
+        except Exception as error:
+            self.failure = error
+            raise
         found.storage_meta.load_id = self.load_id
         return found
 
@@ -221,13 +227,14 @@ def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ALONE)
-        _translated(folder, lambda: dcp.load(state, storage_reader=Reader(folder), planner=Planner(), no_dist=alone))
+        reader = Reader(folder)
+        _translated(reader, lambda: dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=alone))
 
 
-def _translated(folder: Path, load: Callable[[], Any]) -> None:
+def _translated(reader: Reader, load: Callable[[], Any]) -> None:
     """Call; CheckpointException, which is no Exception, becomes an error that names the folder and the causes."""
     try:
         load()
     except CheckpointException as error:
-        words = f"{folder} cannot be loaded ({reason(error)}). Use an earlier checkpoint."
+        words = f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
         raise ValueError(words) from error
