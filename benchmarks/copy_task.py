@@ -1,0 +1,121 @@
+"""Which distances a pattern learns to copy over: a small LongNetLM, and sequences whose second half repeats the first.
+
+    python benchmarks/copy_task.py --arm paper --steps 10000
+    python benchmarks/copy_task.py --arm paper --steps 10000 --distance 48
+    python benchmarks/copy_task.py --arm heads
+
+128 tokens of 32 symbols; token p of the second half is token p - d, with d drawn for each sequence from 33 to 64, or fixed.
+The loss is that of the second half, without its first 8 tokens; guessing takes 5 bits. A model of 3 layers of width 64 and 4
+heads. Prints one line of JSON: bits of 512 new sequences, also by (d - 1) mod 4, and of training each tenth of the steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+import lightning_dilated as ld
+
+TOKENS, SYMBOLS, RATE = 128, 32, 4
+HALF = TOKENS // 2
+#: pattern, and how layers shift it
+ARMS = {
+    "paper": (ld.DilatedPattern.longnet([16, TOKENS], [1, RATE]), "odd"),
+    "local": (ld.DilatedPattern.longnet([16], [1]), "odd"),
+    "heads": (ld.DilatedPattern([ld.Branch(16, 1, heads=[0, 1, 2]), ld.Branch(None, 1, heads=[3])]), "odd"),
+    "dense": (ld.DilatedPattern.dense(), "none"),
+}
+
+
+def batch(size: int, distance: int | None, device: str, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """(tokens (B, N), labels (B, N) with -100 where nothing is asked, distances (B,))."""
+    d = torch.randint(HALF // 2 + 1, HALF + 1, (size,), generator=generator)
+    if distance is not None:
+        d.fill_(distance)
+    first = torch.randint(SYMBOLS, (size, HALF), generator=generator)
+    # token p of the second half stands d before it, or, where that is in the second half too, 2 d
+    source = torch.arange(HALF, TOKENS + 1) - d[:, None]
+    source = torch.where(source < HALF, source, source - d[:, None])
+    tokens = torch.cat([first, first.gather(1, source)], 1)
+    labels = tokens[:, 1:].clone()
+    labels[:, : HALF + 8] = -100
+    return tokens[:, :-1].to(device), labels.to(device), d
+
+
+def main() -> None:
+    """Train, and print what was learned."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--arm", choices=list(ARMS), required=True)
+    p.add_argument("--steps", type=int, default=1000)
+    p.add_argument("--distance", type=int, help="one distance for all sequences, 33 to 64")
+    p.add_argument("--batch-size", type=int, default=32)
+    p.add_argument("--lr", type=float, default=2e-3)
+    p.add_argument("--rotary-base", type=float, default=1e4)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    a = p.parse_args()
+    if a.distance is not None and not HALF // 2 < a.distance <= HALF:
+        p.error(f"--distance must be {HALF // 2 + 1} to {HALF}, got {a.distance}")
+    print(json.dumps(run(a)), flush=True)
+
+
+def run(a: argparse.Namespace) -> dict[str, object]:
+    """One arm."""
+    torch.manual_seed(a.seed)
+    generator, begin = torch.Generator().manual_seed(a.seed + 1), time.monotonic()
+    pattern, shift = ARMS[a.arm]
+    model = ld.LongNetLM(
+        pattern,
+        vocab_size=SYMBOLS,
+        dim=64,
+        depth=3,
+        num_heads=4,
+        rotary_base=a.rotary_base,
+        shift_layers=shift,
+        shift_below=TOKENS if shift == "odd" else None,
+        engine="math",
+    )
+    model.configure_model()
+    model.to(a.device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.98), weight_decay=0.01)
+    rate = lambda i: min(1, (i + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / a.steps)))  # noqa: E731
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
+    curve = torch.zeros(10, dtype=torch.float64, device=a.device)
+    for i in range(a.steps):
+        tokens, labels, _ = batch(a.batch_size, a.distance, a.device, generator)
+        loss = cross_entropy(model(tokens).flatten(0, 1).float(), labels.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        curve[i * 10 // a.steps] += loss.detach() / math.log(2) / (a.steps / 10)
+    options = {"arm": a.arm, "distance": a.distance or "33-64", "steps": a.steps, "seed": a.seed, "base": a.rotary_base}
+    seconds = round(time.monotonic() - begin)
+    return {**options, **validate(model, a), "train": [round(x, 3) for x in curve.tolist()], "seconds": seconds}
+
+
+@torch.no_grad()
+def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
+    """Bits a symbol of 512 sequences that no seed trains on, all and by what the distance leaves of the dilation rate."""
+    tokens, labels, d = batch(512, a.distance, a.device, torch.Generator().manual_seed(99))
+    losses = cross_entropy(model(tokens).transpose(1, 2).float(), labels, ignore_index=-100, reduction="none")
+    each = (losses.sum(1) / (labels != -100).sum(1) / math.log(2)).tolist()
+    found = defaultdict(list)
+    for bits, distance in zip(each, d.tolist(), strict=True):
+        found[(distance - 1) % RATE].append(bits)
+    return {
+        "bits": round(sum(each) / len(each), 3),
+        "by_residue": {k: round(sum(v) / len(v), 3) for k, v in sorted(found.items())},
+    }
+
+
+if __name__ == "__main__":
+    main()
