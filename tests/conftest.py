@@ -1,6 +1,7 @@
 """Settings of the whole suite: reproducible random cases, one thread, and GPU tests that skip without a GPU."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cores between workers
 
@@ -13,6 +14,9 @@ from hypothesis import HealthCheck, settings
 from .examples import examples
 
 torch.set_num_threads(1)
+# a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
