@@ -169,12 +169,31 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
 @st.composite
 def groups(draw, ranks: int, heads: int, exchange: str) -> dict[str, Any]:
     """Head size, ranks a node, and engine."""
-    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0]
-    head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1, 1])), draw(st.sampled_from([None, 1, 2, ranks]))
+    sizes = [n for n in range(1, ranks + 1) if ranks % n == 0 and n <= heads]
+    head_size, per_node = draw(st.sampled_from([*reversed(sizes), 1])), draw(st.sampled_from([None, 1, 2, ranks]))
     if exchange.startswith("hierarchical"):
         head_size, per_node = 1, 2  # the only nodes that four ranks can have
     engine = draw(st.sampled_from(["auto", "auto", "math"]))
     return {"head_size": head_size, "ranks_per_node": per_node, "engine": engine}
+
+
+@st.composite
+def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
+    """A call on head groups that may have more ranks than heads, and ranks without a token."""
+    case = draw(sharded(ranks, exchange))
+    heads, kv = draw(st.sampled_from([(1, 1), (3, 1), (2, 2), (3, 3)]))
+    n = draw(st.integers(0, 3 * ranks))
+    call = replace(
+        case.call,
+        pattern=draw(sharded_patterns(heads, kv)),
+        seq_len=n,
+        heads=heads,
+        kv_heads=kv,
+        lengths=case.call.lengths and tuple(min(x, n) for x in case.call.lengths),
+        documents=None,
+    )
+    sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
+    return replace(case, call=call, head_size=draw(st.sampled_from(sizes)), ranks_per_node=None, nested=False)
 
 
 @st.composite
