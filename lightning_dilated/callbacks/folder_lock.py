@@ -164,14 +164,28 @@ def _table() -> str | None:
         return None
 
 
+def _exists(pid: int) -> bool:
+    """Whether there is a process of that number, also one that cannot be looked at."""
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        return True
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
 def _began(pid: int) -> str | None:
-    """When a process began, in ticks since boot; None if it is gone. A number that is used again differs in it."""
+    """When a process began, in ticks since boot, or that it ended; None if it is gone or may not be looked at.
+
+    A number that is used again differs in it.
+    """
     try:
         # the name, in parentheses, may hold anything
         state, *rest = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (OSError, ValueError):
         return None
-    return None if state in "ZX" else rest[18]
+    return "ended" if state in "ZX" else rest[18]
 
 
 def _read(path: Path) -> dict[str, Any] | None:
@@ -191,7 +205,14 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
     """Whether the holder is gone; for one on another host this takes as long as it takes to see it."""
     table = _table()
     if table is not None and holder.get("table") == table:
-        return not isinstance(holder.get("pid"), int) or _began(holder["pid"]) != holder.get("began")
+        pid = holder.get("pid")
+        if not isinstance(pid, int):
+            return True
+        if (began := _began(pid)) is not None:
+            return began != holder.get("began")
+        if not _exists(pid):
+            return True
+        # another user's process, of which this host shows nothing
     begin, last = time.monotonic(), _seen(path)
     while time.monotonic() - begin < _DEAD:
         time.sleep(min(1.0, _DEAD / 10))

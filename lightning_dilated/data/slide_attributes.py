@@ -38,7 +38,8 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
         return size
     if "downsample" not in attributes:
         return None
-    return round(size * _numbers(path, attributes, "downsample", 1)[0])
+    # CLAM steps from tile to tile by whole downsamples
+    return size * int(_numbers(path, attributes, "downsample", 1, least=1)[0])
 
 
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:

@@ -44,12 +44,15 @@ def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) 
         name, value, is_class = todo.pop()
         if isinstance(value, Mapping):
             for key, inner in value.items():
-                if not isinstance(key, str) or not key.isidentifier():
-                    raise ValueError(f"{where}: {key!r:.60} in {name} is no name of a hyperparameter.")
-                todo.append((key, inner, key in _CLASS))
+                _check_key(key, name, where, outermost=value is hparams)
+                words = str(key)
+                todo.append((words, inner, words.rpartition(".")[2] in _CLASS))
+                todo.append((name, words, False))
         elif isinstance(value, (list, tuple)):
             todo += [(name, inner, False) for inner in value]
         elif isinstance(value, str):
+            if is_class and not (_DOTTED.fullmatch(value) or value.isidentifier()):
+                raise ValueError(f"{where}: {value!r:.60} ({name}) is no name of a class.")
             if _DOTTED.fullmatch(value) and (is_class or _runs_a_file(value)) and not _allowed(value, known):
                 raise ValueError(
                     f"{where} names {value} ({name}), which is not imported here, and files do not decide what is. If you "
@@ -57,6 +60,12 @@ def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) 
                 )
             todo += [(name, inner, False) for inner in _inside(value)]
     raise ValueError(f"{where} has hyperparameters without end.")
+
+
+def _check_key(key: Any, name: str, where: str | Path, outermost: bool) -> None:
+    """Outermost names become arguments of the command line; values that are mappings may have words and numbers as keys."""
+    if (outermost and (not isinstance(key, str) or not key.isidentifier())) or not isinstance(key, (str, int, float)):
+        raise ValueError(f"{where}: {key!r:.60} in {name} is no name of a hyperparameter.")
 
 
 def _allowed(path: str, known: Collection[str]) -> bool:
@@ -93,7 +102,7 @@ def _runs_a_file(path: str) -> bool:
 
 
 def _inside(value: str) -> list[Any]:
-    """What a parser may read in a string: a mapping or list in YAML, or a file of one."""
+    """What a parser may read in a string: other words, a mapping or list in YAML, or a file of one."""
     texts = [value]
     try:
         if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
@@ -101,4 +110,4 @@ def _inside(value: str) -> list[Any]:
         found = [yaml.safe_load(text) for text in texts]
     except (yaml.YAMLError, OSError, ValueError, RecursionError):
         return []
-    return [x for x in found if isinstance(x, (Mapping, list))]
+    return [x for x in found if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]

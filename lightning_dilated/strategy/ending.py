@@ -307,17 +307,16 @@ class LeavesSignals:
     """A loader's `worker_init_fn`, and before it: the worker ends when the process that started it says so.
 
     Schedulers and terminals signal whole groups of processes. A worker that ended by that would fail the fit, in the batch
-    that was to be finished.
+    that was to be finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
     """
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
         self.inner = inner
 
     def __call__(self, worker: int) -> None:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        for name in ("SIGUSR1", "SIGUSR2"):
-            if hasattr(signal, name):
-                signal.signal(getattr(signal, name), signal.SIG_IGN)
+        for name in ("SIGINT", "SIGUSR1", "SIGUSR2"):
+            if hasattr(signal, name):  # a function, as programs that the worker starts would inherit SIG_IGN
+                signal.signal(getattr(signal, name), _nothing)
         if hasattr(signal, "sigwaitinfo"):
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
             threading.Thread(target=_end_by_parent, name="signals", daemon=True).start()
@@ -332,5 +331,5 @@ def _end_by_parent() -> None:
                 os._exit(0)  # as torch's workers do
 
 
-def _nothing() -> None:
-    """Stands in for Lightning's broadcast before a batch."""
+def _nothing(*args: Any) -> None:
+    """Stands in for Lightning's broadcast before a batch, and handles signals that are another process's."""

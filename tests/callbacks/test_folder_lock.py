@@ -275,3 +275,15 @@ def test_all_ranks_are_refused(pool, text, tmp_path, holder):
     holder.wait()
     assert pool.run(2, refused, text, {"folder": str(tmp_path)}) == ["", ""]
     assert names(tmp_path) == ["step-00000006"]
+
+
+def test_a_process_that_may_not_be_looked_at_is_not_dead(tmp_path, quick, monkeypatch):
+    """A host may hide other users' processes: then signs of life in the file decide."""
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    try:
+        monkeypatch.setattr(folder_lock, "_began", lambda pid: None)
+        with pytest.raises(FolderInUse, match=str(os.getpid())):
+            FolderLock(tmp_path).acquire()
+    finally:
+        lock.release()

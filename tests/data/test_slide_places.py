@@ -134,6 +134,8 @@ ATTRIBUTES = {
     "TRIDENT, overlap": ({"patch_size_level0": 1024, "patch_size": 512, "overlap": 128}, 768, None),
     "CLAM, level 1": (CLAM, 512, (6002, 4002)),  # levels are rounded down
     "CLAM, level 0": ({**CLAM, "patch_level": 0, "downsample": [1.0, 1.0]}, 256, (3000, 2000)),
+    "CLAM, downsample above": ({**CLAM, "patch_level": 2, "downsample": [16.0041, 16.0041]}, 4096, (48029, 32025)),
+    "CLAM, downsample below": ({**CLAM, "downsample": [3.9998, 3.9998]}, 768, (12004, 8004)),
     "CLAM, no downsample": ({"patch_size": 256, "patch_level": 1}, None, None),
     "a float": ({"patch_size_level0": np.float64(512)}, 512, None),
     "an array": ({"patch_size_level0": np.array([512])}, 512, None),

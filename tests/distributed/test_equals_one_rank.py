@@ -95,4 +95,6 @@ def test_more_ranks_than_heads(pool, ranks, exchange):
 
     random()
     assert seen["cases"] >= 30 and seen["rank without a head"], seen
-    assert ranks == 2 or seen["empty rank of head groups"], seen  # of two ranks one is empty only where there is one token
+    assert ranks == 2 or seen["empty rank of head groups"], (
+        seen
+    )  # of two ranks one is empty only where there is one token

@@ -74,6 +74,20 @@ def test_names_of_hyperparameters(key):
         check_classes({key: "evilmod.X"}, "x.ckpt")
 
 
+@pytest.mark.parametrize("value", [{0: 1.0, 1: 2.0}, {"benign tissue": 1.0, "tumour": 3}, {0.5: {"a b": None}}])
+def test_keys_of_a_mapping(value):
+    check_classes({"class_weights": value}, "x.ckpt")
+
+
+@pytest.mark.parametrize("value", [
+    {"a b": {"class_path": "evilmod.X"}}, {"a.class_path": "evilmod.X"}, {"evilmod.X": 1}, {"class_path": " evilmod.X"},
+    {"class_path": "!!str evilmod.X"}, {"class_path": "evil-mod.X"}, "!!str evilmod.X", "'evilmod.X'",
+])  # fmt: skip
+def test_other_spellings(evil, value):
+    with pytest.raises(ValueError, match="evil-?mod.X"):
+        check_classes({"x": value}, "x.ckpt")
+
+
 def test_a_list_that_holds_itself():
     value = []
     value.append(value)
