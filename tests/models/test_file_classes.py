@@ -84,7 +84,7 @@ def test_keys_of_a_mapping(value):
     {"class_path": "!!str evilmod.X"}, {"class_path": "evil-mod.X"}, "!!str evilmod.X", "'evilmod.X'",
 ])  # fmt: skip
 def test_other_spellings(evil, value):
-    with pytest.raises(ValueError, match="evil-?mod.X"):
+    with pytest.raises(ValueError, match=r"evil-?mod\.X"):
         check_classes({"x": value}, "x.ckpt")
 
 
