@@ -117,16 +117,29 @@ class ShardedCheckpoint(Checkpoint):
         self.folder, self.keep, self.resume = folder, keep, resume
         self.every_n_train_steps, self.every_n_minutes, self.at_end = every_n_train_steps, every_n_minutes, at_end
         self.asynchronous, self.keep_finite = asynchronous, keep_finite
-        self._peers = self._writers = Peers()
-        self._world: Any = None  # the default process group that the groups of these were made beside
-        self._background, self._copies = Background(), HostCopies()
+        self._start_apart()
         self._found: Path | None = None
         self._wrote: Path | None = None  # the folder that holds checkpoints of this object's
         self._saved = self._seen = -1  # steps: the last one saved, and that of the batch before
         self._clock = 0.0
+        self._training = False
+
+    def _start_apart(self) -> None:
+        """What belongs to one process."""
+        self._peers = self._writers = Peers()
+        self._world: Any = None  # the default process group that the groups of these were made beside
+        self._background, self._copies = Background(), HostCopies()
         self._lock: FolderLock | None = None  # rank 0's, while a fit runs
         self._ending: Ending | None = None  # of the fit that runs
-        self._training = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what belongs to this process: a copy meets its ranks, and takes the folder, when it fits."""
+        own = ("_peers", "_writers", "_world", "_background", "_copies", "_lock", "_ending")
+        return {name: value for name, value in self.__dict__.items() if name not in own}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._start_apart()
 
     # -- before training -----------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

@@ -43,7 +43,12 @@ OWN = [callbacks.ThroughputMonitor, partial(callbacks.MemoryProfiler, timeline=F
 
 def pickled(rank, group, classes):
     """Steps of a copy of the Trainer after a fit, its progress bars, and whether it validates as the first does."""
-    options = {"max_steps": 2, "enable_progress_bar": True, "callbacks": [cls() for cls in classes]}
+    options = {
+        "max_steps": 2,
+        "enable_progress_bar": True,
+        "enable_checkpointing": True,
+        "callbacks": [cls() for cls in classes],
+    }
     built, data = trainer(RingDilatedStrategy(), launched(rank), **options), DataLoader(Tokens(Run()))
     built.fit(Bigram(), data)
     copy = pickle.loads(pickle.dumps(built))
@@ -55,7 +60,8 @@ def pickled(rank, group, classes):
 
 
 @pytest.mark.parametrize("classes", [[TQDMProgressBar], [RichProgressBar, *OWN]])
-def test_the_trainer_can_be_pickled_after_a_fit(pools, classes):
+def test_the_trainer_can_be_pickled_after_a_fit(pools, classes, tmp_path):
+    classes = [*classes, partial(callbacks.ShardedCheckpoint, str(tmp_path))]
     assert pools(2).run(2, pickled, classes) == [(2, 1, True)] * 2
 
 
