@@ -15,8 +15,11 @@ from typing import Any
 import yaml
 
 from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.rotary_bases import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import Explanation
+from lightning_dilated.pattern.explain import Explanation, explain
+from lightning_dilated.pattern.layers import in_turns
+from lightning_dilated.pattern.sight import sight_table
 
 #: what the command line names, and what it is called in `Sizes`
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
@@ -26,14 +29,14 @@ OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
 class Sizes:
     """What there is to explain; None where neither recipe nor options say it."""
 
-    pattern: DilatedPattern | None = None
+    patterns: tuple[DilatedPattern, ...] = ()
     seq_len: int | None = None
     num_heads: int | None = None
     num_kv_heads: int | None = None
     depth: int | None = None
     head_dim: int = 64
     causal: bool = False
-    odd: DilatedPattern | None = None
+    rotary_bases: tuple[float | None, ...] = ()
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,13 +69,13 @@ def of_recipe(path: Path) -> Sizes:
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
         )
     model = made_model(path, config["model"])
-    if not isinstance(getattr(model, "pattern", None), DilatedPattern):
+    if not getattr(model, "patterns", None):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
+    rotary = getattr(getattr(model, "options", None), "position_encoding", "none") == "rotary"
     return Sizes(
-        model.pattern, seq_len_of(path, config.get("data")), heads, getattr(model, "num_kv_heads", None),
-        getattr(model, "depth", None), dim // heads if dim and heads else 64, getattr(model, "causal", False),
-        getattr(model, "odd_pattern", None),
+        model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
+        dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
     )  # fmt: skip
 
 
@@ -112,13 +115,13 @@ def settled(args: argparse.Namespace) -> Sizes:
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
         made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, pattern=made, odd=None)
+        sizes = replace(sizes, patterns=(made,), rotary_bases=())
     given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
     given |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
         sizes = replace(sizes, num_kv_heads=None)
     sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
-    missing = ["--segments and --dilations"] if sizes.pattern is None else []
+    missing = [] if sizes.patterns else ["--segments and --dilations"]
     missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
     if missing:
         raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
@@ -127,8 +130,10 @@ def settled(args: argparse.Namespace) -> Sizes:
 
 def table(sizes: Sizes, seen: Explanation) -> list[str]:
     """The findings, one a line."""
+    of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
     dead = [
-        f"branches[{i}]: {len(x)} of {seen.pattern.branches[i].dilation_rate}" for i, x in seen.dead_residues.items()
+        f"branches[{i}]{of_layer(layer)}: {len(x)} of {seen.patterns[layer].branches[i].dilation_rate}"
+        for (layer, i), x in seen.dead_residues.items()
     ]
     full = "never" if seen.layers_to_full_reach is None else f"{seen.layers_to_full_reach}"
     reach = "not searched at this length" if seen.reach is None else f"{full} ({seen.reach:.1%} in {seen.depth})"
@@ -137,7 +142,7 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     walls = f"{len(seen.walls)}, the first at position {seen.walls[0]:,}" if seen.walls else "none"
     times = dense / max(1, seen.pairs)
     rows = {
-        "walls": walls + (", with odd layers shifted" if seen.odd_layers else ""),
+        "walls": walls,
         "dead residues": "; ".join(dead) or "none",
         "rows without any key": f"{seen.uncovered:.1%}" if seen.uncovered else "none",
         "layers to full reach": reach,
@@ -146,13 +151,30 @@ def table(sizes: Sizes, seen: Explanation) -> list[str]:
     }
     kind = "causal" if seen.causal else "both directions"
     head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
-    return [f"{seen.pattern}", head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
+    lines = [*seen.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
+    lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(seen.sight))]
+    return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
+
+
+def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
+    """How many tokens between a query and a key the layers' rotary bases serve, a line for each base."""
+    lines = []
+    for base in dict.fromkeys(bases):
+        layers = [str(i) for i, x in enumerate(bases) if x == base]
+        which = "all layers" if len(layers) == len(bases) else f"layers {', '.join(layers)}"
+        served = "no positions" if base is None else f"base {base:g} serves {served_length(base):,} tokens"
+        lines.append(f"{served} ({which})")
+    return lines
 
 
 def run(argv: list[str]) -> None:
     """Parse, explain, and print the table, and what to change for each problem."""
     sizes = settled(parser().parse_args(argv))
     given = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
-    seen = sizes.pattern.explain(*given, sizes.odd)
+    seen = explain(sizes.patterns, *given)
     print("\n".join([*table(sizes, seen), ""]))
-    print("\n".join(f"  problem: {hint}" for hint in seen.hints) or "  no problems")
+    hints = list(seen.hints)
+    if sizes.rotary_bases:
+        layers = in_turns(sizes.patterns, len(sizes.rotary_bases))
+        hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])
+    print("\n".join(f"  problem: {hint}" for hint in hints) or "  no problems")

@@ -15,7 +15,7 @@ from torch import Tensor
 class RunReport(pl.Callback):
     """Writes `pattern.png` and `loss.png` into the run folder and prints validation beside the data's baseline.
 
-    Where odd layers have a pattern of their own (`shift_layers`), that is drawn as `pattern_odd_layers.png`.
+    Where layers differ, each pattern is drawn as `pattern_layer_I.png` of the first layer I that takes it.
 
     The baseline is what the DataModule's `bigram_bits_per_byte("val")` says, where it has one: a bigram model counted on
     the training bytes and scored on the validation bytes.
@@ -46,19 +46,18 @@ class RunReport(pl.Callback):
         m: Any = pl_module
         causal = getattr(m, "causal", True)
         seq_len = getattr(getattr(trainer, "datamodule", None), "seq_len", None)
-        if seq_len is None or not all(hasattr(m, x) for x in ("pattern", "num_heads", "num_kv_heads", "depth")):
+        if seq_len is None or not getattr(m, "patterns", None):
             return
-        patterns = {"pattern": m.pattern, "pattern_odd_layers": getattr(m, "odd_pattern", None)}
-        seen = m.pattern.explain(seq_len, m.num_heads, m.depth, causal, m.num_kv_heads, patterns["pattern_odd_layers"])
+        seen = m.explain(seq_len)
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
             from lightning_dilated.pattern.picture import LONGEST
 
-            length = min(seq_len, LONGEST)
-            for name, pattern in patterns.items():
-                if pattern is not None:
-                    target = str(self.folder / f"{name}.png")
-                    pattern.plot(length, m.num_heads, causal, target, num_kv_heads=m.num_kv_heads)
+            length, alike = min(seq_len, LONGEST), len(seen.patterns) == 1
+            for layer, pattern in enumerate(seen.patterns):
+                if pattern not in seen.patterns[:layer]:
+                    target = self.folder / ("pattern.png" if alike else f"pattern_layer_{layer}.png")
+                    pattern.plot(length, m.num_heads, causal, str(target), num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 from torch import Tensor
 
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import walls
+from lightning_dilated.models.rotary_bases import rotary_hint
+from lightning_dilated.pattern.explain import explain, walls
+from lightning_dilated.pattern.sight import sight
 from lightning_dilated.sequence import SequenceSpec
 
 #: residues and uncovered rows show at this length; only walls need the whole one
@@ -21,20 +22,29 @@ SHORT = 1 << 14
 
 def advice(module: Any, seq_len: int) -> str | None:
     """What to change about `module.pattern` for sequences of N tokens; None where nothing is wrong."""
-    pattern, heads = getattr(module, "pattern", None), getattr(module, "num_heads", None)
-    if not isinstance(pattern, DilatedPattern) or not isinstance(heads, int) or seq_len < 1:
+    patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
+    if not patterns or not isinstance(heads, int) or seq_len < 1:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
-    odd = getattr(module, "odd_pattern", None) if getattr(module, "depth", 1) > 1 else None
-    seen = pattern.explain(min(seq_len, SHORT), heads, 2, causal, kv_heads, odd)
-    found = walls(pattern if odd is None else replace(pattern, branches=(*pattern.branches, *odd.branches)), seq_len)
+    seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
     # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
-    hints = replace(seen, seq_len=seq_len, walls=found, reach=None, dead_residues=dead).hints
+    far = () if module.released_pattern else sight(patterns, seq_len, heads, kv_heads or heads)
+    found = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=far)
+    hints = found.hints
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)
     return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
+
+
+def position_advice(module: Any, seq_len: int) -> str | None:
+    """What to change about the rotary bases for sequences of N tokens; None where nothing is wrong."""
+    bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
+    if getattr(getattr(module, "options", None), "position_encoding", "none") != "rotary":
+        return None
+    hint = rotary_hint(bases, module.patterns, seq_len, made_for)
+    return f"{type(module).__name__} at {seq_len} tokens: {hint}" if hint else None
 
 
 def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:

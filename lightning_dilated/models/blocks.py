@@ -56,6 +56,10 @@ class BlockOptions:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
                 raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
 
+    def with_base(self, base: float | None) -> BlockOptions:
+        """These options with a rotary base; without positions where it is None."""
+        return replace(self, position_encoding="none") if base is None else replace(self, rotary_base=base)
+
 
 def make_norm(kind: str, dim: int) -> nn.Module:
     """RMSNorm or LayerNorm over the embedding dim."""

@@ -19,6 +19,7 @@ from lightning_dilated.models.pooled import PooledModule, check_lengths, first_t
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import plain_patterns
 from lightning_dilated.sequence import SequenceSpec
 
 
@@ -29,14 +30,14 @@ class LongNetClassifier(PooledModule):
     that are padded on the right.
 
     Args:
-        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches.
+        pattern, rotary_base, max_seq_len: see `models.longnet_lm.TokenModel`.
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. One of the two is given.
         task: "classification", "regression" or "ordinal"; None makes embeddings only.
         num_classes: classes; of a regression its targets, 1 if None.
         pool: "mean" over the tokens, or "first", the first token's.
         dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
-        norm, ffn, bias, dropout, attention_dropout, drop_path, sub_layernorm, position_encoding, rotary_base,
+        norm, ffn, bias, dropout, attention_dropout, drop_path, sub_layernorm, position_encoding,
             xpos_scale_base, engine: see `models.blocks.BlockOptions`.
         regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see `models.pooled.PooledModule`.
         compile_blocks: compile every block by torch.compile when it is first run.
@@ -51,7 +52,7 @@ class LongNetClassifier(PooledModule):
 
     def __init__(
         self,
-        pattern: dict[str, Any] | DilatedPattern,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
         feature_dim: int | None = None,
         vocab_size: int | None = None,
         task: Literal["classification", "regression", "ordinal"] | None = "classification",
@@ -70,7 +71,7 @@ class LongNetClassifier(PooledModule):
         drop_path: float = 0.0,
         sub_layernorm: bool = False,
         position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
-        rotary_base: float = 10000.0,
+        rotary_base: float | str | list[float | str] | None = None,
         xpos_scale_base: float = 512.0,
         engine: str = "auto",
         regression_loss: Literal["mse", "smooth_l1"] = "mse",
@@ -79,6 +80,7 @@ class LongNetClassifier(PooledModule):
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
         compile_blocks: bool = False,
+        max_seq_len: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -87,10 +89,13 @@ class LongNetClassifier(PooledModule):
             dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
             optimizer, lr_scheduler,
         )  # fmt: skip
-        self.pattern = DilatedPattern.from_dict(pattern)
+        self._choose_layers(
+            pattern, depth, num_heads, num_kv_heads,
+            rotary_base=rotary_base, max_seq_len=max_seq_len, position_encoding=position_encoding,
+        )  # fmt: skip
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
         if was_given(self, "pattern"):
-            self.save_hyperparameters({"pattern": self.pattern.to_dict()})
+            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
         if (feature_dim is None) == (vocab_size is None):
             raise ValueError(
                 f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "
@@ -100,22 +105,22 @@ class LongNetClassifier(PooledModule):
             raise ValueError(f"pool must be mean or first, got {pool!r}.")
         self.input = "tokens" if feature_dim is None else "features"
         self.width = integer(*((vocab_size, "vocab_size") if feature_dim is None else (feature_dim, "feature_dim")), 1)
-        self.num_heads, self.pool = integer(num_heads, "num_heads", 1), pool
+        self.pool = pool
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
         self.ffn_dim, self.compile_blocks = ffn_dim, self._compiled(compile_blocks)
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, rotary_base, xpos_scale_base, engine, drop_path,
+            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, drop_path=drop_path,
         )  # fmt: skip
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         return DilatedTransformer(
-            self.dim, depth, self.num_heads, self.pattern,
+            self.dim, self.patterns[:depth], self.num_heads,
             causal=False, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+            rotary_bases=self.rotary_bases[:depth],
         )  # fmt: skip
 
     def setup(self, stage: str) -> None:

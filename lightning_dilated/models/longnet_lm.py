@@ -22,11 +22,13 @@ from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
+from lightning_dilated.models.rotary_bases import USUAL
 from lightning_dilated.models.token_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.models.torchscale import convert, read_state_dict
-from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import plain_patterns
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
 
@@ -34,11 +36,17 @@ class TokenModel(DilatedModule):
     """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
 
     Args:
-        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches.
+        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches; or a list of them,
+            one for each of layers 0, 1, ..., which repeats; or {"hybrid": options} of `DilatedPattern.hybrid`, whose depth
+            and heads are the model's.
         vocab_size: V.
         dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
-        norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding, rotary_base, xpos_scale_base,
-            engine: see `models.blocks.BlockOptions`.
+        norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding, xpos_scale_base, engine: see
+            `models.blocks.BlockOptions`.
+        rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
+            bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
+            None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
+        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, it never follows the data.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
@@ -61,7 +69,7 @@ class TokenModel(DilatedModule):
 
     def __init__(
         self,
-        pattern: dict[str, Any] | DilatedPattern,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
         vocab_size: int = 256,
         dim: int = 256,
         depth: int = 4,
@@ -75,7 +83,7 @@ class TokenModel(DilatedModule):
         attention_dropout: float = 0.0,
         sub_layernorm: bool = False,
         position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
-        rotary_base: float = 10000.0,
+        rotary_base: float | str | list[float | str] | None = None,
         xpos_scale_base: float = 512.0,
         engine: str = "auto",
         tie_embeddings: bool = True,
@@ -84,30 +92,36 @@ class TokenModel(DilatedModule):
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
         residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        max_seq_len: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        self.pattern = DilatedPattern.from_dict(pattern)
+        self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
+        self._choose_layers(
+            pattern,
+            depth,
+            num_heads,
+            num_kv_heads,
+            shift_layers,
+            shift_below,
+            rotary_base,
+            max_seq_len,
+            position_encoding,
+        )
         # plain values only, so that checkpoints load anywhere; without what a subclass settles by itself
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", *self._settled])
         if was_given(self, "pattern"):
-            self.save_hyperparameters({"pattern": self.pattern.to_dict()})
-        self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
-        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
+            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
-        self.shift_layers, self.shift_below = shift_layers, shift_below
-        #: the pattern of layers 1, 3, ...; None where it is `pattern`
-        self.odd_pattern = odd_pattern(self.pattern, shift_layers, shift_below)
-        _, self.num_kv_heads = self.pattern.check_heads(num_heads, num_kv_heads)
         self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
         self.compile_blocks = compile_blocks
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, rotary_base, xpos_scale_base, engine, residual_dtype=residual_dtype,
+            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, residual_dtype=residual_dtype,
         )  # fmt: skip
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
@@ -127,9 +141,9 @@ class TokenModel(DilatedModule):
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         return DilatedTransformer(
-            self.dim, depth, self.num_heads, self.pattern,
+            self.dim, self.patterns[:depth], self.num_heads,
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
-            shift_layers=self.shift_layers, shift_below=self.shift_below,
+            rotary_bases=self.rotary_bases[:depth],
         )  # fmt: skip
 
     def build(self) -> None:
@@ -278,7 +292,8 @@ class LongNetLM(TokenModel):
         where = "the state dict" if isinstance(source, Mapping) else source
         sizes, state = convert(read_state_dict(source), num_heads, scale_embedding, options.get("depth"), where)
         pattern = DilatedPattern.longnet(segment_lengths, dilation_rates, offsets="blocked")
-        model = cls(pattern, **{"norm": "layernorm", "ffn": "gelu", "bias": True, **sizes, **options})
+        usual = {"norm": "layernorm", "ffn": "gelu", "bias": True, "rotary_base": USUAL}
+        model = cls(pattern, **{**usual, **sizes, **options})
         model.to(state["embedding.weight"].dtype)
         try:
             model.load_state_dict(state)

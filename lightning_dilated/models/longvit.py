@@ -58,6 +58,8 @@ class LongViT(PooledModule):
             `models.pooled.PooledModule`.
         compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a released file to start from, see `from_longvit`.
+        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
+            a layer; in place of segment_lengths, dilation_rates and padding.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -94,6 +96,7 @@ class LongViT(PooledModule):
         lora_alpha: float | None = None,
         compile_blocks: bool = False,
         pretrained: str | None = None,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -102,9 +105,9 @@ class LongViT(PooledModule):
             dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
             optimizer, lr_scheduler,
         )  # fmt: skip
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
-        self.image_size, self.num_heads = integer(image_size, "image_size", 1), integer(num_heads, "num_heads", 1)
+        self.image_size = integer(image_size, "image_size", 1)
         if image_size % patch_size:
             raise ValueError(f"patch_size={patch_size} must divide image_size={image_size}.")
         if dim % num_heads:
@@ -115,12 +118,16 @@ class LongViT(PooledModule):
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
         self.norm_at, self.pretrained, self.compile_blocks = norm_at, pretrained, self._compiled(compile_blocks)
         self.ffn_dim = 4 * dim if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
-        segments = (
-            RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024]) if segment_lengths is None else segment_lengths
-        )
-        rates = RELEASED_RATES if dilation_rates is None else dilation_rates
-        self.pattern = DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
-        self.pattern.check_heads(num_heads, None)
+        if pattern is None:
+            usual = RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
+            segments = usual if segment_lengths is None else segment_lengths
+            rates = RELEASED_RATES if dilation_rates is None else dilation_rates
+            released = DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
+            self._choose_layers(released, depth, num_heads)
+            self.released_pattern = True
+        else:
+            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
         self.options = BlockOptions(
             norm="layernorm", ffn="gelu", bias=True, dropout=dropout, attention_dropout=attention_dropout,
             sub_layernorm=True, position_encoding="none", engine=engine, drop_path=drop_path,
@@ -173,7 +180,7 @@ class LongViT(PooledModule):
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         made = DilatedTransformer(
-            self.dim, depth, self.num_heads, self.pattern, causal=False, hidden=self.ffn_dim, options=self.options
+            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
         )
         made.norm = nn.Identity()  # the only last norm is that of `norm_at`
         return made

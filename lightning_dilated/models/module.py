@@ -25,13 +25,17 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
-from lightning_dilated.models.advice import advice, longest
+from lightning_dilated.models.advice import advice, longest, position_advice
 from lightning_dilated.models.file_classes import check_classes
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.newest import Newest
 from lightning_dilated.models.pretrained import Pretrained, class_path
+from lightning_dilated.models.rotary_bases import BasesLike, layer_bases, rotary_hint
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.explain import Explanation, explain
+from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.loss import scalar
 from lightning_dilated.torch_files import load_file
@@ -59,6 +63,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
     sequence_spec: SequenceSpec | None = None
     #: entries of a batch that stay on the CPU, where their values are read: moved, each read would wait for the device
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
+    #: whether the pattern is one that released weights were trained with
+    released_pattern = False
 
     def __init__(
         self,
@@ -109,6 +115,56 @@ class DilatedModule(Pretrained, pl.LightningModule):
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """More numbers to log beside a mean loss, by name."""
         return {}
+
+    # -- what a subclass with dilated attention calls in its __init__ -------------------------------------------------
+    def _choose_layers(
+        self,
+        pattern: LayersLike,
+        depth: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        shift_layers: str = "none",
+        shift_below: int | None = None,
+        rotary_base: BasesLike = None,
+        max_seq_len: int | None = None,
+        position_encoding: str = "none",
+    ) -> None:
+        """Set what differs from layer to layer, and the sizes that it depends on.
+
+        Sets `depth`, `num_heads`, `num_kv_heads`; `pattern`, one for all layers or the tuple that repeats; `patterns`, of
+        each layer; `max_seq_len`; and `rotary_bases`, of each layer, None for one without positions.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
+        self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
+        self.patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
+        _, self.num_kv_heads = self.patterns[0].check_heads(num_heads, num_kv_heads)
+        self.max_seq_len = max_seq_len
+        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
+        if position_encoding == "rotary":
+            hint = rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len)
+            if hint:
+                rank_zero_warn(f"{type(self).__name__}: {hint}")
+
+    def _choose_own_pattern(
+        self, pattern: LayersLike, depth: int, num_heads: int, padding: str, replaced: Mapping[str, Any]
+    ) -> None:
+        """`_choose_layers` of a pattern in place of a release's, which `replaced` and `padding` would have changed.
+
+        To be called below an __init__, after its save_hyperparameters.
+        """
+        both = [name for name, value in replaced.items() if value is not None]
+        if both or padding != "masked":
+            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
+        self._choose_layers(pattern, depth, num_heads)
+        self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
+
+    def explain(self, seq_len: int) -> Explanation:
+        """What the layers' patterns see at N tokens (see `DilatedPattern.explain`); `print` it."""
+        causal = getattr(self, "causal", False)
+        return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, self.num_kv_heads)
 
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
@@ -168,9 +224,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """
         checkpoint["class_path"] = class_path(self)
         hparams = checkpoint.get("hyper_parameters", {})
-        plain = {k: v.to_dict() if isinstance(v, DilatedPattern) else v for k, v in hparams.items()}
-        if plain:
-            checkpoint["hyper_parameters"] = plain
+        if hparams:
+            checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.
@@ -211,10 +266,10 @@ class DilatedModule(Pretrained, pl.LightningModule):
             return
         seq_len = longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
         if seq_len > self._explained:
-            found = advice(self, seq_len)
-            self._explained = None if found else seq_len
-            if found:
-                rank_zero_warn(found)
+            hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
+            self._explained = None if hints else seq_len
+            for hint in hints:
+                rank_zero_warn(hint)
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         self.mean_loss[stage].update(*self.loss_terms(self._shifted(batch)))
@@ -286,6 +341,15 @@ class DilatedModule(Pretrained, pl.LightningModule):
             return
         way = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
         Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, way)
+
+
+def plain_value(value: Any) -> Any:
+    """A hyperparameter in a checkpoint: patterns, alone or in a list, as plain mappings."""
+    if isinstance(value, DilatedPattern):
+        return value.to_dict()
+    if isinstance(value, (list, tuple)) and any(isinstance(x, DilatedPattern) for x in value):
+        return [plain_value(x) for x in value]
+    return value
 
 
 def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:

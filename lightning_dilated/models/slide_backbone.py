@@ -20,6 +20,7 @@ from lightning_dilated.models.pooled import guarded
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.transfer import send
 
 RELEASED_RATES = (1, 2, 4, 8, 16)
@@ -68,28 +69,33 @@ class SlideBackbone:
         grid: int,
         padding: str,
         options: BlockOptions,
+        pattern: LayersLike | None = None,
     ) -> None:
         self.feature_dim, self.dim = integer(feature_dim, "feature_dim", 1), integer(dim, "dim", 1)
-        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         self.ffn_dim, self.options = ffn_dim, options
         self.tile_size, self.grid = integer(tile_size, "tile_size", 1), integer(grid, "grid", 1)
-        rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
-        if segment_lengths is None:
-            size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
-            segment_lengths = released_segments(size, tile_size, len(rates))
-        elif max_wsi_size is not None:
-            raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
-        self.pattern = DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
-        self.pattern.check_heads(num_heads, None)
+        if pattern is None:
+            rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
+            if segment_lengths is None:
+                size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
+                segment_lengths = released_segments(size, tile_size, len(rates))
+            elif max_wsi_size is not None:
+                raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
+            released = DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+            self._choose_layers(released, depth, num_heads)
+            self.released_pattern = True
+        else:
+            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
+            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
         GridPositions(dim, grid)
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         return DilatedTransformer(
-            self.dim, depth, self.num_heads, self.pattern, causal=False, hidden=self.ffn_dim, options=self.options
+            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
         )
 
     def setup(self, stage: str) -> None:

@@ -30,6 +30,7 @@ from lightning_dilated.models.slide_weights import (
     to_released,
 )
 from lightning_dilated.models.transformer import init_weights
+from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 
@@ -54,6 +55,8 @@ class SlideEncoder(SlideBackbone, PooledModule):
             `models.pooled.PooledModule`.
         compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
+        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
+            a layer; in place of segment_lengths, dilation_rates and padding.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -89,6 +92,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
         lora_alpha: float | None = None,
         compile_blocks: bool = False,
         pretrained: str | None = None,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -96,13 +100,13 @@ class SlideEncoder(SlideBackbone, PooledModule):
             dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
             optimizer, lr_scheduler,
         )  # fmt: skip
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
         if pool not in ("class", "mean"):
             raise ValueError(f"pool must be class or mean, got {pool!r}.")
         self.pool, self.compile_blocks, self.pretrained = pool, self._compiled(compile_blocks), pretrained
         self._configure_slide(
             feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
-            padding, slide_options(dropout, attention_dropout, drop_path, engine),
+            padding, slide_options(dropout, attention_dropout, drop_path, engine), pattern,
         )  # fmt: skip
         if pretrained is not None and not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")

@@ -21,7 +21,9 @@ from lightning_dilated.models.pooled import check_lengths, guarded
 from lightning_dilated.models.slide_backbone import SlideBackbone
 from lightning_dilated.models.slide_encoder import slide_options
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import in_turns
 from lightning_dilated.sequence import SequenceSpec
 from lightning_dilated.transfer import send
 
@@ -43,6 +45,8 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         decoder_dim, decoder_depth: sizes of the decoder; its heads and pattern are the encoder's.
         mask_seed: of what is hidden.
         feature_dim ... engine, compile_blocks: see `SlideEncoder`; the decoder has no dropout.
+        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
+            a layer; in place of segment_lengths, dilation_rates and padding.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -74,11 +78,12 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         attention_dropout: float = 0.0,
         engine: str = "auto",
         compile_blocks: bool = False,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        self.save_hyperparameters(ignore=["optimizer", "lr_scheduler", "compile_blocks"])
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
         if isinstance(mask_ratio, bool) or not isinstance(mask_ratio, (int, float)) or not 0 < mask_ratio < 1:
             raise ValueError(f"mask_ratio must lie between 0 and 1, got {mask_ratio!r}; 0.75 is MAE's.")
         self.hiding = Dropout(float(mask_ratio), integer(mask_seed, "mask_seed", 0))
@@ -89,7 +94,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
             raise ValueError(f"num_heads={num_heads} must divide decoder_dim={decoder_dim}.")
         self._configure_slide(
             feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
-            padding, slide_options(dropout, attention_dropout, drop_path, engine),
+            padding, slide_options(dropout, attention_dropout, drop_path, engine), pattern,
         )  # fmt: skip
 
     def build(self) -> None:
@@ -99,7 +104,7 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         self.decoder_embed = nn.Linear(self.dim, self.decoder_dim)
         options = replace(self.options, dropout=0.0, attention_dropout=0.0, drop_path=0.0)
         self.decoder = DilatedTransformer(
-            self.decoder_dim, self.decoder_depth, self.num_heads, self.pattern, causal=False, options=options
+            self.decoder_dim, in_turns(self.patterns, self.decoder_depth), self.num_heads, causal=False, options=options
         )
         self.decoder_predict = nn.Linear(self.decoder_dim, self.feature_dim)
         init_weights(self, self.depth, self.dim)

@@ -17,6 +17,7 @@ from torch import Tensor
 from lightning_dilated.models.grid_positions import GridPositions
 from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of, missing_file
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.torch_files import load_file
 
 #: (release, ours) of a layer's parameters; q, k and v become one
@@ -216,10 +217,13 @@ def _check_settings(model: Any, path: str | Path) -> None:
                 f"weights would mean something else. Set the model's {name} to {settings[name]}."
             )
     segments, rates = ((settings or {}).get(x) for x in ("segment_lengths", "dilation_rates"))
-    if segments and rates:
+    theirs: Any = (settings or {}).get("pattern")
+    if theirs:
+        theirs = read_patterns(theirs, model.depth, model.num_heads)
+    elif segments and rates:
         theirs = DilatedPattern.longnet(segments, rates, offsets="blocked", padding=settings.get("padding", "masked"))
-        if theirs != model.pattern:
-            rank_zero_warn(f"{path} was trained with {theirs}, and this model attends by {model.pattern}.")
+    if theirs and theirs != model.pattern:
+        rank_zero_warn(f"{path} was trained with {theirs}, and this model attends by {model.pattern}.")
 
 
 def _check_table(table: Tensor, grid: int, where: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,74 +23,42 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 
 
-def odd_pattern(pattern: DilatedPattern, shift_layers: str, shift_below: int | None) -> DilatedPattern | None:
-    """The pattern of layers 1, 3, ... where they have one of their own, else None.
-
-    With "odd" their segments of w < `shift_below` (all finite ones if None) move by w // 2, whatever the sequence's length:
-    no position is a wall for every layer then.
-
-    Raises:
-        ValueError: for another word, for a pattern that a shift is not defined for, and where nothing would move.
-    """
-    if shift_layers not in ("none", "odd"):
-        raise ValueError(f"shift_layers must be none or odd; got {shift_layers!r}.")
-    if shift_layers == "none":
-        if shift_below is not None:
-            raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
-        return None
-    if pattern.padding == "attended":
-        raise ValueError(
-            'shift_layers="odd" needs padding="masked": padding="attended" reproduces releases whose layers are unshifted.'
-        )
-    if any(b.shift for b in pattern.branches):
-        raise ValueError(
-            f'shift_layers="odd" shifts a pattern that has no shift of its own, got {pattern}. Leave its shifts out, or '
-            'use shift_layers="none".'
-        )
-    odd = pattern.shifted(0.5, shift_below)
-    if odd == pattern:
-        raise ValueError(
-            f'shift_layers="odd" would move no branch of {pattern}: it takes finite segments of at least 2 tokens'
-            + ("" if shift_below is None else f", below shift_below={shift_below}")
-            + '. Use shift_layers="none".'
-        )
-    return odd
-
-
 class DilatedTransformer(nn.Module):
-    """`depth` blocks and a last norm; positions are turned into one rotary table for all of them.
+    """Blocks and a last norm; positions become one rotary table for all blocks of one base.
 
-    `shift_layers`, `shift_below`: see `odd_pattern`.
+    Args:
+        dim: E.
+        patterns: of each block; their number is the depth.
+        num_heads, num_kv_heads, causal: of every block.
+        hidden: of the feed-forward; None: `default_hidden`.
+        options: of every block.
+        rotary_bases: of each block, None for one without positions; None: all have `options.rotary_base`.
     """
 
     def __init__(
         self,
         dim: int,
-        depth: int,
+        patterns: Sequence[DilatedPattern],
         num_heads: int,
-        pattern: DilatedPattern,
         *,
         causal: bool,
         hidden: int | None = None,
         num_kv_heads: int | None = None,
         options: BlockOptions | None = None,
-        shift_layers: Literal["none", "odd"] = "none",
-        shift_below: int | None = None,
+        rotary_bases: Sequence[float | None] | None = None,
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
-        integer(depth, "depth", 1)
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
-        odd = odd_pattern(pattern, shift_layers, shift_below)
+        each = [options] * len(patterns) if rotary_bases is None else [options.with_base(base) for base in rotary_bases]
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, which, causal=causal, num_kv_heads=num_kv_heads, options=options)
-            for which in (odd if odd and i % 2 else pattern for i in range(depth))
+            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=own)
+            for pattern, own in zip(patterns, each, strict=True)
         )
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
         self._memory, self._host = MemorySettings(), Host(0)
-        self.rotary: Rotary | None = self.blocks[0].attention.rotary
 
     @property
     def memory(self) -> MemorySettings:
@@ -130,13 +97,17 @@ class DilatedTransformer(nn.Module):
         """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None; `watch` is
         called with the input and with every block's output; `normed=False` leaves the last norm to the caller."""
         x = self.residual(x)
-        given = {"positions": self._table(x, positions, caches), "lengths": lengths, "cu_seqlens": cu_seqlens}
+        tables = self._tables(x, positions, caches)
+        of_all = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:
             drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
-            more = [{} if drops is None else {"drop": d} for d in (drops if drops is not None else self.blocks)]
-            layers = [partial(block, **given, **m) for block, m in zip(self.blocks, more, strict=True)]
+            own = [{"positions": table} for table in tables]
+            for one, drop in zip(own, () if drops is None else drops, strict=drops is not None):
+                one["drop"] = drop
+            layers = [partial(block, **of_all, **one) for block, one in zip(self.blocks, own, strict=True)]
         else:  # past what compiles a call: every token would have a length of its own
-            layers = [partial(b.forward, **given, cache=c) for b, c in zip(self.blocks, caches, strict=True)]
+            own = [{"positions": t, "cache": c} for t, c in zip(tables, caches, strict=True)]
+            layers = [partial(block.forward, **of_all, **one) for block, one in zip(self.blocks, own, strict=True)]
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
@@ -144,14 +115,26 @@ class DilatedTransformer(nn.Module):
         x = in_groups(layers, x, every, self._host)
         return self.norm(x) if normed else x
 
-    def _table(self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None) -> RotaryTable | None:
-        """Rotary positions for all blocks."""
-        if self.rotary is None:
-            return None
-        return self.rotary.table(x, _working_dtype(x), positions, caches[0].length if caches else 0)
+    def _tables(
+        self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None
+    ) -> list[RotaryTable | None]:
+        """Rotary positions for each block; blocks of one base share a table."""
+        dtype, start, made = _working_dtype(x), caches[0].length if caches else 0, {}
+        for rotary in self.rotaries:
+            if rotary is not None and rotary.base not in made:
+                made[rotary.base] = rotary.table(x, dtype, positions, start)
+        return [None if rotary is None else made[rotary.base] for rotary in self.rotaries]
+
+    @property
+    def rotaries(self) -> list[Rotary | None]:
+        """What makes each block's rotary table; None for a block without positions."""
+        return [block.attention_layer.rotary for block in self.blocks]
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""
+        kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
+        # a graph for each pattern: with gradients, without, with static and dynamic lengths
+        torch._dynamo.config.recompile_limit = max(8 * kinds, torch._dynamo.config.recompile_limit)
         for block in self.blocks:
             block.compile(fullgraph=True)
 

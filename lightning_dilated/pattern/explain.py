@@ -5,17 +5,20 @@ Shape letters: N tokens, H query heads, w segment length, r dilation rate, t shi
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import in_turns, shortest_cycle
+from lightning_dilated.pattern.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs as count_pairs
+from lightning_dilated.pattern.sight import Octave, sight, sight_hints, sight_table
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern.branch import Branch
-    from lightning_dilated.pattern.pattern import DilatedPattern
 
 #: beyond this many tokens the reach is not searched (it takes a few passes over N)
 REACH_LIMIT = 1 << 24
@@ -27,30 +30,31 @@ class Explanation:
 
     Attributes:
         walls: first positions of the stretches that no information enters from before, at any depth.
-        dead_residues: branch number -> residues (index mod r) that no head uses there.
+        dead_residues: (first layer with this pattern, branch number) -> residues (index mod r) that no head uses there.
         uncovered: share of (head, position) rows that no branch covers; their output is 0.
         reach: share of the positions the last token may see (all, or the past) that reach it through `depth` layers;
             None beyond `REACH_LIMIT` tokens.
         layers_to_full_reach: layers until the last token is reached from everywhere; None where that never happens.
         pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. The mean of
-            the layers, rounded, where odd layers have a pattern of their own, as are `uncovered` and `keys_per_row`.
+            the layers, rounded, where they differ, as are `uncovered` and `keys_per_row`.
         keys_per_row: mean keys of a query in a head.
-        odd_layers: the pattern of layers 1, 3, ...; None where it is that of all others.
+        patterns: that layers 0, 1, ... take in turns.
+        sight: by octave of the distance, what a query sees in one step.
     """
 
-    pattern: DilatedPattern
+    patterns: tuple[DilatedPattern, ...]
     seq_len: int
     num_heads: int
     depth: int
     causal: bool
     walls: tuple[int, ...]
-    dead_residues: dict[int, tuple[int, ...]]
+    dead_residues: dict[tuple[int, int], tuple[int, ...]]
     uncovered: float
     reach: float | None
     layers_to_full_reach: int | None
     pairs: int
     keys_per_row: float
-    odd_layers: DilatedPattern | None = None
+    sight: tuple[Octave, ...] = ()
 
     def flops(self, head_dim: int, backward: bool = False) -> int:
         """FLOPs of one layer's attention, forward, or forward and backward."""
@@ -67,11 +71,13 @@ class Explanation:
                 + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or use pattern.shifted() on "
                 'every other layer (shift_layers="odd" of the models).'
             )
-        for i, residues in self.dead_residues.items():
-            r = self.pattern.branches[i].dilation_rate
+        for (layer, i), residues in self.dead_residues.items():
+            pattern = self.patterns[layer]
+            where = f"branches[{i}]" + (f" of layer {layer}" if len(self.patterns) > 1 else "")
             found.append(
-                f"branches[{i}] leaves {len(residues)} of {r} residues to no head. Use a dilation rate of at most the "
-                "number of heads it serves" + (", one that divides it." if self.pattern.offsets == "blocked" else ".")
+                f"{where} leaves {len(residues)} of {pattern.branches[i].dilation_rate} residues to no head. Use a dilation "
+                "rate of at most the number of heads it serves"
+                + (", one that divides it." if pattern.offsets == "blocked" else ".")
             )
         if self.uncovered:
             found.append(
@@ -81,9 +87,18 @@ class Explanation:
             found.append(
                 "some positions never reach the last token at any depth: no branch joins their residues across segments. "
                 "Use a lower dilation rate"
-                + (", or pattern.shifted() on every other layer." if self.odd_layers is None else ".")
+                + (", or pattern.shifted() on every other layer." if len(self.patterns) == 1 else ".")
             )
-        return tuple(found)
+        return (*found, *sight_hints(self.sight))
+
+    @property
+    def layers_in_words(self) -> list[str]:
+        """The pattern, or each pattern with its layers."""
+        if len(self.patterns) == 1:
+            return [f"{self.patterns[0]}"]
+        layers = in_turns(self.patterns, self.depth)
+        at = {x: [i for i, y in enumerate(layers) if y == x] for x in dict.fromkeys(layers)}
+        return [f"layers {', '.join(map(str, which))}: {pattern}" for pattern, which in at.items()]
 
     def __str__(self) -> str:
         full = "never" if self.layers_to_full_reach is None else f"{self.layers_to_full_reach} layers"
@@ -94,8 +109,7 @@ class Explanation:
             f"dense attention costs {work:.1f} times as much" if work >= 1 else "more than dense: branches overlap"
         )
         lines = [
-            f"{self.pattern}",
-            *([] if self.odd_layers is None else [f"  odd layers       {self.odd_layers}"]),
+            *self.layers_in_words,
             f"  {self.seq_len} tokens, {self.num_heads} heads, {self.depth} layers, {kind}",
             f"  keys a row       {self.keys_per_row:.1f}; {against}",
             f"  forward FLOPs    {4 * self.pairs:.3e} x head dim, a layer",
@@ -104,6 +118,7 @@ class Explanation:
             lines.append(
                 f"  last token       reached from {self.reach:.1%} of what it may see; all of it after: {full}"
             )
+        lines += [f"  sight            {line}" for line in sight_table(self.sight)]
         lines += [f"  note             {hint}" for hint in self.hints] or [
             "  note             no walls, no dead residues"
         ]
@@ -111,51 +126,51 @@ class Explanation:
 
 
 def explain(
-    pattern: DilatedPattern,
+    pattern: DilatedPattern | Sequence[DilatedPattern],
     seq_len: int,
     num_heads: int,
     depth: int,
     causal: bool,
     num_kv_heads: int | None = None,
-    odd_layers: DilatedPattern | None = None,
 ) -> Explanation:
-    """See `DilatedPattern.explain`."""
+    """See `DilatedPattern.explain`; of a list of patterns, which layers 0, 1, ... take in turns."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
-    num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
-    layers = _layers(pattern, odd_layers, depth)
-    for other in layers[1:]:
-        other.check_heads(num_heads, num_kv_heads)
-    every = replace(pattern, branches=tuple(b for layer in layers for b in layer.branches))
-    residues = [_residues(pattern, b, num_heads, num_kv_heads) for b in pattern.branches]
-    reach, full = _reach([_classes_of(x, seq_len, num_heads, num_kv_heads) for x in layers], seq_len, depth, causal)
-    mean = lambda of: sum(of(layers[i % len(layers)]) for i in range(depth)) / depth  # noqa: E731
-    total = round(mean(lambda x: count_pairs(x, seq_len, num_heads, num_kv_heads, causal)))
+    cycle = shortest_cycle(in_turns([pattern] if isinstance(pattern, DilatedPattern) else list(pattern), depth))
+    for one in cycle:
+        num_heads, kv_heads = one.check_heads(num_heads, num_kv_heads)
+    reach, full = _reach([_classes_of(x, seq_len, num_heads, kv_heads) for x in cycle], seq_len, depth, causal)
+    pairs = {x: count_pairs(x, seq_len, num_heads, kv_heads, causal) for x in cycle}
+    uncovered = {x: _uncovered(x, seq_len, num_heads, kv_heads) for x in cycle}
+    mean = lambda of: sum(of[x] for x in in_turns(cycle, depth)) / depth  # noqa: E731
+    total = round(mean(pairs))
+    dead = {
+        (layer, i): residues
+        for layer, x in enumerate(cycle)
+        for i, branch in enumerate(x.branches)
+        if x not in cycle[:layer] and (residues := _dead(branch, _residues(x, branch, num_heads, kv_heads), seq_len))
+    }
     return Explanation(
-        pattern=pattern,
+        patterns=cycle,
         seq_len=seq_len,
         num_heads=num_heads,
         depth=depth,
         causal=causal,
-        walls=walls(every, seq_len),
-        dead_residues={i: dead for i, b in enumerate(pattern.branches) if (dead := _dead(b, residues[i], seq_len))},
-        uncovered=mean(lambda x: _uncovered(x, seq_len, num_heads, num_kv_heads)),
+        walls=walls(cycle, seq_len),
+        dead_residues=dead,
+        uncovered=mean(uncovered),
         reach=reach,
         layers_to_full_reach=full,
         pairs=total,
         keys_per_row=total / (num_heads * seq_len),
-        odd_layers=layers[1] if len(layers) > 1 else None,
+        sight=sight(in_turns(cycle, depth), seq_len, num_heads, kv_heads),
     )
 
 
-def _layers(pattern: DilatedPattern, odd: DilatedPattern | None, depth: int) -> list[DilatedPattern]:
-    """The patterns that take turns, from layer 0 on."""
-    return [pattern] if odd is None or odd == pattern or depth == 1 else [pattern, odd]
-
-
-def walls(pattern: DilatedPattern, seq_len: int) -> tuple[int, ...]:
-    """Positions x such that no branch has x - 1 and x in one segment."""
-    segments = [(b.segment_length, b.shift) for b in pattern.branches if b.segment_length is not None]
-    if len(segments) < len(pattern.branches):
+def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
+    """Positions x such that no branch of any layer has x - 1 and x in one segment."""
+    branches = [b for pattern in patterns for b in pattern.branches]
+    segments = [(b.segment_length, b.shift) for b in branches if b.segment_length is not None]
+    if len(segments) < len(branches):
         return ()
     widest, shift = max(segments, key=lambda segment: segment[0])
     cuts = range(widest - shift, seq_len, widest)

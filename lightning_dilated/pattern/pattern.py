@@ -7,7 +7,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_dilated.pattern.branch import Branch, integer, known_keys
 
@@ -115,6 +115,72 @@ class DilatedPattern:
             branches.append(replace(branch, heads=tuple(range(start, stop)), offset=i % branch.dilation_rate))
             start = stop
         return cls(tuple(branches), **kwargs)
+
+    @staticmethod
+    def hybrid(
+        depth: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        local: int = 2048,
+        global_every: int = 4,
+        global_heads: int | Literal["all"] = 1,
+        far: DilatedPattern | Mapping[str, Any] | None = None,
+        shifted: bool = True,
+    ) -> list[DilatedPattern]:
+        """The patterns of `depth` layers: local segments everywhere, and a few heads that see the whole sequence.
+
+        In layers i with (i + 1) % global_every == 0 the last `global_heads` kv heads, with the query heads that share them,
+        have dense attention over the whole sequence. All other heads, of all layers, have segments of `local` tokens.
+
+        Args:
+            depth: layers of the model.
+            num_heads, num_kv_heads: of the model; None: as many kv heads as query heads.
+            local: tokens of a local segment.
+            global_every: every so many layers one has dense heads.
+            global_heads: kv heads of such a layer that are dense; "all" makes the layer ordinary attention.
+            far: a pattern whose branches the layers without a dense head take beside the local one, with its rule of
+                offsets.
+            shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that no layer's ends are
+                those of the next.
+
+        Raises:
+            TypeError, ValueError: naming the argument.
+        """
+        depth, num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
+        local = integer(local, "local", 1)
+        global_every = integer(global_every, "global_every", 1)
+        if global_every > depth:
+            raise ValueError(
+                f"global_every={global_every} leaves none of {depth} layers with a dense head: it must be at most depth."
+            )
+        plain = DilatedPattern.dense(local)
+        num_heads, num_kv_heads = plain.check_heads(num_heads, num_kv_heads)
+        if global_heads != "all":
+            global_heads = integer(global_heads, "global_heads", 1, ' Or "all".')
+            if global_heads > num_kv_heads:
+                raise ValueError(f"global_heads={global_heads} is above the {num_kv_heads} kv heads of the model.")
+        rules: dict[str, Any] = {}
+        beside: tuple[Branch, ...] = ()
+        if far is not None:
+            far = DilatedPattern.from_dict(far)
+            beside = far.branches
+            rules = {"offsets": far.offsets, "offset_heads": far.offset_heads, "padding": far.padding}
+        dense = num_heads if global_heads == "all" else num_heads // num_kv_heads * global_heads
+        layers = []
+        for layer in range(depth):
+            shift = local // 2 if shifted and layer % 2 else 0
+            if (layer + 1) % global_every:
+                branches = (Branch(local, 1, shift), *beside)
+            elif dense == num_heads:
+                branches = (Branch(None, 1),)
+            else:
+                split = num_heads - dense
+                branches = (
+                    Branch(local, 1, shift, heads=tuple(range(split))),
+                    Branch(None, 1, heads=tuple(range(split, num_heads))),
+                )
+            layers.append(DilatedPattern(branches, **rules))
+        return layers
 
     @classmethod
     def dense(cls, segment_length: int | None = None, **kwargs: Any) -> DilatedPattern:
@@ -245,15 +311,14 @@ class DilatedPattern:
         depth: int,
         causal: bool,
         num_kv_heads: int | None = None,
-        odd_layers: DilatedPattern | None = None,
     ) -> Explanation:
-        """Walls, dead residues, layers to full reach, FLOPs and keys a row at this length; `print` it.
+        """Walls, dead residues, layers to full reach, FLOPs, keys a row and sight at this length; `print` it.
 
-        `odd_layers`: the pattern of layers 1, 3, ... where it is another one (see `shifted`).
+        Of layers with unlike patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
         """
         from lightning_dilated.pattern.explain import explain
 
-        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads, odd_layers)
+        return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
     def plot(
         self,

@@ -5,18 +5,20 @@ Shape letters: N tokens of the sequence, R ranks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longvit import LongViT
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.models.slide_mae import SlidePretrainer
+from lightning_dilated.pattern.layers import in_turns
 from lightning_dilated.plan.asked import Asked
 from lightning_dilated.plan.assumptions import assumptions
 from lightning_dilated.planning.counting.exchange_memory import Exchanged
 from lightning_dilated.planning.counting.meter import KINDS
 from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import Facts, Time
 from lightning_dilated.planning.longest import Case, candidates, in_words, recommended, yaml_lines
 from lightning_dilated.planning.memory import GIB, Memory, Setup, moved_as_fit_ends
@@ -100,7 +102,7 @@ def _head(asked: Asked, case: Case) -> list[str]:
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
-        f"pattern: {call.pattern}{', odd layers shifted' if call.odd else ''}, "
+        f"pattern: {_patterns(call, facts.depth)}, "
         f"{'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
@@ -191,7 +193,7 @@ def _details(case: Case, row: Row) -> list[str]:
 def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     if case.setup.ranks == 1:
         return []
-    crossing = [(who, y) for who, y in _layers(x.exchange) if y.name is not None]
+    crossing = [(who, y) for who, y in _layers(x.exchange, case.facts.depth) if y.name is not None]
     if not crossing:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
     layers = sum(stack.depth for stack in case.facts.stacks)
@@ -208,11 +210,24 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     return lines + [line for who, y in crossing for line in _prices(who, y)]
 
 
-def _layers(x: Exchanged) -> list[tuple[str, Exchanged]]:
-    """Of which layers, and what their calls exchange."""
-    return (
-        [("a layer's", x)] if x.odd is None else [("of layers 0, 2, ...", x), ("of layers 1, 3, ..., shifted", x.odd)]
-    )
+def _patterns(call: OpCall, depth: int) -> str:
+    """The pattern of all layers, or each with the number of layers that take it."""
+    calls = call.layers(depth)
+    return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
+
+
+def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
+    """Of which layers, and what their calls exchange; layers whose exchanges have one plan are one entry."""
+    if not x.others:
+        return [("a layer's", x)]
+    found: dict[Exchanged, list[int]] = {}
+    for layer, one in enumerate(in_turns(x.cycle, depth)):
+        found.setdefault(replace(one, others=()), []).append(layer)
+    return [(f"of layers {_few(layers)}", one) for one, layers in found.items()]
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
 
 
 def _prices(who: str, x: Exchanged) -> list[str]:

@@ -148,9 +148,9 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
-    odd = facts.call.odd and (facts.call.odd, rows.both[1].name or setup.exchange)
+    names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
-        simulate, machines[0], facts.call.pattern, own, setup.ranks, exchange=rows.name or setup.exchange, odd=odd,
+        simulate, machines[0], facts.call.cycle, own, setup.ranks, exchange=names,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
         bucket_cap_mb=setup.bucket_cap_mb,
         inner=machines[1] if len(machines) > 1 else None,

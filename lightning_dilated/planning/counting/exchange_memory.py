@@ -9,6 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import in_turns
 from lightning_dilated.pattern.rows import place
 from lightning_dilated.planning.counting.footprint import Subject
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -35,7 +36,7 @@ class Exchanged:
         forward, backward: what a call holds for a while, in all.
         queries: rows of q that other ranks' keys reach, over heads.
         decoder: of a second stack's call.
-        odd: of the second layer's call, the fourth's and so on, where their pattern is another.
+        others: of the calls of layers 1, 2, ..., where patterns differ; this one and they take turns.
     """
 
     plan: Plan | None = None
@@ -45,21 +46,20 @@ class Exchanged:
     backward: int = 0
     queries: int = 0
     decoder: Exchanged | None = None
-    odd: Exchanged | None = None
+    others: tuple[Exchanged, ...] = ()
 
     @property
-    def both(self) -> tuple[Exchanged, Exchanged]:
-        """Of the first layer and of the second."""
-        return self, self.odd or self
+    def cycle(self) -> tuple[Exchanged, ...]:
+        """Of the layers that take turns."""
+        return self, *self.others
 
     def most(self, name: str) -> int:
-        """The larger number of the two."""
-        return max(getattr(x, name) for x in self.both)
+        """The largest number of any layer."""
+        return max(getattr(x, name) for x in self.cycle)
 
     def kept_by(self, layers: int) -> int:
         """Bytes of rows that the first so many layers keep."""
-        even, odd = self.both
-        return (layers - layers // 2) * even.kept + layers // 2 * odd.kept
+        return sum(x.kept for x in in_turns(self.cycle, layers))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,11 +137,11 @@ def of_call(
     """`exchanged` of a model's calls over N tokens."""
     call = lighter(call, ranks)
     heads = call.heads, call.kv_heads, call.head_dim
-    even, *odd = (
-        exchanged(x.pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
-        for x, _ in call.layers(2)
+    first, *others = (
+        exchanged(pattern, tokens, heads, call.causal, ranks, per_node, call.dtype.itemsize, exchange, links)
+        for pattern in call.cycle
     )
-    return replace(even, odd=odd[0]) if odd else even
+    return replace(first, others=tuple(others))
 
 
 def of_subject(
@@ -157,7 +157,7 @@ def lighter(call: OpCall, ranks: int) -> OpCall:
     """The call with fewer and wider heads on many ranks, where each head is counted by itself: as many bytes and FLOPs, with
     as many query heads for each kv head."""
     group = call.heads // call.kv_heads
-    if ranks <= EXACT or call.heads <= HEADS or any(b.heads is not None for b in call.pattern.branches):
+    if ranks <= EXACT or call.heads <= HEADS or any(b.heads is not None for x in call.cycle for b in x.branches):
         return call
     kv = max((d for d in range(1, call.kv_heads + 1) if call.kv_heads % d == 0 and d * group <= HEADS), default=1)
     return replace(call, heads=kv * group, kv_heads=kv, head_dim=call.head_dim * call.kv_heads // kv)

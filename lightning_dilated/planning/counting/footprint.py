@@ -150,7 +150,7 @@ class Footprint:
         call = replace(call, dtype=piece.dtype)
         if piece.heads != call.heads:
             call = replace(call, window=(0, piece.heads))
-        return max(workspace(one)[piece.op == "backward"] for one, _ in call.layers(2))
+        return max(workspace(one)[piece.op == "backward"] for one, _ in call.layers(len(call.cycle)))
 
 
 def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:

@@ -23,6 +23,7 @@ from lightning_dilated.models.pooled import PooledModule
 from lightning_dilated.models.slide_encoder import SlideEncoder
 from lightning_dilated.models.slide_mae import SlidePretrainer
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import in_turns, shortest_cycle
 from lightning_dilated.planning.counting.disguise import real
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.trial import PRECISIONS
@@ -63,10 +64,11 @@ def subject_of(
     heads = model.num_heads
     kv, causal = getattr(model, "num_kv_heads", None) or heads, getattr(model, "causal", False)
     options = getattr(model, "options", None)
+    first, *others = shortest_cycle(model.patterns)
     call = OpCall(
-        model.pattern, heads, kv, model.dim // heads, causal, 1, products or dtype,
+        first, heads, kv, model.dim // heads, causal, 1, products or dtype,
         dropout=getattr(options, "attention_dropout", 0.0) > 0, engine=getattr(options, "engine", "auto"),
-        capability=capability, odd=getattr(model, "odd_pattern", None) if model.depth > 1 else None,
+        capability=capability, others=tuple(others),
     )  # fmt: skip
     compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
     if compiled and getattr(model, "lora_rank", None) is not None:
@@ -102,8 +104,10 @@ def _check_trained(model: DilatedModule) -> None:
 
 def _make(model: DilatedModule, given: dict[str, Any]) -> Callable[[int], DilatedModule]:
     """How to make the model at a depth."""
-    fixed = {"pattern": model.pattern} if isinstance(model, (TokenModel, LongNetClassifier)) else {}
-    plain = lambda depth: type(model)(**{**given, **fixed, "depth": depth})  # noqa: E731
+
+    def plain(depth: int) -> DilatedModule:
+        return type(model)(**{**given, **_layers_of(model, depth), "depth": depth})
+
     if isinstance(model, LongNetMLM):
         return _as_lm(model)
     if isinstance(model, SlidePretrainer):
@@ -114,6 +118,18 @@ def _make(model: DilatedModule, given: dict[str, Any]) -> Callable[[int], Dilate
         "memory is counted for LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder, SlidePretrainer and LongViT, not for "
         f"{type(model).__name__}. Give --dim, --depth, --heads and --segments of its transformer instead of --config."
     )
+
+
+def _layers_of(model: DilatedModule, depth: int) -> dict[str, Any]:
+    """What the model's layers are made by, for a model of another depth."""
+    if not isinstance(model, (TokenModel, LongNetClassifier)):
+        found = model.hparams.get("pattern")
+        return {} if found is None else {"pattern": in_turns(model.patterns, depth)}
+    # all layers are counted as if they had positions where some do: those hold more
+    usual = next((base for base in model.rotary_bases if base is not None), "none")
+    bases = [usual if base is None else base for base in in_turns(model.rotary_bases, depth)]
+    shifts = {"shift_layers": "none", "shift_below": None} if isinstance(model, TokenModel) else {}
+    return {"pattern": in_turns(model.patterns, depth), "rotary_base": bases, **shifts}
 
 
 def _hiding(model: SlidePretrainer) -> SlidePretrainer:
@@ -139,18 +155,10 @@ def _as_lm(model: LongNetMLM) -> Callable[[int], DilatedModule]:
     """A language model of the same sizes: which tokens are masked depends on values, which fake tensors do not have."""
 
     def make(depth: int) -> DilatedModule:
-        names = (
-            "vocab_size",
-            "dim",
-            "num_heads",
-            "num_kv_heads",
-            "ffn_dim",
-            "tie_embeddings",
-            "shift_layers",
-            "shift_below",
-        )
+        names = "vocab_size", "dim", "num_heads", "num_kv_heads", "ffn_dim", "tie_embeddings"
         options = {k: v for k, v in vars(model.options).items() if k != "drop_path"}
-        found = LongNetLM(model.pattern, depth=depth, **{n: getattr(model, n) for n in names}, **options)
+        sizes = {n: getattr(model, n) for n in names}
+        found = LongNetLM(**{**options, **sizes, **_layers_of(model, depth), "depth": depth})
         found.causal = model.causal
         return found
 

@@ -7,6 +7,7 @@ Shape letters: B batch, L tokens of a rank, H query heads, K kv heads, D head di
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -19,6 +20,7 @@ from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Reque
 from lightning_dilated.attention.stretches import Stretch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import in_turns
 from lightning_dilated.pattern.rows import Block, blocks
 
 #: bytes of a log-sum-exp
@@ -42,7 +44,7 @@ class OpCall:
         dropout: whether attention weights are dropped.
         engine: as the models take it.
         capability: of the GPU.
-        odd: the pattern of the second layer's call, the fourth's and so on, where it is another.
+        others: the patterns of the calls of layers 1, 2, ..., where they differ; `pattern` and they take turns.
     """
 
     pattern: DilatedPattern
@@ -60,14 +62,17 @@ class OpCall:
     dropout: bool = False
     engine: str = "auto"
     capability: tuple[int, int] = (9, 0)
-    odd: DilatedPattern | None = None
+    others: tuple[DilatedPattern, ...] = ()
+
+    @property
+    def cycle(self) -> tuple[DilatedPattern, ...]:
+        """The patterns that layers 0, 1, ... take in turns."""
+        return self.pattern, *self.others
 
     def layers(self, depth: int) -> list[tuple[OpCall, int]]:
         """The calls of `depth` layers, each of one pattern, and how many layers make it."""
-        if self.odd is None:
-            return [(self, depth)]
-        even, odd = replace(self, odd=None), replace(self, pattern=self.odd, odd=None)
-        return [(even, depth - depth // 2), (odd, depth // 2)]
+        counts = Counter(in_turns(self.cycle, depth))
+        return [(replace(self, pattern=pattern, others=()), layers) for pattern, layers in counts.items()]
 
     @property
     def spans(self) -> list[Span]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -85,11 +85,11 @@ class Step:
 
 def simulate(
     machine: Machine,
-    pattern: DilatedPattern,
+    pattern: DilatedPattern | Sequence[DilatedPattern],
     tokens: int,
     ranks: int,
     *,
-    exchange: str = "auto",
+    exchange: str | Sequence[str] = "auto",
     ranks_per_node: int | None = None,
     links: Links = Links(),  # noqa: B008 - frozen
     recompute: str = "none",
@@ -98,16 +98,16 @@ def simulate(
     bucket_cap_mb: int | None = None,
     watched: int | None = None,
     inner: Machine | None = None,
-    odd: tuple[DilatedPattern, str] | None = None,
 ) -> Step:
     """A step of the machine's model over one sequence of L * R tokens.
 
     Args:
         machine: what one device needs.
-        pattern: of every layer, or of the first, the third and so on.
+        pattern: of every layer, or those that layers 0, 1, ... take in turns.
         tokens: L, of each rank.
         ranks: R.
-        exchange: "auto" or a name of `EXCHANGES`; "ring" and "switch" for up to `rounds.EXACT` ranks.
+        exchange: "auto" or a name of `EXCHANGES`, or one for each of the patterns; "ring" and "switch" for up to
+            `rounds.EXACT` ranks.
         ranks_per_node: ranks that share fast links; None: all of them.
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
@@ -117,7 +117,6 @@ def simulate(
             DDP's own buckets.
         watched: the rank whose events are returned.
         inner: what a second stack of blocks needs, which stands between the first one's forward and its backward.
-        odd: pattern and exchange of the second layer, the fourth and so on, where they are others.
 
     Raises:
         ValueError, TypeError: for sizes, names or exchanges that cannot be, with the condition that fails.
@@ -131,12 +130,15 @@ def simulate(
         integer(bucket_cap_mb, "bucket_cap_mb", 1)
     if not 0 <= overhead < math.inf:
         raise ValueError(f"overhead must be a finite number of seconds, at least 0; got {overhead!r}.")
-    layers = [(pattern, exchange), *([] if odd is None else [odd])]
-    narrow = [_narrow(x, tokens, ranks) for x, _ in layers]
-    of = lambda machine: [  # noqa: E731 - (name, op) of each pattern
-        _op(x, less, tokens, ranks, way, per_node, links, machine)
-        for (x, way), less in zip(layers, narrow, strict=True)
-    ]
+    cycle = [pattern] if isinstance(pattern, DilatedPattern) else list(pattern)
+    layers = list(zip(cycle, [exchange] * len(cycle) if isinstance(exchange, str) else exchange, strict=True))
+    narrow = {x: _narrow(x, tokens, ranks) for x in cycle}
+
+    def of(machine: Machine) -> list[tuple[str | None, Op]]:
+        """The exchange's name and the op of each layer that takes turns."""
+        made = {(x, way): _op(x, narrow[x], tokens, ranks, way, per_node, links, machine) for x, way in set(layers)}
+        return [made[layer] for layer in layers]
+
     found = of(machine)
     stacks = [(machine, [op for _, op in found])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
     clock = Clock(ranks, per_node, links, watched)
@@ -146,8 +148,8 @@ def simulate(
     spent = sum(clock.spent.values())
     busiest = int(np.argmax(spent))
     seconds = float(clock.free["compute"].max())
-    same = {"recompute": recompute, "overhead": overhead, "inner": inner, "odd": odd and (narrow[1] or odd[0], "auto")}
-    alone = seconds if ranks == 1 else simulate(machine, narrow[0] or pattern, tokens, 1, **same).seconds
+    same = {"recompute": recompute, "overhead": overhead, "inner": inner}
+    alone = seconds if ranks == 1 else simulate(machine, [narrow[x] or x for x in cycle], tokens, 1, **same).seconds
     return Step(
         ranks,
         tokens * ranks,

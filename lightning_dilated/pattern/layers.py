@@ -1,0 +1,117 @@
+"""The patterns of a model's layers: from one pattern, a list that repeats, or a hybrid, to one pattern a layer.
+
+Shape letters: H query heads, w segment length.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+from lightning_dilated.pattern.branch import integer, known_keys
+from lightning_dilated.pattern.pattern import DilatedPattern
+
+#: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
+LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]
+
+#: options of {"hybrid": {...}}; the model has the others
+HYBRID = tuple(inspect.signature(DilatedPattern.hybrid).parameters)[3:]
+
+
+def read_patterns(
+    value: LayersLike, depth: int, num_heads: int, num_kv_heads: int | None = None
+) -> DilatedPattern | tuple[DilatedPattern, ...]:
+    """One pattern for all layers, or the shortest tuple of patterns that layers 0, 1, ... take in turns.
+
+    Args:
+        value: a pattern or a mapping of one (see `DilatedPattern.from_dict`); a list of those; or {"hybrid": options} of
+            `DilatedPattern.hybrid`.
+        depth: layers of the model.
+        num_heads, num_kv_heads: of the model; every pattern is checked against them.
+
+    Raises:
+        TypeError, ValueError: for anything else, an empty list, or one that is longer than the model is deep.
+    """
+    depth = integer(depth, "depth", 1)
+    if isinstance(value, Mapping) and "hybrid" in value:
+        known_keys(value, ("hybrid",), "pattern")
+        options = value["hybrid"] or {}
+        if not isinstance(options, Mapping):
+            raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")
+        known_keys(options, HYBRID, "pattern.hybrid")
+        value = DilatedPattern.hybrid(depth, num_heads, num_kv_heads, **options)
+    if isinstance(value, (DilatedPattern, Mapping)):
+        patterns = (DilatedPattern.from_dict(value),)
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+        patterns = tuple(DilatedPattern.from_dict(one) for one in value)
+    else:
+        raise TypeError(f"pattern must be a DilatedPattern, a mapping, or a list of them, one a layer; got {value!r}.")
+    if not 1 <= len(patterns) <= depth:
+        raise ValueError(
+            f"pattern lists {len(patterns)} patterns for a model of {depth} layers: it takes 1 to {depth}, and a shorter "
+            "list repeats."
+        )
+    for pattern in patterns:
+        pattern.check_heads(num_heads, num_kv_heads)
+    cycle = shortest_cycle(patterns)
+    return cycle[0] if len(cycle) == 1 else cycle
+
+
+def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
+    """The entries of `depth` layers, which take those of a list in turns."""
+    return tuple(patterns[i % len(patterns)] for i in range(depth))
+
+
+def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest beginning of the list that, repeated, gives the list."""
+    lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
+    return tuple(patterns[: next(lengths, len(patterns))])
+
+
+def layer_patterns(
+    pattern: DilatedPattern | Sequence[DilatedPattern],
+    depth: int,
+    shift_layers: str = "none",
+    shift_below: int | None = None,
+) -> tuple[DilatedPattern, ...]:
+    """The pattern of each of `depth` layers.
+
+    With `shift_layers="odd"` layers 1, 3, ... take theirs with every segment of w < `shift_below` (each finite one if None)
+    shifted by w // 2, whatever the sequence's length: no position is a wall for every layer then.
+
+    Raises:
+        ValueError: for another word, for patterns that a shift is not defined for, and where nothing would move.
+    """
+    cycle = (pattern,) if isinstance(pattern, DilatedPattern) else tuple(pattern)
+    if shift_layers not in ("none", "odd"):
+        raise ValueError(f"shift_layers must be none or odd; got {shift_layers!r}.")
+    if shift_layers == "none":
+        if shift_below is not None:
+            raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
+        return in_turns(cycle, depth)
+    for one in cycle:
+        if one.padding == "attended":
+            raise ValueError(
+                'shift_layers="odd" needs padding="masked": padding="attended" reproduces releases whose layers are '
+                "unshifted."
+            )
+        if any(b.shift for b in one.branches):
+            raise ValueError(
+                f'shift_layers="odd" shifts patterns that have no shift of their own, got {one}. Leave the shifts out, or '
+                'use shift_layers="none".'
+            )
+    shifted = tuple(one.shifted(0.5, shift_below) for one in cycle)
+    if shifted == cycle:
+        raise ValueError(
+            f'shift_layers="odd" would move no branch of {" or ".join(map(str, cycle))}: it takes finite segments of at '
+            "least 2 tokens"
+            + ("" if shift_below is None else f", below shift_below={shift_below}")
+            + '. Use shift_layers="none".'
+        )
+    return tuple((shifted if i % 2 else cycle)[i % len(cycle)] for i in range(depth))
+
+
+def plain_patterns(pattern: DilatedPattern | Sequence[DilatedPattern]) -> dict[str, Any] | list[dict[str, Any]]:
+    """Plain values for YAML, JSON and checkpoints, which `read_patterns` reads."""
+    return pattern.to_dict() if isinstance(pattern, DilatedPattern) else [one.to_dict() for one in pattern]
