@@ -3,11 +3,11 @@
     python benchmarks/recall_distance.py --arm hybrid
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
 
-`FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits. Sequences
-of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens of each. A model of 4 layers of
-width 256 and 4 heads of 64; AdamW at 1e-3, 100 steps of warm-up, constant, linear to 0 over the last fifth; bf16 autocast.
-Prints one line of JSON: of 32 new sequences of the longest length the share of queries that are answered right and their bits,
-also by octave of the distance between query and pair; training bits of each tenth of the steps; seconds and GiB.
+`FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
+Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens of each. A model of
+4 layers of width 256 and 4 heads of 64; AdamW at 1e-3, 100 steps of warm-up, constant, linear to 0 over the last fifth; bf16
+autocast. Prints one line of JSON: of 32 new sequences of the longest length the share of queries that are answered right and
+their bits, also by octave of the distance between query and pair; training bits of each tenth of the steps; seconds, GiB.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_dilated.models.rotary_bases import rotary_hint
 from lightning_dilated.pattern.explain import explain, walls
-from lightning_dilated.pattern.sight import sight
+from lightning_dilated.pattern.sight import sight, sight_hints
 from lightning_dilated.sequence import SequenceSpec
 
 #: residues and uncovered rows show at this length; only walls need the whole one
@@ -29,12 +29,13 @@ def advice(module: Any, seq_len: int) -> str | None:
     seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
     # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
-    far = () if module.released_pattern else sight(patterns, seq_len, heads, kv_heads or heads)
-    found = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=far)
+    found = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
     hints = found.hints
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)
+    if not module.released_pattern:
+        hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
     return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
 
 

@@ -49,6 +49,7 @@ class DilatedTransformer(nn.Module):
     ) -> None:
         super().__init__()
         options = options or BlockOptions()
+        integer(len(patterns), "depth", 1)
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
         each = [options] * len(patterns) if rotary_bases is None else [options.with_base(base) for base in rotary_bases]
         self.blocks = nn.ModuleList(
@@ -59,6 +60,8 @@ class DilatedTransformer(nn.Module):
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
         self._memory, self._host = MemorySettings(), Host(0)
+        #: of each block, None for one without positions
+        self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
 
     @property
     def memory(self) -> MemorySettings:
@@ -124,11 +127,6 @@ class DilatedTransformer(nn.Module):
             if rotary is not None and rotary.base not in made:
                 made[rotary.base] = rotary.table(x, dtype, positions, start)
         return [None if rotary is None else made[rotary.base] for rotary in self.rotaries]
-
-    @property
-    def rotaries(self) -> list[Rotary | None]:
-        """What makes each block's rotary table; None for a block without positions."""
-        return [block.attention_layer.rotary for block in self.blocks]
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""

@@ -39,7 +39,7 @@ class Octave:
 
 
 def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Octave, ...]:
-    """The octaves of N tokens, for the patterns of all layers; of long octaves `SAMPLES` pairs are drawn, always the same."""
+    """The octaves of N tokens for the patterns of all layers; of long octaves `SAMPLES` pairs are drawn, always the same."""
     layers = {pattern: patterns.count(pattern) for pattern in dict.fromkeys(patterns)}
     found, first = [], 1
     while first < seq_len:
@@ -102,8 +102,8 @@ def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
     least = min(x.share for x in blind)
     seen = f"only {least:.0%}" if least else "none"
     return (
-        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do not "
-        "learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
+        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do "
+        "not learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
         "DilatedPattern.hybrid(depth, num_heads), in YAML pattern: {hybrid: {}}.",
     )
 

@@ -41,7 +41,7 @@ CASES = {
         "branches[1] leaves 4 of 8 residues to no head. Use a dilation rate of at most the "
         "number of heads it serves. Likewise residues of 2 more branches.",
     ),
-    "shifted walls": (shifted, WALLS, {}, None),
+    "shifted walls": (shifted, WALLS, {}, "at 40 tokens: from a distance of 8 tokens on, one layer shows a query none"),
     "shifted dead": (shifted, DEAD, {}, "leaves 4 of 8"),
     "short documents": (LongNetLM, WALLS, {"cu_seqlens": torch.tensor([0, 16, 30, 40], dtype=torch.int32)}, None),
     "short lengths": (LongNetLM, WALLS, {"lengths": torch.tensor([16])}, None),

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated import DilatedPattern
 from lightning_dilated.attention import op
 from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock, default_hidden, make_norm
 from lightning_dilated.models.recompute import check_policy
-from lightning_dilated.models.transformer import DilatedTransformer, init_weights, odd_pattern
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 
 from . import PATTERN
 
@@ -28,7 +27,13 @@ COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.
 
 def stack(depth=2, num_kv_heads=None, causal=True, dtype=torch.float64, hidden=None, **options):
     model = DilatedTransformer(
-        DIM, depth, 4, PATTERN, causal=causal, num_kv_heads=num_kv_heads, hidden=hidden, options=BlockOptions(**options)
+        DIM,
+        [PATTERN] * depth,
+        4,
+        causal=causal,
+        num_kv_heads=num_kv_heads,
+        hidden=hidden,
+        options=BlockOptions(**options),
     )
     return model.to(dtype)
 
@@ -70,45 +75,6 @@ def test_stack_is_its_blocks():
     assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 where none are given
 
 
-SHIFTS = {
-    "none": ({}, [0, 0], [0, 0]),
-    "odd": ({"shift_layers": "odd"}, [0, 0], [2, 8]),
-    "odd, below 16": ({"shift_layers": "odd", "shift_below": 16}, [0, 0], [2, 0]),
-}
-
-
-@pytest.mark.parametrize("name", SHIFTS)
-def test_shift_layers(name):
-    options, even, odd = SHIFTS[name]
-    model = DilatedTransformer(DIM, 5, 4, PATTERN, causal=True, **options)
-    shifts = [[b.shift for b in block.attention.attention.pattern.branches] for block in model.blocks]
-    assert shifts == [even, odd, even, odd, even]
-
-
-def test_whole_sequence_branches_stay_where_others_shift():
-    odd = odd_pattern(DilatedPattern([(5, 1), (None, 2)]), "odd", None)
-    assert [b.shift for b in odd.branches] == [2, 0]
-
-
-UNSHIFTABLE = {
-    "another word": (PATTERN, ("even", None), "shift_layers must be none or odd; got 'even'"),
-    "below alone": (PATTERN, ("none", 16), 'shift_below=16 needs shift_layers="odd"'),
-    "attended": (DilatedPattern([(4, 1)], padding="attended"), ("odd", None), 'needs padding="masked"'),
-    "shifted already": (PATTERN.shifted(), ("odd", None), "no shift of its own"),
-    "whole sequences": (DilatedPattern.dense(), ("odd", None), "would move no branch of .*segments of at least 2"),
-    "segments of 1": (DilatedPattern.dense(1), ("odd", None), "would move no branch"),
-    "none below": (PATTERN, ("odd", 4), "would move no branch .* below shift_below=4"),
-    "below 0": (PATTERN, ("odd", 0), "below must be at least 1, got 0"),
-}
-
-
-@pytest.mark.parametrize("name", UNSHIFTABLE)
-def test_shift_layers_refused(name):
-    pattern, options, text = UNSHIFTABLE[name]
-    with pytest.raises(ValueError, match=text):
-        odd_pattern(pattern, *options)
-
-
 def test_sub_layernorm_sits_before_fc2():
     ffn = FeedForward(DIM, 24, BlockOptions(ffn="gelu", sub_layernorm=True))
     x = torch.randn(3, DIM)
@@ -134,7 +100,7 @@ def test_default_hidden(dim, ffn, want):
 
 def test_init_weights():
     torch.manual_seed(0)
-    model = DilatedTransformer(256, 2, 4, PATTERN, causal=True, options=BlockOptions(bias=True))
+    model = DilatedTransformer(256, [PATTERN] * 2, 4, causal=True, options=BlockOptions(bias=True))
     init_weights(model, depth=8, dim=256)
     for name, p in model.named_parameters():
         if p.ndim >= 2:

@@ -12,7 +12,7 @@ from . import PATTERN
 
 def stack(rate, depth=3):
     torch.manual_seed(0)
-    return DilatedTransformer(16, depth, 4, PATTERN, causal=False, options=BlockOptions(drop_path=rate)).double()
+    return DilatedTransformer(16, [PATTERN] * depth, 4, causal=False, options=BlockOptions(drop_path=rate)).double()
 
 
 def test_rates_rise_linearly():

@@ -88,7 +88,9 @@ class _Around(nn.Module):
 def wrapped() -> DilatedTransformer:
     torch.manual_seed(0)
     options = BlockOptions(ffn="gelu", bias=True)
-    stack = DilatedTransformer(16, 2, 4, DilatedPattern.longnet([5, 12], [1, 3]), causal=True, options=options).double()
+    stack = DilatedTransformer(
+        16, [DilatedPattern.longnet([5, 12], [1, 3])] * 2, 4, causal=True, options=options
+    ).double()
     for block in stack.blocks:
         block.attention.out_proj = _Around(block.attention.out_proj, "weight")
         block.attention, block.ffn.fc2 = _Around(block.attention, "in_proj_weight"), _Around(block.ffn.fc2, "weight")
@@ -117,7 +119,7 @@ def test_windows_of_heads_would_pass_the_updates_by():
     stack = wrapped()
     with pytest.raises(ValueError, match="head_chunks=2 is not offered with LoRA: _Around around the attention"):
         stack.memory = MemorySettings(head_chunks=2)
-    stack = DilatedTransformer(16, 1, 4, DilatedPattern.longnet([5], [1]), causal=True)
+    stack = DilatedTransformer(16, [DilatedPattern.longnet([5], [1])], 4, causal=True)
     stack.memory = MemorySettings(head_chunks=2)
     stack.blocks[0].attention = _Around(stack.blocks[0].attention, "in_proj_weight")  # afterwards
     with pytest.raises(ValueError, match="head_chunks=2 is not offered with LoRA"):

@@ -17,7 +17,7 @@ def test_groups_within_a_compiled_stack(offload):
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        stack = DilatedTransformer(16, 4, 4, PATTERN, causal=True).double()
+        stack = DilatedTransformer(16, [PATTERN] * 4, 4, causal=True).double()
         stack.memory = MemorySettings("block", every=2, offload=offload)
         run = torch.compile(stack, backend="aot_eager") if compiled else stack
         x = torch.randn(2, 21, 16, dtype=torch.float64, requires_grad=True)
@@ -32,7 +32,7 @@ def test_compiled_pieces_of_many_lengths():
     found = []
     for compiled in (False, True):
         torch.manual_seed(0)
-        stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True).double()
+        stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True).double()
         stack.memory = MemorySettings("block", tile=8, head_chunks=2)
         for block in stack.blocks if compiled else ():
             block.compile(fullgraph=True, backend="aot_eager")

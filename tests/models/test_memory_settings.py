@@ -195,7 +195,7 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
 
 @pytest.mark.parametrize("every, inputs", [(1, 6), (2, 3), (4, 2), (6, 1), (9, 1)])
 def test_every_so_many_th_input_is_kept(every, inputs):
-    stack = DilatedTransformer(16, 6, 4, PATTERN, causal=True)
+    stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=every)
     kept = _Kept(2 * 21 * 16)
     with kept:

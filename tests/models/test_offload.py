@@ -75,7 +75,7 @@ def test_two_forwards_before_the_backward():
 
 def test_an_empty_shard_sends_nothing():
     """No bytes can be registered with CUDA."""
-    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     stack(torch.randn(1, 0, 16, requires_grad=True)).sum().backward()
     assert not stack._host._order and not stack._host._free
@@ -123,7 +123,7 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
 def test_the_first_input_has_no_gradient(monkeypatch):
     """As behind a frozen embedding: it stays, and what comes back beside a group's first block is the one before it."""
     events, fetch, attend = [], offload._Away.fetch, TransformerBlock._attend
-    stack = DilatedTransformer(16, 6, 4, PATTERN, causal=True)
+    stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=2, offload=1)
     names = {block: number for number, block in enumerate(stack.blocks)}
     monkeypatch.setattr(
@@ -138,7 +138,7 @@ def test_the_first_input_has_no_gradient(monkeypatch):
 
 def test_longer_and_longer_sequences():
     """Buffers of all the lengths before would fill the host."""
-    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     for tokens in range(10, 60):
         stack(torch.randn(1, tokens, 16, requires_grad=True)).sum().backward()
@@ -189,7 +189,7 @@ def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
 
 def test_closed_with_forwards_that_wait():
     """Of two, and of one whose graph is gone while its last input is still on its way; one without gradients came after."""
-    stack = DilatedTransformer(16, 3, 4, PATTERN, causal=True)
+    stack = DilatedTransformer(16, [PATTERN] * 3, 4, causal=True)
     stack.memory = MemorySettings("block", offload=1)
     x = torch.randn(1, 10, 16, requires_grad=True)
     waiting = [stack(x), stack(x)]

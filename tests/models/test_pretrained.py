@@ -41,7 +41,7 @@ def test_round_trip(name, dtype, tmp_path):
     assert model.save_pretrained(tmp_path / "a" / "b") == tmp_path / "a" / "b"
     assert {x.name for x in (tmp_path / "a" / "b").iterdir()} == {"config.json", "model.safetensors"}
     twin = type(model).from_pretrained(str(tmp_path / "a" / "b"))
-    assert twin.training and twin.pattern == model.pattern and twin.odd_pattern == model.odd_pattern
+    assert twin.training and twin.pattern == model.pattern and twin.patterns == model.patterns
     assert torch.equal(twin.eval()(TOKENS), model(TOKENS)) and twin(TOKENS).dtype == dtype
 
 

@@ -53,8 +53,8 @@ def test_memory(policy, depth):
     """Two of four or five layers keep rows; where blocks are computed again those of one are there at a time."""
     found = footprint(subject_of(lm(depth), "bf16-mixed", MemorySettings(policy)), (1024, 2048))
     x = memory(found, depth, TOKENS, SETUP)
-    assert x.exchange.name is None and kept(EVEN) == 0 and x.exchange.odd.kept == kept(ODD) > 0
-    under_way = {0, x.exchange.odd.forward, x.exchange.odd.backward}
+    assert x.exchange.name is None and kept(EVEN) == 0 and x.exchange.others[0].kept == kept(ODD) > 0
+    under_way = {0, x.exchange.others[0].forward, x.exchange.others[0].backward}
     assert x.kinds[EXCHANGE] - (2 if policy == "attention-kept" else 1) * kept(ODD) in under_way
 
 
@@ -65,7 +65,7 @@ def test_room():
     moment = next(m for m in found.moments if m.piece.op == "backward")
     wide = DilatedPattern.longnet([64, 128, 256], [1, 1, 1])
     for pattern, odd in ((EVEN, wide), (wide, EVEN)):
-        call = replace(subject.call, tokens=1 << 16, dtype=moment.piece.dtype, pattern=pattern, odd=odd)
+        call = replace(subject.call, tokens=1 << 16, dtype=moment.piece.dtype, pattern=pattern, others=(odd,))
         each = [workspace(one)[1] for one, _ in call.layers(2)]
         assert found.room(moment, call) == max(each) > min(each)
 
@@ -92,7 +92,7 @@ def test_simulated_layers_take_turns():
     """With links that cost nothing a step is the mean of steps of either pattern."""
     free = Links(near=1e30, far=1e30, round=1e-15, message=1e-15)
     step = lambda pattern, **more: simulate(machine(), pattern, 512, RANKS, links=free, average=False, **more)  # noqa: E731
-    even, odd, both = step(EVEN), step(ODD), step(EVEN, odd=(ODD, "auto"))
+    even, odd, both = step(EVEN), step(ODD), step([EVEN, ODD])
     assert both.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
     assert both.alone == pytest.approx((even.alone + odd.alone) / 2)
-    assert step(EVEN, odd=(EVEN, "auto")) == even
+    assert step([EVEN, EVEN]) == even

@@ -1,0 +1,136 @@
+"""The rotary base of each layer: by length, by layer, none; what is said where it serves too few tokens."""
+
+import warnings
+
+import pytest
+import torch
+
+from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM
+from lightning_dilated.models.rotary_bases import base_of_length, layer_bases, rotary_hint, served_length
+
+from . import SIZES, batch, loader, trainer
+
+WIDE, NARROW = DilatedPattern.dense(), DilatedPattern.dense(16)
+
+
+@pytest.mark.parametrize(
+    "tokens, base", [(1, 1e4), (1995, 1e4), (2048, 1e5), (16384, 1e6), (65536, 1e7), (262144, 1e8), (1 << 20, 1e9)]
+)
+def test_of_length(tokens, base):
+    """0.0424 N^1.628, at least 1e4, up to a power of ten."""
+    assert base_of_length(tokens) == base
+    assert served_length(base) >= tokens
+
+
+BASES = {
+    "nothing": ((None, None), (1e4,) * 4),
+    "a length": ((None, 65536), (1e7,) * 4),
+    "in words": (("length", 1 << 20), (1e9,) * 4),
+    "a number": ((5e5, 65536), (5e5,) * 4),
+    "none": (("none", None), (None,) * 4),
+    "in turns": ((["none", 1e4], None), (None, 1e4, None, 1e4)),
+    "one a layer": (([1e4, 1e4, 1e4, "length"], 65536), (1e4, 1e4, 1e4, 1e7)),
+}
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_layers(name):
+    given, want = BASES[name]
+    assert layer_bases(*given, 4) == want
+    assert layer_bases(*given, 4, "none") == (None,) * 4
+
+
+def test_xpos_keeps_its_base():
+    assert layer_bases(None, 1 << 20, 2, "xpos") == (1e4, 1e4)
+
+
+REFUSED = {
+    "no length": (("length", None), ValueError, 'rotary_base="length" needs max_seq_len'),
+    "another word": (("long", None), TypeError, 'must be a number, "length", "none", or a list'),
+    "a bool": ((True, None), TypeError, "must be a number"),
+    "too low": ((0.5, None), ValueError, "rotary base must be above 1"),
+    "too many": (([1e4] * 5, None), ValueError, "lists 5 bases for 4 layers"),
+    "none of a list": (([], None), ValueError, "lists 0 bases"),
+    "no tokens": ((None, 0), ValueError, "max_seq_len must be at least 1"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    given, error, text = REFUSED[name]
+    with pytest.raises(error, match=text):
+        layer_bases(*given, 4)
+
+
+HINTS = {
+    "served": ([1e7], [WIDE], 65536, None, None),
+    "narrow": ([1e4], [NARROW], 65536, None, None),
+    "short": ([1e4], [WIDE], 1500, None, None),
+    "no positions": ([None], [WIDE], 65536, None, None),
+    "length unknown": ([1e4], [NARROW, WIDE], None, None, "layer 1 attends over the whole sequence"),
+    "too long": (
+        [1e4],
+        [WIDE],
+        65536,
+        None,
+        "attends over 65,536 tokens.*Set max_seq_len to the longest sequence, 65,536,",
+    ),
+    "longer than planned": ([1e7], [WIDE], 1 << 20, 65536, "Set max_seq_len to the longest sequence, 1,048,576,"),
+    "planned": ([1e4], [WIDE], None, 65536, 'Set rotary_base to "length", which is 1e\\+07 here'),
+}
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hint(name):
+    import re
+
+    bases, patterns, tokens, made_for, says = HINTS[name]
+    found = rotary_hint(bases * len(patterns), patterns, tokens, made_for)
+    assert found is None if says is None else re.search(says, found), found
+
+
+def said(make):
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        make()
+    return [str(w.message) for w in found if "rotary_base" in str(w.message)]
+
+
+def test_a_model_warns_as_it_is_made():
+    assert len(said(lambda: LongNetLM(WIDE, **SIZES))) == 1
+    assert not said(lambda: LongNetLM(WIDE, **SIZES, max_seq_len=65536))
+    assert not said(lambda: LongNetLM(NARROW, **SIZES))
+    assert not said(lambda: LongNetLM(WIDE, **SIZES, position_encoding="none"))
+    assert not said(lambda: LongNetLM(WIDE, **SIZES, position_encoding="xpos"))
+
+
+def test_a_fit_on_longer_sequences_warns():
+    model = LongNetLM(DilatedPattern.dense(), **SIZES, max_seq_len=32, rotary_base=1.5)
+    found = said(lambda: trainer(max_epochs=1).fit(model, loader(batch(1, 40), batch(1, 40))))
+    assert len(found) == 1 and "LongNetLM at 40 tokens" in found[0] and "layer 0 attends over 40 tokens" in found[0]
+
+
+@pytest.mark.parametrize("kind", [LongNetLM, LongNetClassifier])
+def test_layers_have_their_own(kind):
+    """A layer turns q and k by its base, and one without positions does not."""
+    sizes = {"dim": 16, "depth": 4, "num_heads": 2}
+    more = {"vocab_size": 11, **({} if kind is LongNetLM else {"num_classes": 2})}
+    model = kind(NARROW, **sizes, **more, rotary_base=[1e4, "none", 5e5, "length"], max_seq_len=65536)
+    model.configure_model()
+    found = [x and x.base for x in model.transformer.rotaries]
+    assert found == [1e4, None, 5e5, 1e7] == list(model.rotary_bases)
+    x = torch.randn(1, 12, 16)
+    want = x
+    for block in model.transformer.blocks:
+        want = block(want)
+    torch.testing.assert_close(model.transformer(x, normed=False), want)
+
+
+def test_checkpoints_keep_it(tmp_path):
+    """A file keeps what it was made for; one of a version without max_seq_len keeps its 10,000."""
+    model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
+    twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
+    assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
+    old = {**dict(model.hparams), "rotary_base": 10000.0}
+    del old["max_seq_len"]
+    assert LongNetLM(**old).rotary_bases == (1e4, 1e4)
