@@ -22,13 +22,19 @@ MODELS = {
     "as they are": {},
     "shifted layers": {"shift_layers": "odd"},
     "shifted layers below 16, gqa": {"shift_layers": "odd", "shift_below": 16, "num_kv_heads": 2},
+    "hybrid": {"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 4, "rotary_base": [1e4, "none", 1e5]},
+    "hybrid, gqa, far": {
+        "pattern": {"hybrid": {"local": 4, "global_every": 3, "far": {"segment_lengths": [16], "dilation_rates": [2]}}},
+        "depth": 3,
+        "num_kv_heads": 2,
+    },
 }
 
 
 def model(options):
     """The same weights on every rank."""
     torch.manual_seed(6)
-    return tiny(DilatedPattern.longnet([4, 16], [1, 2]), **options)
+    return tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
 
 
 def data(packed):
@@ -81,18 +87,25 @@ def close(got, want):
 CUT = 64  # 4 ranks of 16 tokens: only shifted segments cross
 
 
-def received(rank, group):
-    """Bytes, (forward, backward), of a step of three layers, the second shifted."""
+TURNS = {
+    "the second shifted": {"shift_layers": "odd", "depth": 3},
+    "hybrid": {"pattern": {"hybrid": {"local": 16, "global_every": 3}}, "depth": 5},
+}
+
+
+def received(rank, group, name):
+    """Bytes, (forward, backward), of a step."""
     with sequence(group) as ours, ours.active():
-        made, tokens = model({"shift_layers": "odd", "depth": 3}), torch.zeros(1, 16, dtype=torch.int64)
+        made, tokens = model(TURNS[name]), torch.zeros(1, 16, dtype=torch.int64)
         terms(made, {"tokens": tokens, "labels": tokens})
         return ours.forward_traffic.received, ours.backward_traffic.received
 
 
-def test_plan_of_shifted_layers(pool):
+@pytest.mark.parametrize("name", TURNS)
+def test_plan_of_layers_that_differ(pool, name):
     """What `plan` tells is what is moved; in fp32, where these ranks have fp64."""
-    made = tiny(DilatedPattern.longnet([4, 16], [1, 2]), shift_layers="odd", depth=3)
+    made = model(TURNS[name])
     facts = Facts.of(made, subject_of(made, "32-true"))
     step = estimate(facts, MemorySettings(), CUT, Setup("ring_dilated", 4, 4), GPUS["H200"]).step
-    found = torch.tensor(pool.run(4, received), dtype=torch.float64).mean(0)
+    found = torch.tensor(pool.run(4, received, name), dtype=torch.float64).mean(0)
     assert found.tolist() == [2 * step.bytes(run)[0] for run in ("forward", "backward")] and found.min() > 0

@@ -8,9 +8,11 @@ import torch
 from torch import nn
 
 from lightning_dilated.attention import op
+from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock, default_hidden, make_norm
 from lightning_dilated.models.recompute import check_policy
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.pattern import DilatedPattern
 
 from . import PATTERN
 
@@ -73,6 +75,19 @@ def test_stack_is_its_blocks():
         want = block(want, positions=positions)
     torch.testing.assert_close(model(x, positions=positions), model.norm(want))
     assert not torch.allclose(model(x), model.norm(want))  # positions count from 0 where none are given
+
+
+def test_layers_attend_by_their_own_pattern():
+    """Each block of a hybrid is the reference of its pattern."""
+    patterns = DilatedPattern.hybrid(4, 4, local=6, global_every=2)
+    model = DilatedTransformer(DIM, patterns, 4, causal=True, options=BlockOptions(position_encoding="none")).double()
+    x = torch.randn(1, 20, DIM, dtype=torch.float64)
+    for block, pattern in zip(model.blocks, patterns, strict=True):
+        layer, normed = block.attention, block.attention_norm(x)
+        q, k, v = nn.functional.linear(normed, layer.in_proj_weight).unflatten(-1, (3, 4, -1)).unbind(2)
+        want = layer.out_proj(oracle(q, k, v, pattern, causal=True)[0].flatten(2))
+        torch.testing.assert_close(layer(normed)[0], want)
+        x = block(x)
 
 
 def test_sub_layernorm_sits_before_fc2():

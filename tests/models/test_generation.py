@@ -15,6 +15,12 @@ MODELS = {
     "longnet": {},
     "shifted": {"pattern": PATTERN.shifted()},
     "shifted layers": {"shift_layers": "odd", "num_kv_heads": 2},
+    "hybrid, positions in some layers": {
+        "pattern": {"hybrid": {"local": 5, "global_every": 2}},
+        "num_kv_heads": 2,
+        "depth": 4,
+        "rotary_base": [1e4, "none", 1e5],
+    },
     "head groups, blocked": {"pattern": DilatedPattern.head_groups([4, 16], [1, 3], 4, offsets="blocked")},
     "gqa, kv offsets": {"pattern": DilatedPattern.longnet([4, 16], [1, 2], offset_heads="kv"), "num_kv_heads": 2},
     "whole sequence": {"pattern": DilatedPattern([(4, 1), (None, 3)])},

@@ -233,6 +233,8 @@ class Saver(LongNetLM):
 MADE = {
     "LongNetLM, pattern": lambda: LongNetLM(PATTERN.shifted(), **SIZES, bias=True),
     "shifted layers": lambda: LongNetLM(PATTERN, **SIZES, shift_layers="odd", shift_below=16),
+    "hybrid": lambda: LongNetLM({"hybrid": {"local": 5}}, **{**SIZES, "depth": 4}, max_seq_len=4096),
+    "a list": lambda: LongNetLM([PATTERN, DilatedPattern.dense()], **{**SIZES, "depth": 3}, rotary_base=[1e4, "none"]),
     "LongNetLM, mapping": lambda: LongNetLM({"segment_lengths": [4, 16], "dilation_rates": [1, 2]}, **SIZES),
     "with an optimizer": lambda: LongNetLM(PATTERN, **SIZES, optimizer=lambda p: torch.optim.SGD(p, lr=0.1)),
     "subclass of other words": lambda: Wide(width=8),

@@ -1,5 +1,6 @@
 """Models whose odd layers are shifted: their calls exchange rows where those of even layers need none."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -96,3 +97,33 @@ def test_simulated_layers_take_turns():
     assert both.seconds == pytest.approx((even.seconds + odd.seconds) / 2) and even.seconds != odd.seconds
     assert both.alone == pytest.approx((even.alone + odd.alone) / 2)
     assert step([EVEN, EVEN]) == even
+
+
+def hybrid(depth=6, **options):
+    pattern = {"hybrid": {"local": 512, "global_every": 3}}
+    return ld.LongNetLM(
+        **{"pattern": pattern, "dim": 64, "depth": depth, "num_heads": 4, "max_seq_len": TOKENS, **options}
+    )
+
+
+def test_hybrid():
+    """Dense layers keep rows of other ranks, shifted local ones a few, the others none; FLOPs are those of each layer."""
+    model = hybrid()
+    subject = subject_of(model)
+    assert {p: n for p, n in ((x.pattern, n) for x, n in subject.call.layers(6))} == Counter(model.patterns)
+    x = memory(footprint(subject, (1024, 2048)), 6, TOKENS, SETUP)
+    each = [kept(pattern) for pattern in model.patterns]
+    assert x.exchange.kept_by(6) == sum(each) and each[0] == 0 < each[1] < each[2]
+    time = estimate(Facts.of(model, subject), MemorySettings(), TOKENS, SETUP, H200)
+    pairs = [p.explain(TOKENS, 4, 1, True).pairs for p in model.patterns]
+    plain = hybrid(pattern=DilatedPattern.dense(512))
+    base = estimate(Facts.of(plain, subject_of(plain)), MemorySettings(), TOKENS, SETUP, H200)
+    local = DilatedPattern.dense(512).explain(TOKENS, 4, 1, True).pairs
+    assert time.flops - base.flops == pytest.approx(14 * 16 * (sum(pairs) - 6 * local) / RANKS)
+
+
+def test_hybrid_is_counted_whatever_its_positions():
+    """A model some of whose layers have none is counted as if all had them: no less than it holds."""
+    sizes = 1024, 2048
+    some, every = (footprint(subject_of(hybrid(rotary_base=base)), sizes) for base in ([1e4, "none"], 1e4))
+    assert memory(some, 6, TOKENS, SETUP).kinds == memory(every, 6, TOKENS, SETUP).kinds

@@ -19,6 +19,7 @@ RUNS = {
     "fewer tokens than ranks": Run(seq_len=3),
     "workers": Run(workers=2, steps=2),
     "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
+    "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
