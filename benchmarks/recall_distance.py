@@ -44,11 +44,18 @@ ARMS = {
 }
 
 
-def data(seq_len: int, seed: int, steps: int) -> ld.data.FarRecallDataModule:
+def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDataModule:
     """The task at N tokens."""
-    pairs, batch = min(seq_len // 64, 1024), TOKENS // seq_len
+    pairs, batch = min(seq_len // 64, 1024, a.vocabulary), TOKENS // seq_len
     return ld.data.FarRecallDataModule(
-        seq_len, pairs, VOCABULARY, pairs, batch_size=batch, train_size=steps * batch, val_size=32, seed=seed
+        seq_len,
+        pairs,
+        a.vocabulary,
+        a.queries * pairs,
+        batch_size=batch,
+        train_size=steps * batch,
+        val_size=32,
+        seed=a.seed,
     )
 
 
@@ -70,6 +77,9 @@ def main() -> None:
     p.add_argument("--rotary-base", type=float, help="default: that of 65,536 tokens, 1e7")
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--vocabulary", type=int, default=VOCABULARY, help="keys, and values")
+    p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")
+    p.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="embedding and output projection")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -81,7 +91,9 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     torch.manual_seed(a.seed)
     begin = time.monotonic()
     bases = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": max(a.lengths)}
-    model = ld.LongNetLM(ARMS[a.arm], 1 + 2 * VOCABULARY, DIM, DEPTH, HEADS, compile_blocks=a.compile, **bases)
+    model = ld.LongNetLM(
+        ARMS[a.arm], 1 + 2 * a.vocabulary, DIM, DEPTH, HEADS, compile_blocks=a.compile, tie_embeddings=a.tie, **bases
+    )
     model.configure_model()
     model.to(a.device)
     optimizer = torch.optim.AdamW(
@@ -92,7 +104,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     curve, seconds = torch.zeros(10, dtype=torch.float64, device=a.device), {}
     step = 0
     for seq_len in a.lengths:
-        task, started = data(seq_len, a.seed, a.steps), time.monotonic()
+        task, started = data(seq_len, a.steps, a), time.monotonic()
         for i, batch in enumerate(batches(task, "train", task.batch_size)):
             with torch.autocast(a.device, torch.bfloat16):
                 nats, count = model.loss_terms({k: v.to(a.device) for k, v in batch.items() if k != "index"})
@@ -109,7 +121,16 @@ def run(a: argparse.Namespace) -> dict[str, object]:
                 started = time.monotonic()
         synchronise(a.device)
         seconds[seq_len] = round((time.monotonic() - started) / (a.steps - a.steps // 5 - 1) * 1e3, 1)
-    options = {"arm": a.arm, "base": model.rotary_bases[0], "lr": a.lr, "steps": total, "seed": a.seed}
+    options = {
+        "arm": a.arm,
+        "base": model.rotary_bases[0],
+        "lr": a.lr,
+        "steps": total,
+        "vocabulary": a.vocabulary,
+        "queries": a.queries,
+        "tied": a.tie,
+        "seed": a.seed,
+    }
     seen = validate(model, a)
     memory = torch.cuda.max_memory_allocated() / 2**30 if a.device == "cuda" else 0.0
     return {
@@ -127,7 +148,7 @@ def synchronise(device: str) -> None:
 @torch.no_grad()
 def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
     """Accuracy and bits of the longest length, all and by octave of the distance."""
-    task = data(max(a.lengths), a.seed, 1)
+    task = data(max(a.lengths), 1, a)
     model.eval()
     right, nats, far = [], [], []
     for batch in batches(task, "val", 1, workers=0):
@@ -135,7 +156,7 @@ def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
         asked = labels[0] != -100
         with torch.autocast(a.device, torch.bfloat16):
             logits = model(tokens.to(a.device))[0][asked.to(a.device)].float().cpu()
-        where = torch.zeros(1 + 2 * VOCABULARY, dtype=torch.int64)
+        where = torch.zeros(1 + 2 * a.vocabulary, dtype=torch.int64)
         half = task.seq_len // 2
         where[tokens[0, :half]] = torch.arange(half)
         far.append(asked.nonzero()[:, 0] - where[tokens[0][asked]])

@@ -28,6 +28,7 @@ from lightning_dilated.complaints import PROG, essence, fail, one_line_errors, w
 from lightning_dilated.consolidate import run as run_consolidate
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.encode import run as run_tokenize
+from lightning_dilated.explain import class_of, with_length
 from lightning_dilated.explain import run as run_explain
 from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
@@ -106,6 +107,16 @@ class DilatedCLI(LightningCLI):
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
+
+    def before_instantiate_classes(self) -> None:
+        """A model whose recipe says nothing of its positions is made for sequences as long as the data's."""
+        config = self.config.get(str(self.subcommand), self.config)
+        model, data = config.model, config.data.get("init_args") or {}
+        with contextlib.suppress(ValueError):  # a class that cannot be imported is the parser's to report
+            cls = class_of(Path("the recipe"), model.class_path, "lightning_dilated")
+            length = with_length(cls, vars(model.init_args), data.get("seq_len")).get("max_seq_len")
+            if length is not None and "max_seq_len" in model.init_args:
+                model.init_args["max_seq_len"] = length
 
     def instantiate_classes(self) -> None:
         """Build model, data and trainer; a wrong value is one line, before any work."""

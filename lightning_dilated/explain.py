@@ -14,7 +14,8 @@ from typing import Any
 
 import yaml
 
-from lightning_dilated.models import DilatedModule
+from lightning_dilated.models import DilatedModule, LongNetClassifier
+from lightning_dilated.models.longnet_lm import TokenModel
 from lightning_dilated.models.rotary_bases import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
@@ -68,7 +69,7 @@ def of_recipe(path: Path) -> Sizes:
         raise ValueError(
             f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
         )
-    model = made_model(path, config["model"])
+    model = made_model(path, config["model"], seq_len_of(path, config.get("data")))
     if not getattr(model, "patterns", None):
         raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
@@ -88,11 +89,20 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
         raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
 
 
-def made_model(path: Path, model: dict[str, Any]) -> DilatedModule:
-    """The model of a recipe, not built, without its optimizer."""
+def with_length(cls: Any, given: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
+    """A model's arguments; where they name neither `max_seq_len` nor a rotary base, it is made for the data's N tokens."""
+    ours = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
+    names = inspect.signature(cls).parameters if ours else {}
+    takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
+    named = any(given.get(name) is not None for name in ("max_seq_len", "rotary_base"))
+    return given if not takes or named or seq_len is None else {**given, "max_seq_len": seq_len}
+
+
+def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
+    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
     given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
-    return cls(**given)
+    return cls(**with_length(cls, given, seq_len))
 
 
 def seq_len_of(path: Path, data: Any) -> int | None:

@@ -15,7 +15,7 @@ from torch import Tensor
 class RunReport(pl.Callback):
     """Writes `pattern.png` and `loss.png` into the run folder and prints validation beside the data's baseline.
 
-    Where layers differ, each pattern is drawn as `pattern_layer_I.png` of the first layer I that takes it.
+    `pattern.png` is that of layer 0; a pattern that layer I is the first to take is `pattern_layer_I.png`.
 
     The baseline is what the DataModule's `bigram_bits_per_byte("val")` says, where it has one: a bigram model counted on
     the training bytes and scored on the validation bytes.
@@ -53,10 +53,10 @@ class RunReport(pl.Callback):
         if self.pattern_picture:
             from lightning_dilated.pattern.picture import LONGEST
 
-            length, alike = min(seq_len, LONGEST), len(seen.patterns) == 1
+            length = min(seq_len, LONGEST)
             for layer, pattern in enumerate(seen.patterns):
                 if pattern not in seen.patterns[:layer]:
-                    target = self.folder / ("pattern.png" if alike else f"pattern_layer_{layer}.png")
+                    target = self.folder / (f"pattern_layer_{layer}.png" if layer else "pattern.png")
                     pattern.plot(length, m.num_heads, causal, str(target), num_kv_heads=m.num_kv_heads)
 
     @rank_zero_only

@@ -113,6 +113,9 @@ class TokenModel(DilatedModule):
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", *self._settled])
         if was_given(self, "pattern"):
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
+        if rotary_base is None and max_seq_len is None and was_given(self, "rotary_base"):
+            # as a number, so that a command that links max_seq_len to its data does not change what was trained
+            self.save_hyperparameters({"rotary_base": USUAL})
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if not bytes_per_token > 0:

@@ -35,7 +35,11 @@ def read_patterns(
     """
     depth = integer(depth, "depth", 1)
     if isinstance(value, Mapping) and "hybrid" in value:
-        known_keys(value, ("hybrid",), "pattern")
+        others = [name for name in value if name != "hybrid"]
+        if others:
+            raise ValueError(
+                f"pattern names hybrid and {', '.join(others)}: give hybrid alone, or a pattern without it."
+            )
         options = value["hybrid"] or {}
         if not isinstance(options, Mapping):
             raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")

@@ -140,8 +140,8 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
             )
     changed = {**(of.get("init_args") or {}), **given}
     if args.segments or args.dilations or args.geometric:
-        changed |= _branches(args, cls, "pattern" in takes)
-    return made_model(args.config, {**of, "init_args": changed})
+        changed |= _branches(args, cls, "segment_lengths" not in takes)
+    return made_model(args.config, {**of, "init_args": changed}, seq_len_of(args.config, config.get("data")))
 
 
 def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:

@@ -75,7 +75,7 @@ def test_shifted_layers_are_explained_as_they_are(tmp_path, capsys):
     fit(RunReport(), lm(depth=2, shift_layers="odd"), text(tmp_path), tmp_path / "odd")
     out = words(capsys)
     assert "layers 1: DilatedPattern([Branch(4, 1, shift=2), Branch(16, 2, shift=8)])" in out and "wall(s)" not in out
-    assert all(pictured(tmp_path / "odd" / f"pattern_layer_{i}.png") for i in (0, 1))
+    assert all(pictured(tmp_path / "odd" / f"{name}.png") for name in ("pattern", "pattern_layer_1"))
     fit(RunReport(), lm(depth=2), text(tmp_path), tmp_path / "none")
     assert "1 wall(s)" in words(capsys) and not [*(tmp_path / "none").glob("pattern_layer_*.png")]
 

@@ -16,7 +16,7 @@ from lightning_dilated.cli import main
 
 SEQ_LEN = 64
 DATA = ["--data.paths", "text.txt", "--data.seq_len", str(SEQ_LEN), "--data.batch_size", "2", "--data.val_limit", "2"]
-MODEL = ["--model.dim", "16", "--model.depth", "1"]
+MODEL = ["--model.dim", "16", "--model.depth", "2"]
 TRAINER = [
     *("--trainer.max_steps", "3", "--trainer.val_check_interval", "3", "--trainer.log_every_n_steps", "1"),
     *("--trainer.logger.save_dir", "runs"),

@@ -3,8 +3,8 @@
 import pytest
 import yaml
 
-from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.advice import advice
+from lightning_dilated import LongNetLM
+from lightning_dilated.models.advice import advice, position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
 
@@ -23,10 +23,13 @@ def test_of_a_recipe(cli):
     result = cli("explain", "--config", "quickstart.yaml")
     assert result.code == 0, result.err
     length = WRITTEN["data"]["init_args"]["seq_len"]
-    seen = DilatedPattern.from_dict(SIZES["pattern"]).explain(length, 4, 4, causal=True)
+    sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
+    seen = LongNetLM(**sizes, max_seq_len=length).explain(length)
     head_dim = SIZES["dim"] // SIZES["num_heads"]
     assert f"{length:,} tokens, 4 heads of {head_dim}, 4 layers, causal" in result.out
     assert value(result, "walls") == value(result, "dead residues") == "none" and "no problems" in result.out
+    assert "256 to 4,095 tokens back        100% seen in one step, by 2.0 heads of all layers" in result.out
+    assert value(result, "rotary range") == "base 100000 serves 8,210 tokens (all layers)"
     assert value(result, "layers to full reach") == f"{seen.layers_to_full_reach} (100.0% in 4)"
     assert value(result, "keys per row").startswith(f"{seen.keys_per_row:,.1f}, dense 2,048.5")
     assert value(result, "forward FLOPs").startswith(
@@ -49,16 +52,20 @@ def test_of_every_recipe(cli, recipe):
 
 def test_the_quickstart_is_not_warned_of():
     sizes = {k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}
-    assert advice(LongNetLM(**sizes), WRITTEN["data"]["init_args"]["seq_len"]) is None
+    length = WRITTEN["data"]["init_args"]["seq_len"]
+    model = LongNetLM(**sizes, max_seq_len=length)
+    assert advice(model, length) is None and position_advice(model, length) is None
 
 
 def test_the_command_line_wins(cli):
-    result = cli("explain", "--config", "quickstart.yaml", "--seq_len", 8192, "--heads", 2, "--depth", 1, "--no-causal")
+    walls = ["--segments", 256, 1024, 4096, "--dilations", 1, 2, 4, "--depth", 1]
+    result = cli("explain", "--config", "quickstart.yaml", *walls, "--seq_len", 8192, "--heads", 2, "--no-causal")
     assert "8,192 tokens, 2 heads of 32, 1 layers, both directions" in result.out
     assert value(result, "walls") == "1, the first at position 4,096"
     assert value(result, "dead residues") == "branches[2]: 2 of 4"
     told = [line for line in result.out.splitlines() if line.startswith("  problem: ")]
-    assert len(told) == 2 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
+    assert len(told) == 3 and "Add a branch with a segment of at least 8192" in told[0] and "dilation rate" in told[1]
+    assert "from a distance of 256 tokens on, one layer shows a query none of what stands there" in told[2]
 
 
 def test_of_given_sizes(cli):

@@ -20,7 +20,14 @@ FIT = {
     "key of the data": (["--data.seqlen", "8"], ["seqlen", "--help"]),
     "key of the trainer": (["--trainer.max_stepz", "3"], [r"trainer\.max_stepz", "--help"]),
     "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "--help"]),
-    "key of the pattern": ([PATTERN + ".segment_lengts", "[8]"], ["segment_lengts", "Did you mean 'segment_lengths'"]),
+    "key of the pattern": (
+        [PATTERN, '{"segment_lengts": [8], "dilation_rates": [1]}'],
+        ["segment_lengts", "Did you mean 'segment_lengths'"],
+    ),
+    "hybrid and segments": (
+        [PATTERN + ".segment_lengths", "[8]"],
+        ["pattern names hybrid and segment_lengths: give hybrid alone"],
+    ),
     "key of a branch": (
         [PATTERN, '{"branches": [{"segment": 8, "dilation_rate": 1}]}'],
         [r"branches\[0\]", "segment_length"],
@@ -40,7 +47,10 @@ FIT = {
     "seq_len a word": (["--data.seq_len", "long"], ["seq_len", "int", "long"]),
     "not a DilatedModule": (["--model", "torch.nn.Linear"], ["DilatedModule", "torch.nn.Linear"]),
     "pattern a word": ([PATTERN, "longnet"], ["pattern", "longnet"]),
-    "lists of unequal length": ([PATTERN + ".segment_lengths", "[8, 16]"], ["segment_lengths has 2", "equally long"]),
+    "lists of unequal length": (
+        [PATTERN, '{"segment_lengths": [8, 16], "dilation_rates": [1]}'],
+        ["segment_lengths has 2", "equally long"],
+    ),
     "segment of 0": ([PATTERN, '{"branches": [[0, 1]]}'], [r"branches\[0\]: segment_length must be at least 1, got 0"]),
     "heads do not divide": (["--model.dim", "30"], ["num_heads=4", "dim=30"]),
     "no layers": (["--model.depth", "0"], ["depth must be at least 1"]),

@@ -7,15 +7,18 @@ import random
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 import yaml
 from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
-from lightning_dilated import DilatedPattern
-from lightning_dilated.cli import recipe_folders
+from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.cli import recipe_folders, with_checkpoint
 from lightning_dilated.data import write_synthetic_slides
+from lightning_dilated.models.advice import position_advice
 
-from .conftest import LOG, TINY
+from .conftest import DATA, LOG, TINY
 
 pytestmark = pytest.mark.full
 
@@ -25,6 +28,7 @@ RECIPES = [path for path in EVERY if "trainer" in yaml.safe_load(path.read_text(
 QUICKSTART = next(path for path in RECIPES if path.name == "quickstart.yaml")
 WRITTEN = yaml.safe_load(QUICKSTART.read_text())
 STEPS, SIZES = WRITTEN["trainer"]["max_steps"], WRITTEN["model"]["init_args"]
+LENGTH = WRITTEN["data"]["init_args"]["seq_len"]
 each = pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 
 
@@ -75,9 +79,10 @@ def test_schedule_ends_with_the_run(recipe):
 
 
 def test_quickstart_shows_what_the_package_is_for():
-    pattern, length = DilatedPattern.from_dict(SIZES["pattern"]), WRITTEN["data"]["init_args"]["seq_len"]
-    assert len(pattern.branches) >= 3 and length >= 4096
-    assert not pattern.explain(length, SIZES["num_heads"], SIZES["depth"], causal=True).hints
+    """Layers that differ, over more tokens than a local segment has, without a complaint."""
+    model = LongNetLM(**{k: v for k, v in SIZES.items() if k not in ("optimizer", "lr_scheduler")}, max_seq_len=LENGTH)
+    assert len(set(model.patterns)) >= 2 and LENGTH >= 4096
+    assert not model.explain(LENGTH).hints and not position_advice(model, LENGTH)
 
 
 def test_every_other_recipe_is_for_generate():
@@ -191,3 +196,43 @@ def test_a_config_can_be_fitted_again(cli, fitted, tmp_path, source):
 
 def test_package_finds_the_recipes_of_the_checkout():
     assert Path(__file__).resolve().parents[2] / "recipes" in recipe_folders()
+
+
+# -- layers and positions ------------------------------------------------------------------------------------------------
+def fitted(cli, *more):
+    """The hyperparameters that a tiny fit saved, and its warnings."""
+    result = cli("fit", *TINY, *more)
+    assert result.code == 0, result.err
+    (last,) = result.folder.rglob("last.ckpt")
+    saved = torch.load(last, weights_only=True)["hyper_parameters"]
+    return saved, result.err, last
+
+
+def test_a_pattern_for_each_layer(cli):
+    listed = '[{"segment_lengths": [16], "dilation_rates": [1]}, {"branches": [[null, 1]]}]'
+    saved, *_ = fitted(cli, "--model.pattern", listed, "--model.rotary_base", '[10000, "none"]')
+    assert [x["branches"][0]["segment_length"] for x in saved["pattern"]] == [16, None]
+    assert saved["rotary_base"] == [10000, "none"] and saved["max_seq_len"] is None
+
+
+def test_positions_are_made_for_the_data(cli):
+    """The data's length is the model's, unless the recipe states one of its own; it is in the checkpoint and stays there."""
+    saved, said, last = fitted(cli)
+    assert saved["max_seq_len"] == int(DATA[DATA.index("--data.seq_len") + 1]) and "rotary_base" not in said
+    shorter = cli("validate", *TINY, "--data.seq_len", "32", "--ckpt_path", str(last))
+    assert shorter.code == 0, shorter.err
+
+
+def test_a_length_of_its_own(cli):
+    assert fitted(cli, "--model.max_seq_len", "5000")[0]["max_seq_len"] == 5000
+
+
+def test_a_checkpoint_of_the_usual_base_keeps_it(cli, tmp_path):
+    """A model that was made without a length, and evaluated by a recipe whose data have one."""
+    model = LongNetLM(DilatedPattern.dense(), dim=16, depth=2, num_heads=4)
+    trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=0)
+    trainer.strategy.connect(model)
+    model.configure_model()
+    trainer.save_checkpoint(tmp_path / "api.ckpt")
+    words = with_checkpoint(["validate", "--config", str(QUICKSTART), "--ckpt_path", str(tmp_path / "api.ckpt")])
+    assert "--model.rotary_base=10000.0" in words and "--model.max_seq_len=null" in words

@@ -131,6 +131,8 @@ def test_checkpoints_keep_it(tmp_path):
     model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
     twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
+    assert LongNetLM(NARROW, **SIZES).hparams.rotary_base == 1e4  # a number, which no later length changes
+    assert LongNetClassifier(NARROW, vocab_size=11, num_classes=2, dim=16, num_heads=2).hparams.rotary_base == 1e4
     old = {**dict(model.hparams), "rotary_base": 10000.0}
     del old["max_seq_len"]
     assert LongNetLM(**old).rotary_bases == (1e4, 1e4)

@@ -57,7 +57,11 @@ REFUSED = {
     "a string": ("dense", TypeError, "pattern must be a DilatedPattern, a mapping, or a list"),
     "a number": (3, TypeError, "pattern must be a DilatedPattern, a mapping, or a list"),
     "heads of a later layer": ([A, DilatedPattern([Branch(4, 1, heads=[4])])], ValueError, "serves head 4"),
-    "hybrid and more": ({"hybrid": {}, "branches": []}, ValueError, "pattern has no key 'branches'"),
+    "hybrid and more": (
+        {"hybrid": {}, "branches": []},
+        ValueError,
+        "pattern names hybrid and branches: give hybrid alone",
+    ),
     "hybrid of another word": ({"hybrid": {"locals": 3}}, ValueError, "no key 'locals'. Did you mean 'local'"),
     "hybrid with depth": ({"hybrid": {"depth": 3}}, ValueError, "pattern.hybrid has no key 'depth'"),
     "hybrid of a list": ({"hybrid": [1]}, TypeError, "pattern.hybrid must be a mapping"),
