@@ -45,6 +45,7 @@ def read_patterns(
             raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")
         known_keys(options, HYBRID, "pattern.hybrid")
         value = DilatedPattern.hybrid(depth, num_heads, num_kv_heads, **options)
+    patterns: tuple[DilatedPattern, ...]
     if isinstance(value, (DilatedPattern, Mapping)):
         patterns = (DilatedPattern.from_dict(value),)
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
