@@ -2,6 +2,7 @@
 
 from lightning_dilated.callbacks.attention import AttentionWriter
 from lightning_dilated.callbacks.communication import CommunicationProfiler
+from lightning_dilated.callbacks.loss_by_position import LossByPosition
 from lightning_dilated.callbacks.memory import MemoryProfiler
 from lightning_dilated.callbacks.predictions import PredictionWriter
 from lightning_dilated.callbacks.recompute import ActivationRecompute
@@ -13,6 +14,7 @@ __all__ = [
     "ActivationRecompute",
     "AttentionWriter",
     "CommunicationProfiler",
+    "LossByPosition",
     "MemoryProfiler",
     "PredictionWriter",
     "RunReport",

@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -192,6 +192,9 @@ class LongNetLM(TokenModel):
     none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
     """
 
+    #: called with a batch and its losses (B, L) before they are summed, while a callback watches
+    watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
+
     def setup(self, stage: str) -> None:
         """As `TokenModel`; and see that bits per byte are not those of a token. 512 leaves room for special tokens."""
         super().setup(stage)
@@ -238,6 +241,10 @@ class LongNetLM(TokenModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
         own = type(self).token_losses is _TOKEN_LOSSES and "token_losses" not in vars(self)
+        if self.watch_losses is not None:
+            losses = self.token_losses(batch)
+            self.watch_losses(batch, losses)
+            return losses.sum(), (batch["labels"] != IGNORE).sum()
         total = self._losses(*self._states(batch), summed=True) if own else self.token_losses(batch).sum()
         return total, (batch["labels"] != IGNORE).sum()
 

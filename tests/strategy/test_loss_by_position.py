@@ -1,0 +1,34 @@
+"""LossByPosition on several ranks: the rows of one rank, for every layout and kind of batch."""
+
+import pytest
+
+from lightning_dilated.callbacks import LossByPosition
+
+from .runs import Run, launched, make
+
+pytestmark = pytest.mark.full
+
+
+def rows(rank, group, run, folder):
+    """What a rank has after a validation."""
+    built, model, data, _ = make(run, launched(rank))
+    callback = LossByPosition(table=False, picture=False)
+    built.callbacks.append(callback)
+    built._default_root_dir = folder
+    built.validate(model, data, verbose=False)
+    return callback.rows
+
+
+@pytest.mark.parametrize("kind", ["whole", "lengths", "documents"])
+@pytest.mark.parametrize("ranks, strategy", [(2, {}), (4, {"sequence_size": 2}), (2, {"layout": "zigzag"})])
+def test_ranks_equal_one(pools, tmp_path, kind, ranks, strategy):
+    if kind == "documents":  # one row a batch, so no data ranks
+        strategy = {k: v for k, v in strategy.items() if k != "sequence_size"}
+    run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)
+    want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]
+    found = pools(ranks).run(ranks, rows, run.but(strategy=strategy), str(tmp_path / "many"))
+    for got in found:
+        assert [{k: v for k, v in r.items() if k != "bits"} for r in got] == [
+            {k: v for k, v in r.items() if k != "bits"} for r in want
+        ]
+        assert [r["bits"] for r in got] == pytest.approx([r["bits"] for r in want], rel=1e-9)
