@@ -16,7 +16,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.module import was_given
 from lightning_dilated.models.pooled import PooledModule, check_lengths, first_token, guarded, mean_token
-from lightning_dilated.models.rotary_bases import USUAL
+from lightning_dilated.models.rotary_bases import stored_bases
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -97,9 +97,9 @@ class LongNetClassifier(PooledModule):
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
         if was_given(self, "pattern"):
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
-        if rotary_base is None and max_seq_len is None and was_given(self, "rotary_base"):
-            # as a number, so that a command that links max_seq_len to its data does not change what was trained
-            self.save_hyperparameters({"rotary_base": USUAL})
+        if position_encoding != "none" and "rotary_base" in self.hparams:
+            # in numbers, so that no other length changes what was trained
+            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
         if (feature_dim is None) == (vocab_size is None):
             raise ValueError(
                 f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "

@@ -22,7 +22,7 @@ from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.blocks import BlockOptions, working
 from lightning_dilated.models.generation import generate, generate_stream
 from lightning_dilated.models.module import DilatedModule, was_given
-from lightning_dilated.models.rotary_bases import USUAL
+from lightning_dilated.models.rotary_bases import USUAL, stored_bases
 from lightning_dilated.models.token_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.models.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
@@ -46,7 +46,8 @@ class TokenModel(DilatedModule):
         rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
             bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
             None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
-        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, it never follows the data.
+        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, with the bases that
+            followed from it. It never follows the data; the command line sets it to theirs in a recipe that names neither.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
         shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
@@ -113,9 +114,9 @@ class TokenModel(DilatedModule):
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", *self._settled])
         if was_given(self, "pattern"):
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
-        if rotary_base is None and max_seq_len is None and was_given(self, "rotary_base"):
-            # as a number, so that a command that links max_seq_len to its data does not change what was trained
-            self.save_hyperparameters({"rotary_base": USUAL})
+        if position_encoding != "none" and "rotary_base" in self.hparams:
+            # in numbers, so that no other length changes what was trained
+            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if not bytes_per_token > 0:

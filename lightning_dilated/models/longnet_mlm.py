@@ -55,7 +55,7 @@ class LongNetMLM(TokenModel):
 
     def __init__(
         self,
-        pattern: dict[str, Any] | DilatedPattern,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
         vocab_size: int = 256,
         mask_token: int | None = None,
         mask_fraction: float = 0.15,

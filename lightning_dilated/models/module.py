@@ -6,6 +6,7 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import re
@@ -30,7 +31,7 @@ from lightning_dilated.models.file_classes import check_classes
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.newest import Newest
 from lightning_dilated.models.pretrained import Pretrained, class_path
-from lightning_dilated.models.rotary_bases import BasesLike, layer_bases, rotary_hint
+from lightning_dilated.models.rotary_bases import BasesLike, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.models.schedules import WarmupCosine
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
@@ -75,6 +76,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
         self._shown = Newest()
+        self._patterns: tuple[DilatedPattern, ...] = ()
         self._explained: int | None = 0  # tokens of the longest sequence that the pattern was looked at for
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
@@ -139,8 +141,8 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """
         self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
         self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
-        self.patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
-        _, self.num_kv_heads = self.patterns[0].check_heads(num_heads, num_kv_heads)
+        self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
+        _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
         self.max_seq_len = max_seq_len
         self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
         if position_encoding == "rotary":
@@ -161,10 +163,19 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self._choose_layers(pattern, depth, num_heads)
         self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
 
+    @property
+    def patterns(self) -> tuple[DilatedPattern, ...]:
+        """The pattern of each layer; of a subclass with a `pattern` and a `depth` of its own, that pattern; else none."""
+        own, depth = getattr(self, "pattern", None), getattr(self, "depth", None)
+        if not self._patterns and isinstance(own, DilatedPattern) and isinstance(depth, int):
+            return (own,) * depth
+        return self._patterns
+
     def explain(self, seq_len: int) -> Explanation:
         """What the layers' patterns see at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
-        return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, self.num_kv_heads)
+        kv_heads = getattr(self, "num_kv_heads", None)
+        return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
 
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
@@ -226,6 +237,29 @@ class DilatedModule(Pretrained, pl.LightningModule):
         hparams = checkpoint.get("hyper_parameters", {})
         if hparams:
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """See that the layers attend as those that were trained: weights do not show bases and patterns.
+
+        Raises:
+            ValueError: in a Trainer's run, for other rotary bases. Another pattern is reported.
+        """
+        hparams = checkpoint.get("hyper_parameters") or {}
+        bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
+        if self._trainer is None or not any(bases):  # outside of a run the caller has chosen them
+            return
+        if isinstance(theirs, (int, float, list, tuple)):
+            trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
+            if trained != tuple(bases):
+                raise ValueError(
+                    f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
+                    f"{stored_bases(bases)}: it would compute something else. Set the model's rotary_base to the former."
+                )
+        stored = hparams.get("pattern")
+        with contextlib.suppress(TypeError, ValueError):  # a subclass may keep something else under this name
+            pattern = stored and read_patterns(stored, len(bases), self.num_heads, self.num_kv_heads)
+            if pattern and pattern != self.pattern:
+                rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
 
     def token_mean(self, batch: Any) -> tuple[Tensor, Tensor]:
         """(mean loss over the batch's tokens, number of tokens); a batch without tokens has loss 0.

@@ -6,12 +6,12 @@ Shape letters: N tokens, w segment length.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeAlias
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.pattern.layers import in_turns
+from lightning_dilated.pattern.layers import in_turns, shortest_cycle
 
 #: what a model takes as `rotary_base`
 BasesLike: TypeAlias = float | str | Sequence[float | str] | None
@@ -54,8 +54,7 @@ def layer_bases(
         max_seq_len = integer(max_seq_len, "max_seq_len", 1)
     if rotary_base is None:  # xPos decays with the distance whatever the base
         rotary_base = USUAL if max_seq_len is None or position_encoding == "xpos" else "length"
-    listed = isinstance(rotary_base, Iterable) and not isinstance(rotary_base, (str, bytes))
-    values = list(rotary_base) if listed else [rotary_base]  # type: ignore[arg-type]  # mypy does not follow `listed`
+    values = list(rotary_base) if isinstance(rotary_base, (list, tuple)) else [rotary_base]
     if not 1 <= len(values) <= depth:
         raise ValueError(
             f"rotary_base lists {len(values)} bases for {depth} layers: it takes 1 to {depth}, and repeats."
@@ -76,9 +75,15 @@ def _base(value: float | str, max_seq_len: int | None) -> float | None:
         return base_of_length(max_seq_len)
     if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
         raise TypeError(f'rotary_base must be a number, "length", "none", or a list of those; got {value!r}.')
-    if not value > 1:
-        raise ValueError(f"rotary base must be above 1, got {value!r}; 10000 is usual.")
+    if not 1 < value < math.inf:
+        raise ValueError(f"rotary base must be above 1 and finite, got {value!r}; 10000 is usual.")
     return float(value)
+
+
+def stored_bases(bases: Sequence[float | None]) -> float | str | list[float | str]:
+    """The bases of all layers as `rotary_base` takes them, in numbers: what a checkpoint keeps."""
+    cycle = ["none" if base is None else base for base in shortest_cycle(bases)]
+    return cycle[0] if len(cycle) == 1 else cycle
 
 
 def rotary_hint(

@@ -158,6 +158,9 @@ class SlideEncoder(SlideBackbone, PooledModule):
             )
         names = inspect.signature(cls).parameters
         known = {name: value for name, value in without_training(settings).items() if name in names}
+        segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding")
+        replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
+        known = {name: value for name, value in known.items() if name not in replaced}
         model = cls(**{**known, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()

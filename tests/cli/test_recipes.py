@@ -13,7 +13,7 @@ import torch
 import yaml
 from lightning.pytorch.trainer.connectors.logger_connector.result import warning_cache
 
-from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated import DilatedPattern, LongNetLM, LongNetMLM
 from lightning_dilated.cli import recipe_folders, with_checkpoint
 from lightning_dilated.data import write_synthetic_slides
 from lightning_dilated.models.advice import position_advice
@@ -227,12 +227,16 @@ def test_a_length_of_its_own(cli):
     assert fitted(cli, "--model.max_seq_len", "5000")[0]["max_seq_len"] == 5000
 
 
-def test_a_checkpoint_of_the_usual_base_keeps_it(cli, tmp_path):
+@pytest.mark.parametrize("kind", [LongNetLM, LongNetMLM])
+def test_a_checkpoint_of_the_usual_base_keeps_it(kind, tmp_path):
     """A model that was made without a length, and evaluated by a recipe whose data have one."""
-    model = LongNetLM(DilatedPattern.dense(), dim=16, depth=2, num_heads=4)
+    model = kind(DilatedPattern.dense(), dim=16, depth=2, num_heads=4)
     trainer = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_steps=0)
     trainer.strategy.connect(model)
     model.configure_model()
     trainer.save_checkpoint(tmp_path / "api.ckpt")
-    words = with_checkpoint(["validate", "--config", str(QUICKSTART), "--ckpt_path", str(tmp_path / "api.ckpt")])
+    model_class = ["--model", f"lightning_dilated.{kind.__name__}"]
+    words = with_checkpoint(
+        ["validate", "--config", str(QUICKSTART), *model_class, "--ckpt_path", str(tmp_path / "api.ckpt")]
+    )
     assert "--model.rotary_base=10000.0" in words and "--model.max_seq_len=null" in words

@@ -5,7 +5,8 @@ import warnings
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM
+from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM
+from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.models.rotary_bases import base_of_length, layer_bases, rotary_hint, served_length
 
 from . import SIZES, batch, loader, trainer
@@ -50,6 +51,8 @@ REFUSED = {
     "a bool": ((True, None), TypeError, "must be a number"),
     "too low": ((0.5, None), ValueError, "rotary base must be above 1"),
     "too many": (([1e4] * 5, None), ValueError, "lists 5 bases for 4 layers"),
+    "infinite": ((float("inf"), None), ValueError, "above 1 and finite"),
+    "a mapping": (({1e4: 3}, None), TypeError, "must be a number"),
     "none of a list": (([], None), ValueError, "lists 0 bases"),
     "no tokens": ((None, 0), ValueError, "max_seq_len must be at least 1"),
 }
@@ -131,8 +134,28 @@ def test_checkpoints_keep_it(tmp_path):
     model = LongNetLM([NARROW, WIDE], **{**SIZES, "depth": 2}, max_seq_len=65536)
     twin = LongNetLM.from_pretrained(model.save_pretrained(tmp_path))
     assert twin.rotary_bases == (1e7, 1e7) and twin.max_seq_len == 65536 and twin.patterns == (NARROW, WIDE)
-    assert LongNetLM(NARROW, **SIZES).hparams.rotary_base == 1e4  # a number, which no later length changes
+    assert LongNetLM.from_pretrained(tmp_path, max_seq_len=1 << 20).rotary_bases == (1e7, 1e7)  # as it was trained
+    for kind in (LongNetLM, LongNetMLM):
+        assert kind(NARROW, **SIZES).hparams.rotary_base == 1e4  # a number, which no later length changes
     assert LongNetClassifier(NARROW, vocab_size=11, num_classes=2, dim=16, num_heads=2).hparams.rotary_base == 1e4
     old = {**dict(model.hparams), "rotary_base": 10000.0}
     del old["max_seq_len"]
     assert LongNetLM(**old).rotary_bases == (1e4, 1e4)
+
+
+@pytest.mark.parametrize("folder", [False, True], ids=["file", "sharded"])
+def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
+    """Weights have the same shapes whatever the base: nothing else would show it."""
+    saver = [ShardedCheckpoint(str(tmp_path / "sharded"), every_n_train_steps=1)] if folder else []
+    run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder)
+    run.fit(LongNetLM(NARROW, **SIZES), loader(batch(1, 20)))
+    path = next((tmp_path / "sharded").glob("step-*")) if folder else tmp_path / "x.ckpt"
+    if not folder:
+        run.save_checkpoint(path)
+    other = LongNetLM(NARROW, **SIZES, max_seq_len=65536)
+    with pytest.raises(ValueError, match=r"trained with rotary_base=10000.0, and this model has 10000000.0"):
+        trainer().validate(other, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+    trainer().validate(LongNetLM(NARROW, **SIZES), loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+    with pytest.warns(UserWarning, match="the checkpoint was trained with .*16.* attends by .*8"):
+        narrower = LongNetLM(DilatedPattern.dense(8), **SIZES)
+        trainer().validate(narrower, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
