@@ -146,16 +146,17 @@ def test_checkpoints_keep_it(tmp_path):
 @pytest.mark.parametrize("folder", [False, True], ids=["file", "sharded"])
 def test_a_run_refuses_other_bases_than_were_trained(tmp_path, folder):
     """Weights have the same shapes whatever the base: nothing else would show it."""
+    strategy = {"strategy": "ring_dilated"} if folder else {}
     saver = [ShardedCheckpoint(str(tmp_path / "sharded"), every_n_train_steps=1)] if folder else []
-    run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder)
+    run = trainer(max_steps=1, callbacks=saver, default_root_dir=tmp_path, enable_checkpointing=folder, **strategy)
     run.fit(LongNetLM(NARROW, **SIZES), loader(batch(1, 20)))
     path = next((tmp_path / "sharded").glob("step-*")) if folder else tmp_path / "x.ckpt"
     if not folder:
         run.save_checkpoint(path)
     other = LongNetLM(NARROW, **SIZES, max_seq_len=65536)
     with pytest.raises(ValueError, match=r"trained with rotary_base=10000.0, and this model has 10000000.0"):
-        trainer().validate(other, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
-    trainer().validate(LongNetLM(NARROW, **SIZES), loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+        trainer(**strategy).validate(other, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+    trainer(**strategy).validate(LongNetLM(NARROW, **SIZES), loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
     with pytest.warns(UserWarning, match="the checkpoint was trained with .*16.* attends by .*8"):
         narrower = LongNetLM(DilatedPattern.dense(8), **SIZES)
-        trainer().validate(narrower, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
+        trainer(**strategy).validate(narrower, loader(batch(1, 20)), ckpt_path=str(path), verbose=False)
