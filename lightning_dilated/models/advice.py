@@ -29,8 +29,8 @@ def advice(module: Any, seq_len: int) -> str | None:
     seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
     # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
-    found = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
-    hints = found.hints
+    at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
+    hints = at_length.hints
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)

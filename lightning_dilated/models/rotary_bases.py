@@ -1,4 +1,4 @@
-"""The rotary base of each layer: how far apart two tokens may stand and still be told by their content.
+"""The rotary base of each layer: how far apart a query and a key may stand and still match by content.
 
 Shape letters: N tokens, w segment length.
 """

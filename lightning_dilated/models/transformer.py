@@ -122,11 +122,11 @@ class DilatedTransformer(nn.Module):
         self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None
     ) -> list[RotaryTable | None]:
         """Rotary positions for each block; blocks of one base share a table."""
-        dtype, start, made = _working_dtype(x), caches[0].length if caches else 0, {}
+        dtype, start, tables = _working_dtype(x), caches[0].length if caches else 0, {}
         for rotary in self.rotaries:
-            if rotary is not None and rotary.base not in made:
-                made[rotary.base] = rotary.table(x, dtype, positions, start)
-        return [None if rotary is None else made[rotary.base] for rotary in self.rotaries]
+            if rotary is not None and rotary.base not in tables:
+                tables[rotary.base] = rotary.table(x, dtype, positions, start)
+        return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
 
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""

@@ -77,12 +77,12 @@ def _seen(
     num_kv_heads: int,
 ) -> torch.Tensor:
     """(H, pairs) bool: which heads see which pairs in some branch."""
-    found = torch.zeros(num_heads, len(query), dtype=torch.bool)
+    seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
     for branch in pattern.branches:
         residue = _common_residue(branch, query, key, seq_len)
         for head in range(num_heads) if branch.heads is None else branch.heads:
-            found[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
-    return found
+            seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
+    return seen
 
 
 def _common_residue(branch: Branch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:

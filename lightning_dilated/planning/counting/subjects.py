@@ -123,8 +123,8 @@ def _make(model: DilatedModule, given: dict[str, Any]) -> Callable[[int], Dilate
 def _layers_of(model: DilatedModule, depth: int) -> dict[str, Any]:
     """What the model's layers are made by, for a model of another depth."""
     if not isinstance(model, (TokenModel, LongNetClassifier)):
-        found = model.hparams.get("pattern")
-        return {} if found is None else {"pattern": in_turns(model.patterns, depth)}
+        released = model.hparams.get("pattern") is None
+        return {} if released else {"pattern": in_turns(model.patterns, depth)}
     # all layers are counted as if they had positions where some do: those hold more
     usual = next((base for base in model.rotary_bases if base is not None), "none")
     bases = [usual if base is None else base for base in in_turns(model.rotary_bases, depth)]

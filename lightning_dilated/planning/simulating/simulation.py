@@ -136,8 +136,8 @@ def simulate(
 
     def of(machine: Machine) -> list[tuple[str | None, Op]]:
         """The exchange's name and the op of each layer that takes turns."""
-        made = {(x, way): _op(x, narrow[x], tokens, ranks, way, per_node, links, machine) for x, way in set(layers)}
-        return [made[layer] for layer in layers]
+        ops = {(x, way): _op(x, narrow[x], tokens, ranks, way, per_node, links, machine) for x, way in set(layers)}
+        return [ops[layer] for layer in layers]
 
     found = of(machine)
     stacks = [(machine, [op for _, op in found])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
