@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Iterator
 
@@ -24,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
 
-VOCABULARY, DEPTH, DIM, HEADS, TOKENS = 2048, 4, 256, 4, 65536
+VOCABULARY, DEPTH, DIM, HEADS = 2048, 4, 256, 4
 LENGTHS = (1024, 4096, 16384, 65536)
 SEGMENTS, RATES = [2048, 4096, 8192, 16384, 32768, 65536], [1, 2, 4, 8, 8, 8]
 LOCAL = ld.DilatedPattern.dense(2048)
@@ -46,7 +47,7 @@ ARMS = {
 
 def data(seq_len: int, steps: int, a: argparse.Namespace) -> ld.data.FarRecallDataModule:
     """The task at N tokens."""
-    pairs, batch = min(seq_len // 64, 1024, a.vocabulary), TOKENS // seq_len
+    pairs, batch = min(seq_len // a.tokens_per_pair, 1024, a.vocabulary), max(1, a.tokens // seq_len)
     return ld.data.FarRecallDataModule(
         seq_len,
         pairs,
@@ -79,6 +80,8 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--vocabulary", type=int, default=VOCABULARY, help="keys, and values")
     p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")
+    p.add_argument("--tokens", type=int, default=65536, help="of a step, at least one sequence")
+    p.add_argument("--tokens-per-pair", type=int, default=64)
     p.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="embedding and output projection")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
@@ -116,6 +119,12 @@ def run(a: argparse.Namespace) -> dict[str, object]:
             schedule.step()
             curve[step * 10 // total] += loss.detach().double() / math.log(2) / (total / 10)
             step += 1
+            if step % (total // 10) == 0:
+                print(
+                    f"{sys.argv[1:]} {step}: {float(curve[step * 10 // total - 1]):.3f} bits",
+                    file=sys.stderr,
+                    flush=True,
+                )
             if i == a.steps // 5:  # past what compiles
                 synchronise(a.device)
                 started = time.monotonic()
@@ -128,6 +137,8 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         "steps": total,
         "vocabulary": a.vocabulary,
         "queries": a.queries,
+        "tokens": a.tokens,
+        "tokens_per_pair": a.tokens_per_pair,
         "tied": a.tie,
         "seed": a.seed,
     }
