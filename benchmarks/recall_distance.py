@@ -82,6 +82,7 @@ def main() -> None:
     p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")
     p.add_argument("--tokens", type=int, default=65536, help="of a step, at least one sequence")
     p.add_argument("--tokens-per-pair", type=int, default=64)
+    p.add_argument("--kv-conv", type=int, help="taps of the convolution on keys and values")
     p.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="embedding and output projection")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     p.add_argument("--compile", action=argparse.BooleanOptionalAction, default=torch.cuda.is_available())
@@ -93,10 +94,9 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     """One arm."""
     torch.manual_seed(a.seed)
     begin = time.monotonic()
-    bases = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": max(a.lengths)}
-    model = ld.LongNetLM(
-        ARMS[a.arm], 1 + 2 * a.vocabulary, DIM, DEPTH, HEADS, compile_blocks=a.compile, tie_embeddings=a.tie, **bases
-    )
+    options = {"rotary_base": a.rotary_base} if a.rotary_base else {"max_seq_len": max(a.lengths)}
+    options |= {"compile_blocks": a.compile, "tie_embeddings": a.tie, "kv_conv": a.kv_conv}
+    model = ld.LongNetLM(ARMS[a.arm], 1 + 2 * a.vocabulary, DIM, DEPTH, HEADS, **options)
     model.configure_model()
     model.to(a.device)
     optimizer = torch.optim.AdamW(
@@ -140,6 +140,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         "tokens": a.tokens,
         "tokens_per_pair": a.tokens_per_pair,
         "tied": a.tie,
+        "kv_conv": a.kv_conv,
         "seed": a.seed,
     }
     seen = validate(model, a)

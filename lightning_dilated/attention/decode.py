@@ -135,6 +135,8 @@ class KVCache:
         self.pattern = pattern
         self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
         self.length = 0
+        #: (B, W - 1, 2 K D) latest keys and values before a layer's `kv_conv`; None: none came, or it has none
+        self.recent: Tensor | None = None
         self._shape: tuple[int, int, int] | None = None
         self._branches = [_BranchRows(pattern, b, self.num_heads, self.num_kv_heads) for b in pattern.branches]
 
@@ -172,7 +174,8 @@ class KVCache:
     @property
     def nbytes(self) -> int:
         """Bytes of the buffers."""
-        return sum(x.nbytes for b in self._branches for x in (b.k, b.v) if x is not None)
+        rows = [x for b in self._branches for x in (b.k, b.v)]
+        return sum(x.nbytes for x in (*rows, self.recent) if x is not None)
 
 
 def decode_attention(

@@ -187,7 +187,7 @@ def _checked(
         )
     pattern.check_heads(*(window[1:] or (q.shape[2], k.shape[2])))
     _check_options(causal, dropout, engine, return_lse)
-    lengths, cu_seqlens = _check_documents(q, lengths, cu_seqlens)
+    lengths, cu_seqlens = check_documents(q, lengths, cu_seqlens)
     return lengths, cu_seqlens, _check_scale(scale, q)
 
 
@@ -270,15 +270,15 @@ def _check_scale(scale: Any, q: Tensor) -> float:
     return float(scale)
 
 
-def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """lengths and cu_seqlens as CPU tensors, checked as far as shapes go; the op checks the values."""
+def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
+    """lengths and cu_seqlens of x (B, N, ...) as CPU tensors, checked as far as shapes go; the op checks the values."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:
         lengths = _integers(lengths, "lengths")
-        if lengths.shape != q.shape[:1]:
+        if lengths.shape != x.shape[:1]:
             raise ValueError(
-                f"lengths must have one entry a sample, shape ({q.shape[0]},); got {tuple(lengths.shape)}."
+                f"lengths must have one entry a sample, shape ({x.shape[0]},); got {tuple(lengths.shape)}."
             )
         lengths = lengths.cpu()
     if cu_seqlens is not None:
@@ -292,9 +292,9 @@ def _check_documents(q: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor |
             raise ValueError(
                 f"cu_seqlens must be (documents + 1,), at least [0, N]; got shape {tuple(cu_seqlens.shape)}."
             )
-        if q.shape[0] != 1:
+        if x.shape[0] != 1:
             raise ValueError(
-                f"packed documents (cu_seqlens) take a batch of 1, got B={q.shape[0]}; pack them into one row."
+                f"packed documents (cu_seqlens) take a batch of 1, got B={x.shape[0]}; pack them into one row."
             )
     return lengths, cu_seqlens
 

@@ -6,15 +6,18 @@ Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.decode import KVCache, decode_attention
 from lightning_dilated.attention.engines import Choice, Request, check_name, choose
-from lightning_dilated.attention.functional import autocast, dilated_attention, op_arguments
+from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.grouped import block_flops
 from lightning_dilated.attention.padding import lengths_of
 from lightning_dilated.attention.projection import Projection
@@ -112,6 +115,8 @@ class MultiheadDilatedAttention(nn.Module):
         bias: of both projections.
         sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
         position_encoding: "none", "rotary" or "xpos", from global positions.
+        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`); None: none.
+            Causal where the layer is.
     """
 
     # nn.TransformerEncoderLayer reads these; the second keeps it off its fused path, which would run dense attention
@@ -132,6 +137,7 @@ class MultiheadDilatedAttention(nn.Module):
         position_encoding: Literal["none", "rotary", "xpos"] = "none",
         rotary_base: float = 10000.0,
         xpos_scale_base: float = 512.0,
+        kv_conv: int | None = None,
         scale: float | None = None,
         engine: str = "auto",
         batch_first: bool = True,
@@ -155,6 +161,8 @@ class MultiheadDilatedAttention(nn.Module):
         rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
         self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+        channels = 2 * self.num_kv_heads * self.head_dim
+        self.kv_conv = None if kv_conv is None else ShortConvolution(channels, kv_conv, causal, **factory)
         self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
         self.reset_parameters()
@@ -202,7 +210,7 @@ class MultiheadDilatedAttention(nn.Module):
         Returns:
             (out of query's shape, None).
         """
-        group, given = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask)
+        group, given = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
         self._refuse(*given) if group is None else group.guard(self._refuse, *given)
         if query.ndim == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
@@ -214,20 +222,43 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
-        project = Projection(self.head_dim, self.table(query, positions, 0 if cache is None else cache.length))
+        if cache is not None:  # with tokens in it, new ones follow; the first call may bring the whole prompt
+            self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
+        table = self.table(query, positions, 0 if cache is None else cache.length)
+        project = Projection(self.head_dim, table, self._mix(query, lengths, cu_seqlens, cache))
         q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
         if cache is None:
             out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
         else:
-            out = self._cached(q, k, v, causal, lengths is not None or cu_seqlens is not None, cache)
+            out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
         return self.join(out), None
+
+    def _mix(
+        self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """The convolution of k and v of this call, None without one."""
+        if self.kv_conv is None:
+            return None
+        if cache is not None:
+            return partial(self._continued, self.kv_conv, cache)
+        group, given = active_sequence(), (query, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*given) if group is None else group.guard(check_documents, *given)
+        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens)
+
+    @staticmethod
+    def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
+        """Of new tokens behind those of the cache, which keeps what the next ones need."""
+        y, cache.recent = convolution.continued(x, cache.recent)
+        return y
 
     def join(self, out: Tensor) -> Tensor:
         """(B, N, E) from the heads' outputs (B, N, H, D)."""
         out = rearrange(out, "b n h d -> b n (h d)")
         return self.out_proj(out if self.sub_norm is None else self.sub_norm(out))
 
-    def _refuse(self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any) -> None:
+    def _refuse(
+        self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any, is_causal: bool
+    ) -> None:
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
@@ -246,6 +277,11 @@ class MultiheadDilatedAttention(nn.Module):
                 "attn_mask is not offered: the pattern and causal=True say who attends to whom. "
                 "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
             )
+        if is_causal and self.kv_conv is not None and not self.attention.causal:
+            raise ValueError(
+                "is_causal=True cannot make this layer causal: its kv_conv sees tokens on both sides. Build it with "
+                "causal=True."
+            )
 
     def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
         """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
@@ -255,8 +291,8 @@ class MultiheadDilatedAttention(nn.Module):
             return positions
         return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
 
-    def _cached(self, q: Tensor, k: Tensor, v: Tensor, causal: bool, packed: bool, cache: KVCache) -> Tensor:
-        """Attention of new tokens that follow those in the cache; the first call may bring the whole prompt."""
+    def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
+        """Raise for a call that a cache does not serve."""
         if active_sequence() is not None:
             raise ValueError("a cache serves one rank: decode outside of SequenceGroup.active().")
         if not causal or packed:
@@ -269,7 +305,6 @@ class MultiheadDilatedAttention(nn.Module):
                 f"this cache was made for {cache.pattern} and (heads, kv heads) {its}, but the layer has "
                 f"{self.attention.pattern} and {mine}. Make it by the layer's new_cache()."
             )
-        return decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
 
     def new_cache(self) -> KVCache:
         """An empty cache for this layer."""

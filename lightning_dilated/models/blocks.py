@@ -22,6 +22,7 @@ from lightning_dilated.attention.tiles import tiled
 from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.recompute import guarded, recomputed, result_is_unused
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
 
 
 @dataclass
@@ -38,6 +39,8 @@ class BlockOptions:
     rotary_base: float = 10000.0
     xpos_scale_base: float = 512.0
     engine: str = "auto"
+    #: taps of the short convolution on keys and values; None: none
+    kv_conv: int | None = None
     #: stochastic depth of the last layer; it rises linearly from 0 in the first
     drop_path: float = 0.0
     #: of the hidden states between blocks; None: what the embedding gives, float32 under mixed precision
@@ -51,6 +54,8 @@ class BlockOptions:
             raise ValueError(
                 f"residual_dtype must be float32, bfloat16, float16 or null (the embedding's); got {self.residual_dtype!r}."
             )
+        if self.kv_conv is not None:
+            integer(self.kv_conv, "kv_conv", 2)
         for name in ("dropout", "attention_dropout", "drop_path"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
@@ -118,6 +123,7 @@ class TransformerBlock(nn.Module):
             position_encoding=options.position_encoding,
             rotary_base=options.rotary_base,
             xpos_scale_base=options.xpos_scale_base,
+            kv_conv=options.kv_conv,
             engine=options.engine,
         )
         self.ffn_norm = make_norm(options.norm, dim)
@@ -156,6 +162,11 @@ class TransformerBlock(nn.Module):
                 "attention changes its weights. Set head_chunks=1; policy, every, offload and tile work with it."
             )
         a = self.attention
+        if a.kv_conv is not None:
+            raise ValueError(
+                f"head_chunks={settings.head_chunks} is not offered with kv_conv={a.kv_conv.taps}. Set head_chunks=1; "
+                "policy, every, offload and tile work with it. Or leave kv_conv out."
+            )
         if a._forward_hooks or a._forward_pre_hooks or a._backward_hooks or a._backward_pre_hooks:
             warnings.warn(
                 f"hooks on the attention layer do not run with head_chunks={settings.head_chunks}: put them on its block, "

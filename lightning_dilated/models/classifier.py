@@ -31,7 +31,7 @@ class LongNetClassifier(PooledModule):
     that are padded on the right.
 
     Args:
-        pattern, rotary_base, max_seq_len: see `models.longnet_lm.TokenModel`.
+        pattern, rotary_base, max_seq_len, kv_conv: see `models.longnet_lm.TokenModel`.
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. One of the two is given.
         task: "classification", "regression" or "ordinal"; None makes embeddings only.
@@ -82,6 +82,7 @@ class LongNetClassifier(PooledModule):
         lora_alpha: float | None = None,
         compile_blocks: bool = False,
         max_seq_len: int | None = None,
+        kv_conv: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -115,7 +116,7 @@ class LongNetClassifier(PooledModule):
         self.ffn_dim, self.compile_blocks = ffn_dim, self._compiled(compile_blocks)
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, drop_path=drop_path,
+            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, drop_path=drop_path, kv_conv=kv_conv,
         )  # fmt: skip
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)

@@ -56,6 +56,8 @@ class TokenModel(DilatedModule):
             run; generation stays uncompiled.
         residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation keeps under mixed
             precision, where they are float32 else.
+        kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
+            token then knows the tokens beside it before attention looks for it. None: none.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -94,6 +96,7 @@ class TokenModel(DilatedModule):
         shift_below: int | None = None,
         residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         max_seq_len: int | None = None,
+        kv_conv: int | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -126,6 +129,7 @@ class TokenModel(DilatedModule):
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
             position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, residual_dtype=residual_dtype,
+            kv_conv=kv_conv,
         )  # fmt: skip
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)

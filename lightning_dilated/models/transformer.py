@@ -164,5 +164,8 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
             continue
+        if name.endswith("kv_conv.weight"):
+            nn.init.zeros_(parameter)  # the identity
+            continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)

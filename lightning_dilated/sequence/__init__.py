@@ -1,7 +1,9 @@
 """One sequence on many ranks: where its tokens lie, which rows must move, and the exact exchanges that move them."""
 
 from lightning_dilated.sequence.collectives import sequence_gather, sequence_mean, sequence_sum
+from lightning_dilated.sequence.convolution import SequenceConv1d
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+from lightning_dilated.sequence.halo import sequence_halo
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.loss import loss_share, loss_sum
 from lightning_dilated.sequence.plan import Plan, make_problem, plan
@@ -12,6 +14,7 @@ __all__ = [
     "Links",
     "Place",
     "Plan",
+    "SequenceConv1d",
     "SequenceGroup",
     "SequenceSpec",
     "Shard",
@@ -21,6 +24,7 @@ __all__ = [
     "make_problem",
     "plan",
     "sequence_gather",
+    "sequence_halo",
     "sequence_mean",
     "sequence_sum",
 ]

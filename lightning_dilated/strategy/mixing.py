@@ -5,6 +5,12 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules import batchnorm, conv, instancenorm, pooling
 
+from lightning_dilated.sequence import SequenceConv1d
+
+HALO = (
+    "use lightning_dilated.sequence.SequenceConv1d, or sequence_halo and allow=[...], or gather the sequence first "
+    "(lightning_dilated.sequence.sequence_gather)"
+)
 GATHER = "gather the sequence first (lightning_dilated.sequence.sequence_gather)"
 MEAN = "use lightning_dilated.sequence.sequence_mean"
 ATTENTION = "use lightning_dilated.MultiheadDilatedAttention (DilatedPattern.dense() is full attention)"
@@ -20,8 +26,9 @@ MIXING: tuple[tuple[tuple[type, ...], str, str], ...] = (
 
 
 def _reason(module: nn.Module) -> tuple[str, str] | None:
-    if isinstance(module, conv._ConvNd) and any(size > 1 for size in module.kernel_size):
-        return "reaches over the edge of a shard", GATHER
+    wide = isinstance(module, conv._ConvNd) and any(size > 1 for size in module.kernel_size)
+    if wide and not isinstance(module, SequenceConv1d):
+        return "reaches over the edge of a shard", HALO
     for kinds, why, remedy in MIXING:
         if isinstance(module, kinds):
             return why, remedy

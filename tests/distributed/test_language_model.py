@@ -28,13 +28,20 @@ MODELS = {
         "depth": 3,
         "num_kv_heads": 2,
     },
-}
+    "hybrid, gqa, kv_conv": {
+        "pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 2, "num_kv_heads": 2, "kv_conv": 4,
+    },
+}  # fmt: skip
 
 
 def model(options):
     """The same weights on every rank."""
     torch.manual_seed(6)
-    return tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
+    made = tiny(**{"pattern": DilatedPattern.longnet([4, 16], [1, 2]), **options})
+    for name, parameter in made.named_parameters():
+        if "kv_conv" in name:  # which begins as the identity
+            torch.nn.init.normal_(parameter, std=0.3)
+    return made
 
 
 def data(packed):

@@ -165,6 +165,26 @@ def test_compile(pool, exchange, given):
     assert sum(sent for _, sent in found) > 0
 
 
+def compiled_convolution(rank, group, layout):
+    """Whether a compiled layer with kv_conv gives what the plain one gives, forward and backward."""
+    with sequence(group, layout=layout) as ours, ours.active():
+        torch.manual_seed(0)
+        layer = MultiheadDilatedAttention(8, 2, DilatedPattern.geometric(4, 32), causal=True, kv_conv=3).double()
+        torch.nn.init.normal_(layer.kv_conv.weight)
+        run, equal = torch.compile(lambda x: layer(x)[0].cos(), fullgraph=True, backend="aot_eager"), []
+        for length in (32, 21):
+            x = torch.randn(1, length, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(length))
+            leaves = x[:, positions(ours, length)].requires_grad_(), *layer.parameters()
+            pair = ((y, *torch.autograd.grad(y.sum(), leaves)) for y in (run(leaves[0]), layer(leaves[0])[0].cos()))
+            equal += [torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(*pair, strict=True)]
+        return equal
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_compile_with_kv_conv(pool, layout):
+    assert all(all(equal) for equal in pool.run(2, compiled_convolution, layout))
+
+
 def compiled_once(rank, group):
     """Outputs of one compiled function: in a sequence, out of it, and in another one; with those of the plain function."""
     pattern = DilatedPattern.geometric(4, 32)

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 from lightning_dilated import MultiheadDilatedAttention, RingDilatedStrategy, SequenceSpec, loss_share
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.data.bytes import ByteSequences
-from lightning_dilated.sequence import active_sequence
+from lightning_dilated.sequence import SequenceConv1d, active_sequence
 
 from .runs import PATTERN, Run, launched, make, trainer
 
@@ -174,16 +174,19 @@ MIXERS = {
         "attends to this rank's tokens only",
         "MultiheadDilatedAttention",
     ),
-    "convolution": (lambda: nn.Conv1d(8, 8, 3), "reaches over the edge of a shard", "sequence_gather"),
+    "convolution": (lambda: nn.Conv1d(8, 8, 3), "reaches over the edge of a shard", "SequenceConv1d"),
     "lstm": (lambda: nn.LSTM(8, 8), "runs along the sequence", "sequence_gather"),
     "max pool": (lambda: nn.MaxPool1d(2), "pools neighbouring tokens", "sequence_gather"),
     "mean pool": (lambda: nn.AdaptiveAvgPool1d(1), "pools over this rank's tokens only", "sequence_mean"),
 }
 
 
+ALLOWED = {"pointwise": lambda: nn.Conv1d(8, 8, 1), "with halo": lambda: SequenceConv1d(8, 8, 3)}
+
+
 def with_module(rank, group, name, allow):
     model = Plain()
-    model.extra = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(8, 8, 1) if name == "pointwise" else MIXERS[name][0]())
+    model.extra = nn.Sequential(nn.Linear(8, 8), (ALLOWED.get(name) or MIXERS[name][0])())
     for p in model.extra.parameters():
         p.requires_grad_(False)
     built = trainer(RingDilatedStrategy(allow=allow), launched(rank), max_steps=1)
@@ -203,7 +206,8 @@ def test_modules_that_mix_tokens(pools, name):
 def test_modules_that_may_mix(pools):
     assert pools(2).run(2, with_module, "convolution", ["extra"]) == [None, None]
     assert pools(1).run(1, with_module, "convolution", []) == [None]
-    assert pools(2).run(2, with_module, "pointwise", []) == [None, None]
+    for name in ALLOWED:
+        assert pools(2).run(2, with_module, name, []) == [None, None]
 
 
 def bytes_read(rank, group, folder, layout):
