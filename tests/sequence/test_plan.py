@@ -168,3 +168,11 @@ def test_every_window_takes_one_exchange(heads, tokens):
     options = {"ranks": 4, "head_size": 2, "causal": True}
     found = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
     assert found[0].exchange == found[1].exchange and found[0].prices == found[1].prices
+
+
+def test_names_the_layout_that_balances_a_dense_head():
+    pattern = DilatedPattern([Branch(64, 1, heads=range(3)), Branch(None, 1, heads=[3])])
+    said = "layout='zigzag' gives every rank an early and a late part"
+    for causal, layout, expected in ((True, "contiguous", True), (True, "zigzag", False), (False, "contiguous", False)):
+        problem = make_problem(pattern, 1 << 20, 4, ranks=8, causal=causal, layout=layout)
+        assert (said in str(plan(problem))) == expected
