@@ -9,6 +9,7 @@ from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slide_sequences import SlideSequences
 from lightning_dilated.data.slides import SlideDataModule
+from lightning_dilated.data.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.synthetic_slides import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
@@ -29,6 +30,7 @@ __all__ = [
     "SlideDataModule",
     "SlideSequences",
     "SplitDataModule",
+    "StrainPairsDataModule",
     "TokenDataModule",
     "check_coordinates",
     "encode_files",
