@@ -14,6 +14,7 @@ from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.synthetic_slides import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.tokens import TokenDataModule
+from lightning_dilated.data.version_pairs import VersionPairs, write_version_pairs
 from lightning_dilated.data.windows import GenomeWindows
 
 __all__ = [
@@ -32,9 +33,11 @@ __all__ = [
     "SplitDataModule",
     "StrainPairsDataModule",
     "TokenDataModule",
+    "VersionPairs",
     "check_coordinates",
     "encode_files",
     "heat_map",
     "write_attention",
     "write_synthetic_slides",
+    "write_version_pairs",
 ]
