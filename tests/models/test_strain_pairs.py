@@ -20,7 +20,7 @@ PATTERNS = {
 
 
 def halves(pattern: list[DilatedPattern], data: StrainPairsDataModule, folder: str) -> tuple[float, float]:
-    """Validation bits a base in the parts that are the first strain's in each sample, and in those of the second."""
+    """Validation bits a base in parts of the first strain, and in parts of the second; LossByPosition tells them apart."""
     pl.seed_everything(0)
     model = LongNetLM(
         pattern, data.vocab_size, dim=64, depth=4, num_heads=4, max_seq_len=N,
@@ -34,21 +34,32 @@ def halves(pattern: list[DilatedPattern], data: StrainPairsDataModule, folder: s
     )  # fmt: skip
     trainer.fit(model, datamodule=data)
     eighths = {row["first"]: row["bits"] for row in losses.rows if row["part"] == "eighth"}
-    # the boundary lies between 0.45 and 0.55 of the sample
-    return float(np.mean([eighths[i] for i in (0, 1, 2)])), float(np.mean([eighths[i] for i in (5, 6, 7)]))
+    return float(np.mean([eighths[i] for i in (0, 1, 2, 3)])), float(np.mean([eighths[i] for i in (5, 6, 7)]))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_second_strain_is_read_off_the_first(tmp_path, name: str) -> None:
-    """Three species to train on and one to validate; 1 to 3 % of the bases differ, with insertions and deletions."""
+    """Three species to train on and one to validate; 1 to 3 % of the bases differ, with insertions and deletions.
+
+    The boundary is the same in all samples: at distances that vary these steps are too few for either.
+    """
     species = {}
     for number, kind in enumerate(("one", "two", "three", "other")):
         genome = made(200_000, number)
         strains = [genome, mutated(genome, 0.01, 10 * number + 1), mutated(genome, 0.03, 10 * number + 2)]
         species[kind] = [write_strain(tmp_path, f"{kind}{i}.fa", x) for i, x in enumerate(strains)]
-    data = StrainPairsDataModule(species, val="other", seq_len=N, batch_size=8, train_size=8 * STEPS, val_size=128)
+    data = StrainPairsDataModule(
+        species,
+        val="other",
+        seq_len=N,
+        batch_size=8,
+        boundary_range=0,
+        max_dropped=0,
+        train_size=8 * STEPS,
+        val_size=128,
+    )
     first, second = halves(PATTERNS[name], data, str(tmp_path))
     print(f"{name}: {first:.3f} bits a base in the first strain, {second:.3f} in the second")
     assert first > 1.95, "nothing tells the bases of the first strain"
