@@ -54,6 +54,14 @@ def test_what_occurs_twice_is_left_out_in_either_direction(tmp_path: Path) -> No
     assert len(found) - len(whole) <= 3  # what lies across a seam
 
 
+def test_what_holds_an_unknown_base_is_left_out(tmp_path: Path) -> None:
+    """N at every 30th base leaves none; before them all are as in the genome without."""
+    bases = made(8000, 4)
+    spoiled = "".join("N" if i % 30 == 0 else base for i, base in enumerate(made(8000, 5)))
+    whole, found = placed(indexed(tmp_path, bases)), placed(indexed(tmp_path, bases + spoiled, name="b.fa"))
+    assert whole == found and len(whole) > 60
+
+
 def test_a_chunk_more_or_less_changes_nothing(tmp_path: Path, monkeypatch) -> None:
     records = made(5000), made(31, 1), made(32, 2), made(3000, 3)
     whole = indexed(tmp_path, *records)

@@ -83,6 +83,19 @@ def test_windows_correspond(species: dict[str, list[str]], genomes: dict[str, st
     assert min(boundaries) < 0.92 * N / 2 and max(boundaries) > 1.08 * N / 2 and len(set(boundaries)) > 25
 
 
+def test_windows_begin_anywhere_before_their_32_mer(tmp_path: Path) -> None:
+    """A genome with few 32-mers to begin at has many more places where windows begin."""
+    bases = made(2000, 1)
+    files = [write_strain(tmp_path, f"{i}.fa", mutated(bases, 0.01 * i, 2, indels=False)) for i in range(2)]
+    options = {"rename_bases": False, "reverse_complement": 0, "max_dropped": 0}
+    data = StrainPairsDataModule({"x": files}, seq_len=256, train_size=150, **options)
+    first = data.dataset("train")
+    genomes = {str(i): _records(tmp_path / f"{i}.fa")[0] for i in range(2)}
+    begins = {alike(first[i], data.boundary("train", i), genomes)[0][0][2] for i in range(150)}
+    assert data._strains is not None
+    assert len(begins) > 80 > 2 * max(len(strain.anchors) for strain in data._strains["x"])
+
+
 def test_what_is_drawn_can_be_fixed(species: dict[str, list[str]], genomes: dict[str, str]) -> None:
     options = {"boundary_range": 0, "max_dropped": 0, "rename_bases": False, "reverse_complement": 0}
     for reverse in (0, 1):
