@@ -30,6 +30,7 @@ MAY = {
     "generate": {"data", "models", "checkpoint"},
     "consolidate": {"models", "strategy", "checkpoint"},
     "encode": {"data"},
+    "pairs": {"data"},
     "bench": {"pattern", "sequence", "attention", "planning", "generate", "verify"},
     "explain": {"pattern", "models"},
     "find_max": {"pattern", "models", "callbacks", "cli", "allocator"},
@@ -37,7 +38,7 @@ MAY = {
     "verify": {"pattern", "sequence", "attention", "models"},
     "cli": {
         *("allocator", "complaints", "pattern", "data", "models", "strategy", "planning", "callbacks"),
-        *("checkpoint", "consolidate", "generate", "encode", "explain", "verify", "bench", "plan", ""),
+        *("checkpoint", "consolidate", "generate", "encode", "pairs", "explain", "verify", "bench", "plan", ""),
     },
     "__main__": {"cli"},
     "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},

@@ -34,12 +34,13 @@ from lightning_dilated.generate import run as run_generate
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.file_classes import check_classes, without_training
 from lightning_dilated.models.pooled import PooledModule
+from lightning_dilated.pairs import run as run_pairs
 from lightning_dilated.plan import run as run_plan
 from lightning_dilated.verify import run as run_verify
 
 #: commands that are no LightningCLI's
-OTHERS = {"generate": run_generate, "tokenize": run_tokenize, "explain": run_explain, "verify": run_verify,
-          "bench": run_bench, "consolidate": run_consolidate, "plan": run_plan}  # fmt: skip
+OTHERS = {"generate": run_generate, "tokenize": run_tokenize, "pairs": run_pairs, "explain": run_explain,
+          "verify": run_verify, "bench": run_bench, "consolidate": run_consolidate, "plan": run_plan}  # fmt: skip
 #: keywords that Lightning itself understands in place of a path
 CKPT_WORDS = ("best", "last", "hpc", "registry")
 
@@ -52,6 +53,7 @@ Train transformers with dilated attention on long sequences. Commands:
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
+  pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links

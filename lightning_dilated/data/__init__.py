@@ -9,10 +9,12 @@ from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slide_sequences import SlideSequences
 from lightning_dilated.data.slides import SlideDataModule
+from lightning_dilated.data.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.synthetic_slides import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.tokens import TokenDataModule
+from lightning_dilated.data.version_pairs import VersionPairs, write_version_pairs
 from lightning_dilated.data.windows import GenomeWindows
 
 __all__ = [
@@ -29,10 +31,13 @@ __all__ = [
     "SlideDataModule",
     "SlideSequences",
     "SplitDataModule",
+    "StrainPairsDataModule",
     "TokenDataModule",
+    "VersionPairs",
     "check_coordinates",
     "encode_files",
     "heat_map",
     "write_attention",
     "write_synthetic_slides",
+    "write_version_pairs",
 ]

@@ -17,6 +17,11 @@ from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.values import whole_number
 
 
+def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """What draws sample `index` of a split, and nothing else."""
+    return np.random.default_rng([seed, SPLITS.index(split), index])
+
+
 class RuleSamples(Dataset):
     """Samples that a DataModule's `make(rng, split)` draws: a mapping whose `along` entries run over N positions.
 
@@ -40,7 +45,7 @@ class RuleSamples(Dataset):
         """Sample `index`, whole. Raises: IndexError if there is none."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
-        made = self.make(np.random.default_rng([self.seed, SPLITS.index(self.split), index]), self.split)
+        made = self.make(sample_generator(self.seed, self.split, index), self.split)
         return {**made, "index": index}
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from lightning_dilated.data.stream import ByteStream
 
 #: what tokens may be stored as
 DTYPES = ("uint16", "uint32", "int32", "int64")
+#: and raw files also as bytes
+RAW_DTYPES = ("uint8", *DTYPES)
 SUFFIXES = [".npy", ".bin"]
 #: first bytes of files that are no raw tokens, with what to do about them
 _FOREIGN = {

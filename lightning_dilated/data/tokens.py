@@ -16,7 +16,7 @@ from lightning_dilated.data.bytes import ByteSequences
 from lightning_dilated.data.content import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.splits import files_of, required_paths, split_bounds, split_fractions
-from lightning_dilated.data.token_files import DTYPES, SUFFIXES, TokenStream, out_of_range, scan, token_file
+from lightning_dilated.data.token_files import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, scan, token_file
 from lightning_dilated.data.values import flag, whole_number
 
 
@@ -119,7 +119,8 @@ class TokenDataModule(SplitDataModule):
         val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
         val_fraction, test_fraction: shares of the tokens of `paths`, the last ones; null is 0.05, or 0 if `val_paths` or
             `test_paths` is set.
-        dtype: of .bin files: uint16, uint32, int32 or int64; null is uint16, refused where it looks like uint32.
+        dtype: of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null is uint16, refused where it looks like
+            uint32.
         header: of .bin files: bytes before the first token (llm.c has 1024).
         eos_token: the token that ends a document; null takes everything as one text.
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
@@ -139,7 +140,7 @@ class TokenDataModule(SplitDataModule):
         test_paths: str | list[str] | None = None,
         val_fraction: float | None = None,
         test_fraction: float | None = None,
-        dtype: Literal["uint16", "uint32", "int32", "int64"] | None = None,
+        dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None,
         header: int = 0,
         eos_token: int | None = None,
         val_limit: int | None = None,
@@ -155,8 +156,8 @@ class TokenDataModule(SplitDataModule):
         self.vocab_size = whole_number("data.vocab_size", vocab_size, 1)
         own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
-        if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"data.dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}, or null for uint16")
+        if dtype is not None and dtype not in RAW_DTYPES:
+            raise ValueError(f"data.dtype is {dtype!r}; it must be one of {', '.join(RAW_DTYPES)}, or null for uint16")
         self.dtype, self.header = dtype, whole_number("data.header", header, 0)
         self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
         self.scan = flag("data.scan", scan)

@@ -160,7 +160,7 @@ def test_files_that_change_are_noticed(tmp_path: Path) -> None:
         ({"val_paths": ""}, ValueError, "data.val_paths holds an empty string; .* in data.val_paths$"),
         ({"seq_len": 0}, ValueError, "data.seq_len is 0"),
         ({"vocab_size": "3"}, TypeError, "data.vocab_size is '3'"),
-        ({"dtype": "float32"}, ValueError, "data.dtype is 'float32'; it must be one of uint16, uint32, int32, int64"),
+        ({"dtype": "float32"}, ValueError, "data.dtype is 'float32'; it must be one of uint8, uint16, uint32, int32"),
         ({"header": -1}, ValueError, "data.header is -1"),
         ({"scan": 1}, TypeError, "data.scan is 1"),
         ({"val_fraction": 0.6, "test_fraction": 0.4}, ValueError, "add up to 1 or more"),

@@ -1,0 +1,344 @@
+"""Two versions of a source tree as samples of bytes: [old files][the same files, new version].
+
+Shape letters: N bytes of a sample (`seq_len`).
+"""
+
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from lightning_dilated.data.values import file_suffixes, flag, one_of, whole_number
+
+#: parts of N between which a boundary is drawn
+DRAWN = (7 / 16, 9 / 16)
+_SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class VersionPairs:
+    """What `write_version_pairs` wrote.
+
+    `paths` and `samples` (number) of "train" and, with `hold_out`, of "val"; `json_path`; N in `seq_len`; `files` of both
+    trees that the options leave, and `changed`, those of them that differ (None where all are taken).
+    """
+
+    paths: dict[str, str]
+    samples: dict[str, int]
+    json_path: str
+    seq_len: int
+    files: int
+    changed: int | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The options of `write_version_pairs`, checked; they stand in the JSON file."""
+
+    seq_len: int
+    boundary: str
+    suffixes: list[str] | None
+    include: list[str]
+    exclude: list[str]
+    hold_out: list[str]
+    changed_only: bool
+    limit: int | None
+    val_limit: int | None
+    seed: int
+
+    @classmethod
+    def checked(cls, **given: object) -> _Options:
+        """Raises: TypeError or ValueError, naming the option."""
+        suffixes = given["suffixes"]
+        limits = {
+            name: None if given[name] is None else whole_number(name, given[name], 1) for name in ("limit", "val_limit")
+        }
+        return cls(
+            seq_len=whole_number("seq_len", given["seq_len"], 16),
+            boundary=one_of("boundary", given["boundary"], ("fixed", "drawn")),
+            suffixes=file_suffixes("suffixes", suffixes),
+            include=_folders("include", given["include"]),
+            exclude=_folders("exclude", given["exclude"]),
+            hold_out=_folders("hold_out", given["hold_out"]),
+            changed_only=flag("changed_only", given["changed_only"]),
+            limit=limits["limit"],
+            val_limit=limits["val_limit"],
+            seed=whole_number("seed", given["seed"], 0),
+        )
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file of both trees: its name below them, and its bytes in each."""
+
+    name: str
+    old: int
+    new: int
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """Files that fill one sample, and how many bytes of it are of the old tree."""
+
+    files: list[_File]
+    boundary: int
+
+
+def write_version_pairs(
+    old: str | Path,
+    new: str | Path,
+    out: str | Path,
+    *,
+    seq_len: int = 65536,
+    boundary: Literal["fixed", "drawn"] = "drawn",
+    suffixes: Sequence[str] | None = None,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    hold_out: Sequence[str] = (),
+    changed_only: bool = False,
+    limit: int | None = None,
+    val_limit: int | None = None,
+    seed: int = 0,
+) -> VersionPairs:
+    """Write samples of `seq_len` bytes, each the beginning of some files of `old` and then of the same files of `new`.
+
+    Files of both trees are taken in the order of their names, as many for a sample as fill both its parts; what is left of
+    them is cut off, so a file serves one sample. Files of a part stand end to end with nothing between them. Only plain
+    files are read; links, and names that begin with a dot, are left out. One sample is held in memory.
+
+    `out` gets the samples end to end in a random order that `seed` fixes, and one byte more, the last label:
+    TokenDataModule with `dtype: uint8` and ByteDataModule read all samples with the same `seq_len`. Samples of `hold_out`
+    go to OUT.val.bin. OUT.json names the trees, the options, the counts, and the boundary of each sample if it is drawn.
+    Files appear under these names only once all is written.
+
+    Args:
+        old, new: folders.
+        out: the file to write, in .bin.
+        seq_len: N, at least 16.
+        boundary: "fixed" gives the old files N/2 bytes of each sample, "drawn" between 7/16 and 9/16 of N.
+        suffixes: endings of the files to take, such as .c and .h; None takes all.
+        include: folders or files below the trees to take, such as drivers and sound; none takes all.
+        exclude: folders or files to leave out.
+        hold_out: folders or files whose samples are for validation.
+        changed_only: leave out files that are equal in both trees.
+        limit, val_limit: most samples for training, and for validation, chosen at random; None writes all.
+        seed: fixes the order, the choice and the boundaries.
+
+    Raises:
+        TypeError, ValueError, OSError: before anything is written, naming the option, what was found and what to change.
+        ValueError: for a file that becomes shorter while it is read; nothing is left behind then.
+    """
+    options = _Options.checked(
+        seq_len=seq_len, boundary=boundary, suffixes=suffixes, include=include, exclude=exclude, hold_out=hold_out,
+        changed_only=changed_only, limit=limit, val_limit=val_limit, seed=seed,
+    )  # fmt: skip
+    roots = _root("old", old), _root("new", new)
+    if os.path.samefile(*roots):
+        raise ValueError(f"old and new are both {roots[0]}: name the two versions of the tree")
+    targets = _targets(Path(out), options)
+    taken = _taken(roots, options)
+    used = [file for file in taken if not (options.changed_only and _equal(roots, file))]
+    if not used:
+        raise ValueError(
+            f"all {len(taken):,} files are equal in both trees: leave changed_only out, or name other trees"
+        )
+    plan = {split: _planned(used, split, options) for split in _SPLITS if split in targets}
+    result = VersionPairs(
+        paths={split: str(targets[split]) for split in plan},
+        samples={split: len(samples) for split, samples in plan.items()},
+        json_path=str(targets["json"]),
+        seq_len=options.seq_len,
+        files=len(taken),
+        changed=len(used) if options.changed_only else None,
+    )
+    _write(roots, targets, plan, options.seq_len, _about(roots, plan, result, options))
+    return result
+
+
+# -- which files -------------------------------------------------------------------------------------------------------
+def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
+    """The files of both trees that the options leave, folder by folder."""
+    old, new = (dict(_plain_files(root)) for root in roots)
+    common = sorted(old.keys() & new.keys(), key=lambda name: name.split("/"))
+    if not common:
+        raise ValueError(
+            f"no file lies in both trees ({len(old):,} files below {roots[0]}, {len(new):,} below {roots[1]}): name the "
+            "same folder of each version"
+        )
+    for option in ("include", "exclude", "hold_out"):
+        for folder in getattr(options, option):
+            if not any(_below(name, [folder]) for name in common):
+                top = sorted({name.split("/")[0] for name in common})
+                shown = ", ".join(top[:12]) + (", ..." if len(top) > 12 else "")
+                raise ValueError(f"{option} names {folder!r}, but no file of both trees lies there. They have: {shown}")
+    taken = [
+        _File(name, old[name], new[name])
+        for name in common
+        if (not options.suffixes or name.endswith(tuple(options.suffixes)))
+        and (not options.include or _below(name, [*options.include, *options.hold_out]))
+        and not _below(name, options.exclude)
+    ]
+    if not taken:
+        raise ValueError(
+            f"none of the {len(common):,} files of both trees is left by suffixes {options.suffixes}, include "
+            f"{options.include} and exclude {options.exclude}: take more"
+        )
+    return taken
+
+
+def _plain_files(root: str) -> Iterator[tuple[str, int]]:
+    """(name below the root with "/", bytes) of each regular file; links and hidden names are left out."""
+    folders = [""]
+    while folders:
+        prefix = folders.pop()
+        with os.scandir(os.path.join(root, prefix)) as entries:
+            for entry in entries:
+                if entry.name.startswith("."):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(f"{prefix}{entry.name}/")
+                elif entry.is_file(follow_symlinks=False):
+                    yield prefix + entry.name, entry.stat(follow_symlinks=False).st_size
+
+
+def _below(name: str, folders: Sequence[str]) -> bool:
+    return any(name == folder or name.startswith(f"{folder}/") for folder in folders)
+
+
+def _equal(roots: tuple[str, str], file: _File) -> bool:
+    one, two = (os.path.join(root, file.name) for root in roots)
+    return file.old == file.new and filecmp.cmp(one, two, shallow=False)
+
+
+# -- which samples -----------------------------------------------------------------------------------------------------
+def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]:
+    """The samples of a split in the order in which they are written. Raises: ValueError where there is none."""
+    own = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
+    rng = np.random.default_rng([options.seed, _SPLITS.index(split)])
+    samples = list(_filled(own, rng, options))
+    if not samples:
+        total = f"{sum(x.old for x in own):,} bytes in the old and {sum(x.new for x in own):,} in the new tree"
+        change = "hold out less" if split == "train" else "hold out more"
+        raise ValueError(
+            f"the {split} split has {len(own):,} files of {total}, which do not fill a sample of seq_len = "
+            f"{options.seq_len}, about half of it from each: lower seq_len, take more files, or "
+            f"{change if options.hold_out else 'name other trees'}"
+        )
+    order = rng.permutation(len(samples))
+    return [samples[i] for i in order[: options.limit if split == "train" else options.val_limit]]
+
+
+def _filled(files: list[_File], rng: np.random.Generator, options: _Options) -> Iterator[_Sample]:
+    """Samples of neighbouring files that fill both parts; the last files may fill none."""
+    low, high = (int(options.seq_len * part) for part in DRAWN)
+    fixed = options.boundary == "fixed"
+    group: list[_File] = []
+    old = new = 0
+    boundary = options.seq_len // 2 if fixed else int(rng.integers(low, high + 1))
+    for file in files:
+        group.append(file)
+        old, new = old + file.old, new + file.new
+        if old >= boundary and new >= options.seq_len - boundary:
+            yield _Sample(group, boundary)
+            group, old, new = [], 0, 0
+            boundary = options.seq_len // 2 if fixed else int(rng.integers(low, high + 1))
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+def _write(
+    roots: tuple[str, str],
+    targets: dict[str, Path],
+    plan: dict[str, list[_Sample]],
+    seq_len: int,
+    about: dict[str, object],
+) -> None:
+    """Write samples and JSON beside where they belong, then move all."""
+    parts = {kind: path.with_name(f"{path.name}.part") for kind, path in targets.items()}
+    try:
+        for split, samples in plan.items():
+            with open(parts[split], "wb") as out:
+                for sample in samples:
+                    out.write(_part(roots[0], sample.files, sample.boundary))
+                    out.write(_part(roots[1], sample.files, seq_len - sample.boundary))
+                out.write(b"\n")  # the label of the last byte
+        parts["json"].write_text(json.dumps(about, indent=1) + "\n")
+        for kind, path in targets.items():
+            os.replace(parts[kind], path)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def _part(root: str, files: list[_File], count: int) -> bytes:
+    """The first `count` bytes of the files, of which no more is read. Raises: ValueError where they became shorter."""
+    found = bytearray()
+    for file in files:
+        if len(found) < count:
+            with open(os.path.join(root, file.name), "rb") as source:
+                found += source.read(count - len(found))
+    if len(found) < count:
+        names = f"{files[0].name} to {files[-1].name}" if len(files) > 1 else files[0].name
+        raise ValueError(
+            f"{root}: {names} became shorter while they were read: keep the trees as they are, and start again"
+        )
+    return bytes(found)
+
+
+def _about(
+    roots: tuple[str, str], plan: dict[str, list[_Sample]], result: VersionPairs, options: _Options
+) -> dict[str, object]:
+    """What the JSON file says."""
+    half = options.seq_len // 2
+    splits = {
+        split: {
+            "file": Path(result.paths[split]).name,
+            "samples": len(samples),
+            "files": sum(len(sample.files) for sample in samples),
+            "boundaries": half if options.boundary == "fixed" else [sample.boundary for sample in samples],
+        }
+        for split, samples in plan.items()
+    }
+    counts = {"files": result.files, "changed": result.changed}
+    return {"old": roots[0], "new": roots[1], "options": asdict(options), **counts, "splits": splits}
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+def _folders(option: str, value: object) -> list[str]:
+    """Names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
+    if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
+        raise TypeError(f"{option} is {value!r}; it must be a list of folders below the trees, such as ['fs', 'net']")
+    names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
+    for given, name in zip(value, names, strict=True):
+        if not given or os.path.isabs(given) or name.split("/")[0] in (".", ".."):
+            raise ValueError(
+                f"{option} names {given!r}; it must be a folder or file below both trees, such as drivers/net"
+            )
+    return names
+
+
+def _root(option: str, folder: str | Path) -> str:
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(f"{option} {folder}: there is no such folder")
+    return os.path.abspath(folder)
+
+
+def _targets(out: Path, options: _Options) -> dict[str, Path]:
+    """What is to be written: "train", "val" where something is held out, and "json"."""
+    if out.suffix != ".bin":
+        raise ValueError(f"out is {out}; samples are written as raw bytes, so let its name end in .bin")
+    if not out.parent.is_dir():
+        raise FileNotFoundError(f"out {out}: there is no folder {out.parent}; make it first")
+    targets = {"train": out, "val": out.with_suffix(".val.bin"), "json": out.with_suffix(".json")}
+    if not options.hold_out:
+        del targets["val"]
+    for path in targets.values():
+        if path.exists():
+            raise FileExistsError(f"{path} is there already: remove it, or choose another name for out")
+    return targets

@@ -1,0 +1,68 @@
+"""`lightning-dilated pairs`: two versions of a source tree to samples of bytes, for TokenDataModule."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+from lightning_dilated.data import VersionPairs, write_version_pairs
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `pairs`."""
+    about = (
+        "Write samples of bytes, each [files of the old tree][the same files of the new tree], of files that lie in both. "
+        "Only plain files are read; links and names that begin with a dot are left out."
+    )
+    p = argparse.ArgumentParser("lightning-dilated pairs", description=about)
+    p.add_argument("--old", required=True, help="folder of the old version")
+    p.add_argument("--new", required=True, help="folder of the new version")
+    p.add_argument("--out", required=True, help="the file to write, in .bin; OUT.val.bin and OUT.json come beside it")
+    p.add_argument("--seq_len", type=int, default=65536, help="bytes of a sample (default: 65536)")
+    p.add_argument(
+        "--boundary",
+        choices=("fixed", "drawn"),
+        default="drawn",
+        help="where the new files begin: at half of each sample, or drawn from 7/16 to 9/16 of it (default: drawn)",
+    )
+    p.add_argument(
+        "--suffixes", nargs="+", metavar="X", help="endings of the files to take, such as .c .h (default: all)"
+    )
+    p.add_argument("--include", nargs="+", default=[], metavar="FOLDER", help="take files below these folders only")
+    p.add_argument("--exclude", nargs="+", default=[], metavar="FOLDER", help="leave files below these folders out")
+    p.add_argument("--hold_out", nargs="+", default=[], metavar="FOLDER", help="folders for validation, in OUT.val.bin")
+    p.add_argument("--changed_only", action="store_true", help="leave out files that are equal in both trees")
+    p.add_argument("--limit", type=int, help="most samples for training, chosen at random (default: all)")
+    p.add_argument("--val_limit", type=int, help="most samples for validation, chosen at random (default: all)")
+    p.add_argument("--seed", type=int, default=0, help="fixes order, choice and boundaries (default: 0)")
+    return p
+
+
+def report(found: VersionPairs) -> str:
+    """What was written, and the settings that go with it."""
+    changed = "" if found.changed is None else f", of which {found.changed:,} differ"
+    lines = [f"{found.files:,} files in both trees{changed}"]
+    for split, path in found.paths.items():
+        lines.append(f"{path}: {found.samples[split]:,} samples of {found.seq_len:,} bytes ({split})")
+    return "\n".join([*lines, f"boundaries, options and counts: {found.json_path}", f"train on it: {settings(found)}"])
+
+
+def settings(found: VersionPairs) -> str:
+    """The arguments of `fit` that these samples take."""
+    values = {
+        "data": "lightning_dilated.data.TokenDataModule",
+        "data.paths": shlex.quote(found.paths["train"]),
+        "data.val_paths": shlex.quote(found.paths["val"]) if "val" in found.paths else None,
+        "data.val_fraction": 0 if "val" in found.paths else None,
+        "data.test_fraction": 0 if "val" in found.paths else None,
+        "data.dtype": "uint8",
+        "data.vocab_size": 256,
+        "data.seq_len": found.seq_len,
+    }
+    return " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
+
+
+def run(argv: list[str]) -> None:
+    """Parse, write, and print what was written."""
+    args = vars(parser().parse_args(argv))
+    print(report(write_version_pairs(args.pop("old"), args.pop("new"), args.pop("out"), **args)))
