@@ -105,7 +105,8 @@ class DilatedCLI(LightningCLI):
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """The data is Python's own source unless something else is named."""
-        parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
+        if not names_data(sys.argv[2:]):  # else its defaults would become those of the class that is named
+            parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _parse_ckpt_path(self) -> None:
         """Nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
@@ -223,6 +224,14 @@ def model_class(configs: list[str], rest: list[str]) -> str | None:
         if given is not None:
             found = given
     return found
+
+
+def names_data(words: list[str]) -> bool:
+    """Whether the recipes or arguments name a class of the data."""
+    configs, rest = split_configs(words)
+    given = [config.get("data") for config in read(configs)]
+    named = any(data.get("class_path") if isinstance(data, dict) else data for data in given)
+    return named or any(option(rest, name) is not None for name in ("--data", "--data.class_path"))
 
 
 def named_modules(configs: list[str], rest: list[str]) -> set[str]:

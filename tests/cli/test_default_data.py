@@ -55,3 +55,13 @@ def test_predictions_of_texts(cli, tmp_path):
     (tmp_path / "x.yaml").write_text(yaml.safe_dump({"model": given, "trainer": TRAINER, "data": data}))
     result = cli("predict", "--config", "x.yaml")
     assert result.code == 0, result.err
+
+
+def test_other_data_keep_their_own_defaults(cli, tmp_path):
+    """Not those of the class that is taken where none is named."""
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({"data": {"class_path": "FarRecallDataModule"}}))
+    for words in (["--data", "FarRecallDataModule"], ["--config", "x.yaml"], ["--data=FarRecallDataModule"]):
+        found = yaml.safe_load(cli("fit", *words, "--model", "LongNetLM", "--print_config").out)["data"]["init_args"]
+        assert (found["seq_len"], found["batch_size"]) == (128, 32)
+    own = yaml.safe_load(cli("fit", "--data.seq_len", "77", "--model", "LongNetLM", "--print_config").out)["data"]
+    assert own["class_path"] == "lightning_dilated.data.ByteDataModule" and own["init_args"]["seq_len"] == 77
