@@ -30,6 +30,7 @@ ARMS = {
     "paper": (ld.DilatedPattern.longnet([16, TOKENS], [1, RATE]), "odd"),
     "local": (ld.DilatedPattern.longnet([16], [1]), "odd"),
     "heads": (ld.DilatedPattern([ld.Branch(16, 1, heads=[0, 1, 2]), ld.Branch(None, 1, heads=[3])]), "odd"),
+    "hybrid": (ld.DilatedPattern.hybrid(3, 4, local=16, global_every=3), "none"),
     "dense": (ld.DilatedPattern.dense(), "none"),
 }
 
