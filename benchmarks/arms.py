@@ -56,6 +56,7 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid": lambda: hybrid(depth, heads, local=local),
         "hybrid-all": lambda: hybrid(depth, heads, local=local, global_heads="all"),
         "hybrid-lite": lambda: hybrid(depth, heads, local=local, far=far),
+        "hybrid-first": lambda: hybrid(depth, heads, local=local, global_first=0),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
 

@@ -2,6 +2,8 @@
 
     python benchmarks/recall_distance.py --arm hybrid --kv-conv 4 --lr 2e-3 --queries 8 --steps 400
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
+    python benchmarks/recall_distance.py --arm hybrid-first --local 64 --kv-conv 4 --lr 3e-3 --queries 4 --steps 300 --dim 64 \
+        --vocabulary 64 --lengths 64 128 512 --tokens 4096 --tokens-per-pair 16  # on a core of a CPU, 3 minutes
 
 `FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
 Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens of each. A model of
@@ -49,6 +51,7 @@ def main() -> None:
     p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")
     p.add_argument("--tokens", type=int, default=65536, help="of a step, at least one sequence")
     p.add_argument("--tokens-per-pair", type=int, default=64)
+    p.add_argument("--dim", type=int, default=DIM)
     p.add_argument("--tie", action=argparse.BooleanOptionalAction, default=True, help="embedding and output projection")
     p.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     print(json.dumps(run(p.parse_args())), flush=True)
@@ -56,10 +59,10 @@ def main() -> None:
 
 def run(a: argparse.Namespace) -> dict[str, object]:
     """One arm."""
-    model = model_of(a, 1 + 2 * a.vocabulary, DIM, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
+    model = model_of(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
     tasks = [data(n, a.steps, a) for n in a.lengths]
     trained = train(model, [Stage(t.seq_len, a.steps, batches(t, "train", t.batch_size)) for t in tasks], a)
-    given = ("vocabulary", "queries", "tokens", "tokens_per_pair", "tie")
+    given = ("vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
     return {**options_of(a, model, trained), **{name: getattr(a, name) for name in given}, **validate(model, a)}
 
 

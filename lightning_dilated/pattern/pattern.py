@@ -126,10 +126,11 @@ class DilatedPattern:
         global_heads: int | Literal["all"] = 1,
         far: DilatedPattern | Mapping[str, Any] | None = None,
         shifted: bool = True,
+        global_first: int | None = None,
     ) -> list[DilatedPattern]:
         """The patterns of `depth` layers: local segments everywhere, and a few heads that see the whole sequence.
 
-        In layers i with (i + 1) % global_every == 0 the last `global_heads` kv heads, with the query heads that share them,
+        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, with the query heads that share them,
         have dense attention over the whole sequence. All other heads, of all layers, have segments of `local` tokens.
 
         Args:
@@ -142,6 +143,9 @@ class DilatedPattern:
                 offsets.
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that no layer's ends are
                 those of the next.
+            global_first: the first layer with dense heads, counted from 0; None: `global_every - 1`, the last of the first
+                `global_every`. With `kv_conv` take 0: a layer of local heads before it learns to look up what is near, and
+                leaves it nothing to learn (benchmarks/results/2026-11-24_cpu_recall.md).
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -149,10 +153,13 @@ class DilatedPattern:
         depth, num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
         local = integer(local, "local", 1)
         global_every = integer(global_every, "global_every", 1)
-        if global_every > depth:
+        if global_first is None and global_every > depth:
             raise ValueError(
                 f"global_every={global_every} leaves none of {depth} layers with a dense head: it must be at most depth."
             )
+        first = global_every - 1 if global_first is None else integer(global_first, "global_first", 0)
+        if first >= depth:
+            raise ValueError(f"global_first={first} is none of the layers 0 to {depth - 1}.")
         plain = DilatedPattern.dense(local)
         num_heads, num_kv_heads = plain.check_heads(num_heads, num_kv_heads)
         if global_heads != "all":
@@ -169,7 +176,7 @@ class DilatedPattern:
         layers = []
         for layer in range(depth):
             shift = local // 2 if shifted and layer % 2 else 0
-            if (layer + 1) % global_every:
+            if layer < first or (layer - first) % global_every:
                 branches = (Branch(local, 1, shift), *beside)
             elif dense == num_heads:
                 branches = (Branch(None, 1),)

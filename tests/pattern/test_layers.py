@@ -65,6 +65,7 @@ REFUSED = {
     "hybrid of another word": ({"hybrid": {"locals": 3}}, ValueError, "no key 'locals'. Did you mean 'local'"),
     "hybrid with depth": ({"hybrid": {"depth": 3}}, ValueError, "pattern.hybrid has no key 'depth'"),
     "hybrid of a list": ({"hybrid": [1]}, TypeError, "pattern.hybrid must be a mapping"),
+    "no such layer": ({"hybrid": {"global_first": 5}}, ValueError, "global_first=5 is none of the layers 0 to 4"),
     "no dense layer": ({"hybrid": {"global_every": 6}}, ValueError, "global_every=6 leaves none of 5 layers"),
     "too many dense heads": ({"hybrid": {"global_heads": 5}}, ValueError, "global_heads=5 is above the 4 kv heads"),
     "dense heads of another word": ({"hybrid": {"global_heads": "some"}}, TypeError, "global_heads must be an integer"),
@@ -87,18 +88,21 @@ def test_refused(name):
         if dense == "all" or dense <= (kv_heads or heads)
     ],
 )
-@pytest.mark.parametrize("global_every", [1, 3, 4])
+@pytest.mark.parametrize("global_every, global_first", [(1, None), (3, None), (4, None), (4, 0), (2, 3), (9, 5)])
 @pytest.mark.parametrize("shifted", [True, False])
-def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, shifted):
-    """Layer i is dense in its last kv groups where (i + 1) % global_every == 0, and local in all other heads."""
+def test_hybrid(num_heads, num_kv_heads, global_heads, global_every, global_first, shifted):
+    """Layer i is dense in its last kv groups where (i + 1) % global_every == 0, or from `global_first` on; else local."""
     kv_heads = num_kv_heads or num_heads
     far = DilatedPattern([(16, 2)], offsets="blocked")
-    layers = DilatedPattern.hybrid(6, num_heads, num_kv_heads, 8, global_every, global_heads, far, shifted)
+    layers = DilatedPattern.hybrid(
+        6, num_heads, num_kv_heads, 8, global_every, global_heads, far, shifted, global_first
+    )
     assert len(layers) == 6
     dense = num_heads if global_heads == "all" else num_heads // kv_heads * global_heads
     for i, pattern in enumerate(layers):
         pattern.check_heads(num_heads, num_kv_heads)
-        is_global = (i + 1) % global_every == 0
+        first = global_every - 1 if global_first is None else global_first
+        is_global = i in range(first, 6, global_every)
         for head in range(num_heads):
             got = [
                 (b.segment_length, b.dilation_rate, b.shift)
