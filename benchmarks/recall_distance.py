@@ -2,8 +2,9 @@
 
     python benchmarks/recall_distance.py --arm hybrid --kv-conv 4 --lr 2e-3 --queries 8 --steps 400
     python benchmarks/recall_distance.py --arm paper --rotary-base 1e4 --seed 1
-    python benchmarks/recall_distance.py --arm hybrid-first --local 64 --kv-conv 4 --lr 3e-3 --queries 4 --steps 300 --dim 64 \
-        --vocabulary 64 --lengths 64 128 512 --tokens 4096 --tokens-per-pair 16  # on a core of a CPU, 3 minutes
+    # on a core of a CPU, 3 minutes
+    python benchmarks/recall_distance.py --arm hybrid-first --local 64 --kv-conv 4 --lr 3e-3 --queries 4 --steps 300 \
+        --dim 64 --vocabulary 64 --lengths 64 128 512 --tokens 4096 --tokens-per-pair 16
 
 `FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
 Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens of each. A model of

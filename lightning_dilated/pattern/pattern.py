@@ -130,8 +130,9 @@ class DilatedPattern:
     ) -> list[DilatedPattern]:
         """The patterns of `depth` layers: local segments everywhere, and a few heads that see the whole sequence.
 
-        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, with the query heads that share them,
-        have dense attention over the whole sequence. All other heads, of all layers, have segments of `local` tokens.
+        In layers `global_first`, `global_first + global_every`, ... the last `global_heads` kv heads, with the query heads
+        that share them, have dense attention over the whole sequence. All other heads, of all layers, have segments of
+        `local` tokens.
 
         Args:
             depth: layers of the model.
