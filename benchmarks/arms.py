@@ -32,6 +32,7 @@ NAMES = (
     "hybrid-all",
     "hybrid-lite",
     "hybrid-half",
+    "hybrid-first",
 )
 Batch = dict[str, Tensor]
 
