@@ -47,7 +47,7 @@ class Gradients(Record):
 def fit(rank, group, run, options=None):
     """(losses, norms, gradients of all steps, validation loss, parameters, what is offloaded)."""
     seen = Gradients()
-    built, model, data, record = make(run, launched(rank), callbacks=[seen], **(options or {}))
+    built, model, data, record = make(run, launched(rank), callbacks=[seen], limit_val_batches=3, **(options or {}))
     built.fit(model, data)
     built.validate(model, data, verbose=False)
     groups = [m._get_fsdp_state()._fsdp_param_group for m in model.modules() if isinstance(m, FSDPModule)]
