@@ -90,11 +90,13 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 
 
 def with_length(cls: Any, given: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A model's arguments; where they name neither `max_seq_len` nor a rotary base, it is made for the data's N tokens."""
+    """A model's arguments; without `max_seq_len`, and with no base or "length", it is made for the data's N tokens."""
     ours = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
     names = inspect.signature(cls).parameters if ours else {}
     takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
-    named = any(given.get(name) is not None for name in ("max_seq_len", "rotary_base"))
+    base = given.get("rotary_base")
+    follows = base is None or "length" in (base if isinstance(base, list) else [base])
+    named = given.get("max_seq_len") is not None or not follows
     return given if not takes or named or seq_len is None else {**given, "max_seq_len": seq_len}
 
 

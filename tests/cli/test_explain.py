@@ -4,6 +4,7 @@ import pytest
 import yaml
 
 from lightning_dilated import LongNetLM
+from lightning_dilated.explain import with_length
 from lightning_dilated.models.advice import advice, position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
@@ -104,3 +105,21 @@ def test_refused(cli, tmp_path, name):
     (tmp_path / "other.yaml").write_text("model: {class_path: lightning_dilated.DilatedModule}\n")
     result = cli("explain", *argv)
     assert result.code == 2 and says in result.err and result.out == "", result.err
+
+
+@pytest.mark.parametrize(
+    "given, expected",
+    [
+        ({}, 512),
+        ({"rotary_base": None}, 512),
+        ({"rotary_base": "length"}, 512),
+        ({"rotary_base": ["none", "length"]}, 512),
+        ({"rotary_base": 1e5}, None),
+        ({"rotary_base": ["none", 1e5]}, None),
+        ({"max_seq_len": 64, "rotary_base": "length"}, 64),
+    ],
+    ids=str,
+)
+def test_models_whose_base_follows_the_length_are_made_for_the_data(given, expected):
+    assert with_length(LongNetLM, given, 512).get("max_seq_len") == expected
+    assert with_length(LongNetLM, given, None) == given
