@@ -30,7 +30,10 @@ def advice(module: Any, seq_len: int) -> str | None:
     # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
     at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
-    hints = at_length.hints
+    hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
+    if at_length.walls and taps:
+        reach = taps - 1 if causal else taps // 2
+        hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
     others = len(seen.dead_residues) - 1
     if others > 0:
         hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)

@@ -66,7 +66,7 @@ class Explanation:
         found = []
         if self.walls:
             found.append(
-                f"{len(self.walls)} wall(s): tokens never cross position {self.walls[0]}"
+                f"{len(self.walls)} wall(s): attention never crosses position {self.walls[0]}"
                 + (f", {self.walls[1]}, ..." if len(self.walls) > 1 else "")
                 + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or use pattern.shifted() on "
                 'every other layer (shift_layers="odd" of the models).'

@@ -74,7 +74,7 @@ def test_links_are_those_of_the_gpu(cli, tmp_path):
 def test_walls_are_said(cli):
     """Segments of 128 tokens of 64K: nothing crosses their ends, however many GPUs there are."""
     result = cli("plan", *SIZES, "--tokens", "64K", *BLOCK)
-    assert "whatever the GPUs" in result.out and "511 wall(s): tokens never cross position 128" in result.out
+    assert "whatever the GPUs" in result.out and "511 wall(s): attention never crosses position 128" in result.out
     whole = ["--segments", 64, 65536, "--dilations", 1, 2]
     assert "wall(s)" not in cli("plan", *SIZES, *whole, "--tokens", "64K", *BLOCK).out
 

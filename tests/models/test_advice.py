@@ -29,9 +29,20 @@ def shifted(pattern, **sizes):
     return LongNetLM(pattern, shift_layers="odd", **{**sizes, "depth": 2})
 
 
+def convolving(pattern, **sizes):
+    """A LongNetLM whose keys and values know the tokens before them."""
+    return LongNetLM(pattern, kv_conv=4, **sizes)
+
+
 CASES = {
     "fine": (LongNetLM, FINE, {}, None),
-    "walls": (LongNetLM, WALLS, {}, "2 wall(s): tokens never cross position 16, 32, ... at any depth. Add a branch"),
+    "walls": (
+        LongNetLM,
+        WALLS,
+        {},
+        "2 wall(s): attention never crosses position 16, 32, ... at any depth. Add a branch",
+    ),
+    "walls, kv_conv": (convolving, WALLS, {}, "Only kv_conv=4 carries 3 token(s) over a wall, in each layer."),
     "walls, both directions": (LongNetMLM, WALLS, {}, "LongNetMLM.pattern at 40 tokens: 2 wall(s)"),
     "dead": (LongNetLM, DEAD, {}, "branches[1] leaves 4 of 8 residues to no head. Use a dilation rate of at most"),
     "dead in many": (
