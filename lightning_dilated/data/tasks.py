@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset
 
 from lightning_dilated.data.listops import VOCABULARY, expression, most_tokens
@@ -43,10 +44,13 @@ class RuleSamples(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """Sample `index`, whole. Raises: IndexError if there is none."""
+        return {**self.make(self.generator(index), self.split), "index": index}
+
+    def generator(self, index: int) -> np.random.Generator:
+        """What draws sample `index`. Raises: IndexError if there is none."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
-        made = self.make(sample_generator(self.seed, self.split, index), self.split)
-        return {**made, "index": index}
+        return sample_generator(self.seed, self.split, index)
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The sample with its sequences at some positions only."""
@@ -126,7 +130,8 @@ class FarRecallDataModule(RuleDataModule):
 
     With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
     lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
-    that their loss is that of recall over the distance.
+    that their loss is that of recall over the distance. `callbacks.RecallByDistance` reports the share of right answers by
+    that distance.
 
     With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
     its key's queries, too, and no answer follows them. Nothing has to be bound then, every query is a far one, and what is
@@ -191,15 +196,9 @@ class FarRecallDataModule(RuleDataModule):
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,), "labels": (N,)} int64."""
-        count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
-        keys = 1 + rng.permutation(self.vocabulary)[:count]
-        values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
-        again = rng.integers(0, count, self.num_queries - count)
-        asked = rng.permutation(np.concatenate([np.arange(count), again]))
-        pairs = _places(rng, half, count, size)
-        queries = half + _places(rng, self.seq_len - half, len(asked), size)
+        keys, values, pairs, asked, queries = self._draw(rng)
         tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
-        if size == 1:
+        if self.pair_tokens == 1:
             values = values + self.vocabulary * (keys - 1)
             tokens[pairs], tokens[queries], labels[queries] = values, keys[asked], values[asked]
         else:
@@ -209,6 +208,29 @@ class FarRecallDataModule(RuleDataModule):
             counted = slice(None) if split == "train" else first
             labels[queries[counted]] = values[asked[counted]]
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def distances(self, split: str, index: int) -> Tensor:
+        """(N,) int64 of a sample: at each query the tokens from there back to the first token of its key's pair, else 0.
+
+        Raises:
+            ValueError: for a split that is none of "train", "val" and "test".
+            IndexError: if there is no such sample.
+        """
+        _, _, pairs, asked, queries = self._draw(self.dataset(split).generator(index))
+        found = np.zeros(self.seq_len, np.int64)
+        found[queries] = queries - pairs[asked]
+        return torch.from_numpy(found)
+
+    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """(keys, values and first positions of the pairs; which pair each query asks for, and the queries' positions)."""
+        count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
+        keys = 1 + rng.permutation(self.vocabulary)[:count]
+        values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
+        again = rng.integers(0, count, self.num_queries - count)
+        asked = rng.permutation(np.concatenate([np.arange(count), again]))
+        pairs = _places(rng, half, count, size)
+        queries = half + _places(rng, self.seq_len - half, len(asked), size)
+        return keys, values, pairs, asked, queries
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:

@@ -199,6 +199,8 @@ class LongNetLM(TokenModel):
 
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
+    #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
+    watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def setup(self, stage: str) -> None:
         """As `TokenModel`; and see that bits per byte are not those of a token. 512 leaves room for special tokens."""
@@ -246,12 +248,23 @@ class LongNetLM(TokenModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
         own = type(self).token_losses is _TOKEN_LOSSES and "token_losses" not in vars(self)
+        states = self._states(batch) if own or self.watch_predictions is not None else None
+        if states is not None and self.watch_predictions is not None:
+            self.watch_predictions(batch, self._predictions(*states))
+        if states is not None and own and self.watch_losses is None:
+            return self._losses(*states, summed=True), (batch["labels"] != IGNORE).sum()
+        losses = self._losses(*states) if states is not None and own else self.token_losses(batch)
         if self.watch_losses is not None:
-            losses = self.token_losses(batch)
             self.watch_losses(batch, losses)
-            return losses.sum(), (batch["labels"] != IGNORE).sum()
-        total = self._losses(*self._states(batch), summed=True) if own else self.token_losses(batch).sum()
-        return total, (batch["labels"] != IGNORE).sum()
+        return losses.sum(), (batch["labels"] != IGNORE).sum()
+
+    @torch.no_grad()
+    def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(B, N) the likeliest token at each label by hidden states (B, N, E), -100 elsewhere, where no logits are made."""
+        counted = labels != IGNORE
+        within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
+        likeliest = tiled(lambda at: self._logits(at).argmax(-1), *within, x[counted][None])
+        return torch.full_like(labels, IGNORE).masked_scatter_(counted, likeliest[0])
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per byte and perplexity (of a token). A base of a genome is one byte, so there they are bits per base."""

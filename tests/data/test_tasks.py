@@ -120,6 +120,30 @@ def test_far_recall_of_pairs_in_one_token(seq_len, pairs, vocabulary, queries, s
     assert np.abs(share - vocabulary**-2).max() < 6 * np.sqrt(vocabulary**-2 / len(drawn))
 
 
+@pytest.mark.parametrize("split", ["train", "val", "test"])
+@pytest.mark.parametrize("pair_tokens", [1, 2])
+def test_distances_are_those_from_each_query_to_its_pair(pair_tokens, split) -> None:
+    data = FarRecallDataModule(65, 3, 5, 9, pair_tokens, train_size=20, val_size=20, test_size=20)
+    for sample in (data.dataset(split)[i] for i in range(20)):
+        tokens = sample["tokens"].tolist()
+        expected = [0] * 65
+        # the key that each pair begins with, or that its one token stands for
+        keys = [token if pair_tokens == 2 else (token - 6) // 5 + 1 if token else 0 for token in tokens[:32]]
+        for p in (p for p in range(32, 65) if 1 <= tokens[p] <= 5):
+            expected[p] = p - keys.index(tokens[p])
+        found = data.distances(split, sample["index"])
+        assert found.dtype == torch.int64 and found.tolist() == expected
+        assert bool((found[sample["labels"] != -100] > 0).all())
+
+
+def test_distances_of_no_sample() -> None:
+    data = FarRecallDataModule(64, val_size=3)
+    with pytest.raises(IndexError, match="sample 3 was asked for, but the val split has 3"):
+        data.distances("val", 3)
+    with pytest.raises(ValueError, match="there is no split 'dev'"):
+        data.distances("dev", 0)
+
+
 WRONG = [
     (
         FarRecallDataModule,
