@@ -78,10 +78,7 @@ def validate(model: ld.LongNetLM, a: argparse.Namespace) -> dict[str, object]:
         asked = labels[0] != -100
         with torch.autocast(a.device, torch.bfloat16):
             logits = model(tokens.to(a.device))[0][asked.to(a.device)].float().cpu()
-        where = torch.zeros(1 + 2 * a.vocabulary, dtype=torch.int64)
-        half = task.seq_len // 2
-        where[tokens[0, :half]] = torch.arange(half)
-        far.append(asked.nonzero()[:, 0] - where[tokens[0][asked]])
+        far.append(task.distances("val", int(batch["index"]))[asked])
         right.append(logits.argmax(1) == labels[0][asked])
         nats.append(torch.nn.functional.cross_entropy(logits, labels[0][asked], reduction="none"))
     right, nats, far = torch.cat(right).double(), torch.cat(nats).double(), torch.cat(far)
