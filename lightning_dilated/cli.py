@@ -229,8 +229,8 @@ def model_class(configs: list[str], rest: list[str]) -> str | None:
 def names_data(words: list[str]) -> bool:
     """Whether the recipes or arguments name a class of the data."""
     configs, rest = split_configs(words)
-    given = [config.get("data") for config in read(configs)]
-    named = any(data.get("class_path") if isinstance(data, dict) else data for data in given)
+    sections = [config.get("data") for config in read(configs)]
+    named = any(data.get("class_path") if isinstance(data, dict) else data for data in sections)
     return named or any(option(rest, name) is not None for name in ("--data", "--data.class_path"))
 
 

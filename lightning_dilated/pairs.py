@@ -38,26 +38,28 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def report(found: VersionPairs) -> str:
+def report(written: VersionPairs) -> str:
     """What was written, and the settings that go with it."""
-    changed = "" if found.changed is None else f", of which {found.changed:,} differ"
-    lines = [f"{found.files:,} files in both trees{changed}"]
-    for split, path in found.paths.items():
-        lines.append(f"{path}: {found.samples[split]:,} samples of {found.seq_len:,} bytes ({split})")
-    return "\n".join([*lines, f"boundaries, options and counts: {found.json_path}", f"train on it: {settings(found)}"])
+    changed = "" if written.changed is None else f", of which {written.changed:,} differ"
+    lines = [f"{written.files:,} files in both trees{changed}"]
+    for split, path in written.paths.items():
+        lines.append(f"{path}: {written.samples[split]:,} samples of {written.seq_len:,} bytes ({split})")
+    return "\n".join(
+        [*lines, f"boundaries, options and counts: {written.json_path}", f"train on it: {settings(written)}"]
+    )
 
 
-def settings(found: VersionPairs) -> str:
+def settings(written: VersionPairs) -> str:
     """The arguments of `fit` that these samples take."""
     values = {
         "data": "lightning_dilated.data.TokenDataModule",
-        "data.paths": shlex.quote(found.paths["train"]),
-        "data.val_paths": shlex.quote(found.paths["val"]) if "val" in found.paths else None,
-        "data.val_fraction": 0 if "val" in found.paths else None,
-        "data.test_fraction": 0 if "val" in found.paths else None,
+        "data.paths": shlex.quote(written.paths["train"]),
+        "data.val_paths": shlex.quote(written.paths["val"]) if "val" in written.paths else None,
+        "data.val_fraction": 0 if "val" in written.paths else None,
+        "data.test_fraction": 0 if "val" in written.paths else None,
         "data.dtype": "uint8",
         "data.vocab_size": 256,
-        "data.seq_len": found.seq_len,
+        "data.seq_len": written.seq_len,
     }
     return " ".join(f"--{name} {value}" for name, value in values.items() if value is not None)
 

@@ -221,8 +221,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> Non
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    found = torch.ops.lightning_dilated.short_convolution_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return *found, *[None] * 5
+    gradients = torch.ops.lightning_dilated.short_convolution_backward(grad, *ctx.saved_tensors, *ctx.rest)
+    return *gradients, *[None] * 5
 
 
 short_convolution.register_autograd(_backward, setup_context=_setup)

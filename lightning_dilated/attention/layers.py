@@ -241,8 +241,8 @@ class MultiheadDilatedAttention(nn.Module):
             return None
         if cache is not None:
             return partial(self._continued, self.kv_conv, cache)
-        group, given = active_sequence(), (query, lengths, cu_seqlens)
-        lengths, cu_seqlens = check_documents(*given) if group is None else group.guard(check_documents, *given)
+        group, documents = active_sequence(), (query, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
         return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens)
 
     @staticmethod

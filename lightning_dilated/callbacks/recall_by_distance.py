@@ -51,10 +51,10 @@ class RecallByDistance(pl.Callback):
             )
         data = _datamodule(trainer)
         if not callable(getattr(data, "distances", None)):
-            found = "loaders alone" if data is None else type(data).__name__
+            kind = "loaders alone" if data is None else type(data).__name__
             raise TypeError(
                 "RecallByDistance needs a DataModule that knows the distances, such as FarRecallDataModule, or one with a "
-                f"method distances(split, index); got {found}. Give the Trainer such a DataModule, or remove the callback."
+                f"method distances(split, index); got {kind}. Give the Trainer such a DataModule, or remove the callback."
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

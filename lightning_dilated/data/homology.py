@@ -55,8 +55,8 @@ def anchors(genome: Genome, lead: int, span: int) -> Anchors:
         lead, span: there is room where the record has `lead` bases before the 32-mer and `span` from its first base on,
             all of them known, in the direction of reading.
     """
-    found = [_of_record(genome, number) for number in range(len(genome.records))]
-    kmers, record, place, flipped = (np.concatenate(x) for x in zip(*found, strict=True))
+    records = [_of_record(genome, number) for number in range(len(genome.records))]
+    kmers, record, place, flipped = (np.concatenate(x) for x in zip(*records, strict=True))
     _, first, counts = np.unique(kmers, return_index=True, return_counts=True)
     once = first[counts == 1]  # sorted by number, as `unique` is
     record, place = record[once], place[once]

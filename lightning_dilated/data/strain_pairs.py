@@ -159,9 +159,9 @@ class StrainPairsDataModule(RuleDataModule):
         used = [name for split in SPLITS for name in self.names[split]]
         files = {name: files_of(f"species.{name}", self.paths[name], SUFFIXES) for name in used}
         _refuse_shared(files)
-        strains = {name: [self._strain(name, file) for file in found] for name, found in files.items()}
+        strains = {name: [self._strain(name, file) for file in own] for name, own in files.items()}
         _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
-        shared = [self._compared(*pair) for found in strains.values() for pair in itertools.combinations(found, 2)]
+        shared = [self._compared(*pair) for own in strains.values() for pair in itertools.combinations(own, 2)]
         self._strains, self._shared = strains, shared
         rank_zero_info(f"data: {self.describe()}")
 
@@ -291,7 +291,7 @@ class StrainPairsDataModule(RuleDataModule):
         """One line: strains, bases and samples of each split, and the share of 32-mers that two strains have in common."""
         self.check()
         assert self._strains is not None
-        strains = [strain for found in self._strains.values() for strain in found]
+        strains = [strain for own in self._strains.values() for strain in own]
         parts = []
         for split in (split for split in SPLITS if self.names[split]):
             words = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
@@ -319,15 +319,15 @@ def _paths(species: object) -> dict[str, list[str]]:
     return {name: required_paths(f"species.{name}", paths) for name, paths in species.items()}
 
 
-def _names(known: list[str], given: dict[str, Any]) -> dict[str, list[str]]:
+def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
     """The species of each split."""
-    names = {split: name_list(split, value) for split, value in given.items()}
-    for split, found in names.items():
-        unknown = [name for name in found if name not in known]
+    names = {split: name_list(split, value) for split, value in settings.items()}
+    for split, chosen in names.items():
+        unknown = [name for name in chosen if name not in known]
         if unknown:
             raise ValueError(f"data.{split} holds {unknown}, but data.species has: {', '.join(known)}")
     held_out = {*names["val"], *names["test"]}
-    if given["train"] is None:
+    if settings["train"] is None:
         names["train"] = [name for name in known if name not in held_out]
     for one, two in itertools.combinations(SPLITS, 2):
         both = sorted({*names[one]} & {*names[two]})
@@ -340,19 +340,19 @@ def _names(known: list[str], given: dict[str, Any]) -> dict[str, list[str]]:
             f"data.train, data.val and data.test leave none of data.species ({', '.join(known)}) to train on: add a "
             "species, or take one out of data.val or data.test"
         )
-    return {split: list(dict.fromkeys(found)) for split, found in names.items()}
+    return {split: list(dict.fromkeys(chosen)) for split, chosen in names.items()}
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
     """Each species has two strains, and each file serves one species."""
     seen: dict[str, str] = {}
-    for name, found in files.items():
-        if len(found) < 2:
+    for name, own in files.items():
+        if len(own) < 2:
             raise ValueError(
-                f"data.species.{name} has one strain ({found[0]}), and a pair takes two: add a FASTA file, or take {name} "
+                f"data.species.{name} has one strain ({own[0]}), and a pair takes two: add a FASTA file, or take {name} "
                 "out of data.species"
             )
-        for file in found:
+        for file in own:
             before = seen.setdefault(os.path.realpath(file), name)
             if before != name:
                 raise ValueError(f"{file} is in data.species.{before} and in data.species.{name}: leave it out of one")
@@ -360,16 +360,16 @@ def _refuse_shared(files: dict[str, list[str]]) -> None:
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
     """No strain is there twice, and no record in two splits."""
-    for name, found in strains.items():
-        for first, second in itertools.combinations(found, 2):
+    for name, own in strains.items():
+        for first, second in itertools.combinations(own, 2):
             if first.identity() == second.identity():
                 raise ValueError(
                     f"{first.file} and {second.file} hold the same bases, so one would be copied from the other: leave one "
                     f"out of data.species.{name}"
                 )
     seen: dict[tuple[int, int], tuple[str, str]] = {}
-    for name, found in strains.items():
-        for strain in found:
+    for name, own in strains.items():
+        for strain in own:
             for record in strain.identity():
                 split, before = seen.setdefault(record, (split_of[name], strain.file))
                 if split != split_of[name]:

@@ -217,9 +217,9 @@ class FarRecallDataModule(RuleDataModule):
             IndexError: if there is no such sample.
         """
         _, _, pairs, asked, queries = self._draw(self.dataset(split).generator(index))
-        found = np.zeros(self.seq_len, np.int64)
-        found[queries] = queries - pairs[asked]
-        return torch.from_numpy(found)
+        distances = np.zeros(self.seq_len, np.int64)
+        distances[queries] = queries - pairs[asked]
+        return torch.from_numpy(distances)
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
         """(keys, values and first positions of the pairs; which pair each query asks for, and the queries' positions)."""

@@ -54,23 +54,24 @@ class _Options:
     seed: int
 
     @classmethod
-    def checked(cls, **given: object) -> _Options:
+    def checked(cls, **options: object) -> _Options:
         """Raises: TypeError or ValueError, naming the option."""
-        suffixes = given["suffixes"]
+        suffixes = options["suffixes"]
         limits = {
-            name: None if given[name] is None else whole_number(name, given[name], 1) for name in ("limit", "val_limit")
+            name: None if options[name] is None else whole_number(name, options[name], 1)
+            for name in ("limit", "val_limit")
         }
         return cls(
-            seq_len=whole_number("seq_len", given["seq_len"], 16),
-            boundary=one_of("boundary", given["boundary"], ("fixed", "drawn")),
+            seq_len=whole_number("seq_len", options["seq_len"], 16),
+            boundary=one_of("boundary", options["boundary"], ("fixed", "drawn")),
             suffixes=file_suffixes("suffixes", suffixes),
-            include=_folders("include", given["include"]),
-            exclude=_folders("exclude", given["exclude"]),
-            hold_out=_folders("hold_out", given["hold_out"]),
-            changed_only=flag("changed_only", given["changed_only"]),
+            include=_folders("include", options["include"]),
+            exclude=_folders("exclude", options["exclude"]),
+            hold_out=_folders("hold_out", options["hold_out"]),
+            changed_only=flag("changed_only", options["changed_only"]),
             limit=limits["limit"],
             val_limit=limits["val_limit"],
-            seed=whole_number("seed", given["seed"], 0),
+            seed=whole_number("seed", options["seed"], 0),
         )
 
 
@@ -278,17 +279,17 @@ def _write(
 
 def _part(root: str, files: list[_File], count: int) -> bytes:
     """The first `count` bytes of the files, of which no more is read. Raises: ValueError where they became shorter."""
-    found = bytearray()
+    data = bytearray()
     for file in files:
-        if len(found) < count:
+        if len(data) < count:
             with open(os.path.join(root, file.name), "rb") as source:
-                found += source.read(count - len(found))
-    if len(found) < count:
+                data += source.read(count - len(data))
+    if len(data) < count:
         names = f"{files[0].name} to {files[-1].name}" if len(files) > 1 else files[0].name
         raise ValueError(
             f"{root}: {names} became shorter while they were read: keep the trees as they are, and start again"
         )
-    return bytes(found)
+    return bytes(data)
 
 
 def _about(
@@ -315,10 +316,10 @@ def _folders(option: str, value: object) -> list[str]:
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
         raise TypeError(f"{option} is {value!r}; it must be a list of folders below the trees, such as ['fs', 'net']")
     names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
-    for given, name in zip(value, names, strict=True):
-        if not given or os.path.isabs(given) or name.split("/")[0] in (".", ".."):
+    for folder, name in zip(value, names, strict=True):
+        if not folder or os.path.isabs(folder) or name.split("/")[0] in (".", ".."):
             raise ValueError(
-                f"{option} names {given!r}; it must be a folder or file below both trees, such as drivers/net"
+                f"{option} names {folder!r}; it must be a folder or file below both trees, such as drivers/net"
             )
     return names
 

@@ -44,10 +44,10 @@ class SequenceConv1d(nn.Conv1d):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, in_channels) to (B, L, out_channels)."""
-        made = []
+        outputs = []
         for stretch in sequence_halo(x, *self.reach):
             empty = stretch.shape[1] == sum(self.reach)  # a convolution of torch refuses to give no token
             rows = nn.functional.pad(stretch, (0, 0, 0, 1)) if empty else stretch
             y = super().forward(rows.transpose(1, 2)).transpose(1, 2)
-            made.append(y[:, :0] if empty else y)
-        return torch.cat(made, 1)
+            outputs.append(y[:, :0] if empty else y)
+        return torch.cat(outputs, 1)

@@ -112,21 +112,21 @@ def _wanted(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[in
 
 
 def _by_rank(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[slice, ...]]:
-    found: dict[int, list[int]] = {}
+    slots: dict[int, list[int]] = {}
     for owner, slot in pairs:
-        found.setdefault(owner, []).append(slot)
-    return {owner: _slices(found[owner]) for owner in sorted(found)}
+        slots.setdefault(owner, []).append(slot)
+    return {owner: _slices(slots[owner]) for owner in sorted(slots)}
 
 
 def _slices(numbers: list[int]) -> tuple[slice, ...]:
     """The same numbers in the same order, as slices."""
-    found: list[slice] = []
+    slices: list[slice] = []
     for n in numbers:
-        if found and found[-1].stop == n:
-            found[-1] = slice(found[-1].start, n + 1)
+        if slices and slices[-1].stop == n:
+            slices[-1] = slice(slices[-1].start, n + 1)
         else:
-            found.append(slice(n, n + 1))
-    return tuple(found)
+            slices.append(slice(n, n + 1))
+    return tuple(slices)
 
 
 def halo_wire(group: SequenceGroup, traffic: Traffic) -> Wire:

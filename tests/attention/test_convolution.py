@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
+from lightning_dilated import DilatedPattern, LongNetLM, MultiheadDilatedAttention
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.models.memory import MemorySettings
 
@@ -148,3 +148,27 @@ def test_refusals():
     for wrong in ([0, 3], [1, 4], [0, 9]):
         with pytest.raises(ValueError, match="cu_seqlens"):
             module(torch.randn(1, 4, 32, dtype=torch.float64), cu_seqlens=torch.tensor(wrong, dtype=torch.int32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True], ids=["plain", "compiled"])
+def test_hybrid_on_a_gpu(compiled):
+    """Loss and gradients in float32 are those of the CPU in float64, where local and dense heads take turns."""
+    tokens = torch.randint(64, (2, 1000), generator=torch.Generator().manual_seed(1))
+
+    def loss_and_gradients(device, dtype, compiled):
+        torch.manual_seed(0)
+        hybrid = {"hybrid": {"local": 128, "global_every": 2}}
+        model = LongNetLM(hybrid, 64, 256, 4, 4, num_kv_heads=2, max_seq_len=4096, kv_conv=4, compile_blocks=compiled)
+        model.configure_model()
+        for name, p in model.named_parameters():
+            if "kv_conv" in name:
+                torch.nn.init.normal_(p, std=0.3)
+        model.to(device, dtype)
+        there = tokens.to(device)
+        total, _ = model.loss_terms({"tokens": there, "labels": there})
+        return [x.detach().cpu().double() for x in (total, *torch.autograd.grad(total, list(model.parameters())))]
+
+    want = loss_and_gradients("cpu", torch.float64, False)
+    for got, expected in zip(loss_and_gradients("cuda", torch.float32, compiled), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))

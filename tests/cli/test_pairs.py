@@ -21,10 +21,10 @@ def trees(tmp_path):
 
 
 def test_what_is_printed_trains(cli, trees):
-    told = cli("pairs", "--old", "old", "--new", "new", "--out", "p.bin", "--seq_len", 128, "--hold_out", "fs",
+    printed = cli("pairs", "--old", "old", "--new", "new", "--out", "p.bin", "--seq_len", 128, "--hold_out", "fs",
                "--suffixes", ".c", "--changed_only")  # fmt: skip
-    assert told.code == 0, told.err
-    lines = told.out.splitlines()
+    assert printed.code == 0, printed.err
+    lines = printed.out.splitlines()
     assert lines[0] == "40 files in both trees, of which 40 differ"
     sizes = [(trees / name).stat().st_size // 128 for name in ("p.bin", "p.val.bin")]
     assert lines[1:3] == [

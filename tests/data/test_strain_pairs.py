@@ -232,8 +232,8 @@ def test_species_and_splits(species: dict[str, list[str]], tmp_path: Path, caplo
         "two strains share "
     )
     assert data.describe().startswith(want) and data.describe().count("\n") == 0
-    told = [record.message for record in caplog.records if record.message.startswith("data: 5 strains")]
-    assert told == [f"data: {data.describe()}"]
+    lines = [record.message for record in caplog.records if record.message.startswith("data: 5 strains")]
+    assert lines == [f"data: {data.describe()}"]
     least = min(data._shared)[0]
     assert 0.2 < least < 0.6 and f"share {least:.0%} to" in data.describe()
     assert [len(data.dataset(split)) for split in ("train", "val", "test")] == [60, 20, 0]

@@ -60,10 +60,10 @@ def test_samples_are_old_files_and_then_the_same_files_new(trees: tuple[str, str
     assert len(samples) == found.samples["train"] == len(want) > 15
     assert sorted(samples) == sorted(want) and samples != want  # in another order
     assert (found.files, found.changed, set(found.paths)) == (60, None, {"train"})
-    told = json.loads(Path(found.json_path).read_text())
-    assert (told["old"], told["new"], told["files"]) == (*trees, 60)
-    assert told["splits"]["train"]["boundaries"] == N // 2 and told["splits"]["train"]["file"] == "a.bin"
-    assert told["options"]["seq_len"] == N and told["options"]["seed"] == 0
+    about = json.loads(Path(found.json_path).read_text())
+    assert (about["old"], about["new"], about["files"]) == (*trees, 60)
+    assert about["splits"]["train"]["boundaries"] == N // 2 and about["splits"]["train"]["file"] == "a.bin"
+    assert about["options"]["seq_len"] == N and about["options"]["seed"] == 0
 
 
 def test_drawn_boundaries_are_in_the_json(trees: tuple[str, str], tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def required(ranks: int, exchange: str) -> set[str]:
     return wanted
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("times", [1, pytest.param(35, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("ranks", "exchange"), RUNS)
 def test_random(pool, ranks, exchange, times):
     seen = Counter()

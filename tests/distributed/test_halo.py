@@ -68,7 +68,7 @@ def test_other_dimensions_and_dtypes(pool):
 
 
 def refused(rank, group):
-    told = []
+    messages = []
     for layout, call in (
         ("strided", lambda ours: sequence_halo(torch.zeros(1, 5, 2), 1, sequence=ours)),
         ("contiguous", lambda ours: sequence_halo(torch.zeros(1, 5, 2), -1 if rank else 1, sequence=ours)),
@@ -77,10 +77,10 @@ def refused(rank, group):
     ):
         with sequence(group, layout=layout) as ours:
             try:
-                told.append(call(ours))
+                messages.append(call(ours))
             except ValueError as error:
-                told.append(str(error))
-    return told
+                messages.append(str(error))
+    return messages
 
 
 def test_refusals_reach_every_rank(pool):
