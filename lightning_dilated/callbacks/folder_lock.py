@@ -20,6 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
 NAME = ".in-use"
 #: seconds between two signs of life, and without one after which a holder on another host counts as dead
 _BEAT, _DEAD = 10.0, 60.0
@@ -214,6 +216,10 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
             return True
         # another user's process, of which this host shows nothing
     begin, last = time.monotonic(), _seen(path)
+    rank_zero_info(
+        f"{path.parent} is held by {_words(holder)}. Watching it for up to {_DEAD:g} seconds: without a sign of life in "
+        "that time this run takes the folder over."
+    )
     while time.monotonic() - begin < _DEAD:
         time.sleep(min(1.0, _DEAD / 10))
         if _seen(path) != last:

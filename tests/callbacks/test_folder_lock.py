@@ -174,13 +174,14 @@ def test_a_holder_elsewhere_that_lives(tmp_path, quick):
 
 
 @pytest.mark.parametrize("clock", [0, 4e9])
-def test_a_holder_elsewhere_that_is_dead(tmp_path, quick, clock):
+def test_a_holder_elsewhere_that_is_dead(tmp_path, quick, clock, caplog):
     (tmp_path / NAME).write_text(json.dumps({"token": "dead", "pid": os.getpid(), "table": "another", "host": "node7"}))
     os.utime(tmp_path / NAME, (clock, clock))
     began, lock = time.monotonic(), FolderLock(tmp_path)
     lock.acquire()
     assert time.monotonic() - began >= 0.6
     lock.release()
+    assert "on node7 (since None). Watching it for up to 0.6 seconds" in caplog.text
 
 
 def test_a_holder_elsewhere_that_ends_meanwhile(tmp_path, quick):
