@@ -12,6 +12,7 @@ from lightning_dilated.data.bigram import bigram_counts, bits_per_byte
 from lightning_dilated.data.content import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.paths import HINT, collect_files, path_list
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
 from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.values import file_suffixes, fraction, whole_number
 
@@ -87,6 +88,9 @@ class ByteDataModule(SplitDataModule):
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -106,10 +110,13 @@ class ByteDataModule(SplitDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         suffixes: list[str] | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = path_list(paths)
         self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.val_fraction = fraction("data.val_fraction", val_fraction)
         self.test_fraction = fraction("data.test_fraction", test_fraction)
         if self.val_fraction + self.test_fraction >= 1:

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.fasta_records import LETTERS, Genome, Record
 from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
 from lightning_dilated.data.splits import files_of, name_list, required_paths, split_bounds, split_fractions
 from lightning_dilated.data.values import one_of, share, whole_number
 from lightning_dilated.data.windows import GenomeWindows
@@ -51,6 +52,9 @@ class GenomeDataModule(SplitDataModule):
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
         cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
             missing it is made for this user alone (mode 0700); make it yourself to share it.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -76,10 +80,13 @@ class GenomeDataModule(SplitDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = required_paths("paths", paths)
         self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
         if both:

@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.sending import SendableCollate
+from lightning_dilated.data.seq_len_schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 from lightning_dilated.data.values import flag, whole_number
 
 SPLITS = ("train", "val", "test")
@@ -33,6 +34,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
+    #: of training sequences; None where all have the same length
+    schedule: SeqLenSchedule | None = None
 
     def __init__(
         self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool | None = None
@@ -80,10 +83,13 @@ class SplitDataModule(pl.LightningDataModule):
         rank, replicas = self._replica()
         dataset = self.dataset("train")
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
+        collate = self.collate
+        if self.schedule is not None:
+            dataset, collate = ScheduledSequences(dataset, self.schedule), collate or collate_rows
         loader = ResumableLoader(
             dataset,
             batch_size=self.batch_size,
-            collate_fn=SendableCollate(self.collate),
+            collate_fn=SendableCollate(collate),
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
             num_workers=self.num_workers,
             pin_memory=self._pins(),

@@ -6,6 +6,7 @@ that started from the beginning.
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
@@ -14,6 +15,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lightning_dilated.data.content import same_fingerprint, tells_content
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
@@ -50,6 +52,8 @@ class ResumableSampler(DistributedSampler):
         self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
         self._resumed = False
         self.on_set_epoch: Callable[[], None] | None = None  # called first, each time Lightning sets the epoch
+        #: the length of the n-th sample of the next pass, where lengths follow a schedule
+        self.length_of: Callable[[int], int] | None = None
 
     def order(self) -> np.ndarray:
         """The current epoch's order of all samples: (num_samples,) int64."""
@@ -58,12 +62,13 @@ class ResumableSampler(DistributedSampler):
             return np.arange(size)
         return np.random.default_rng([self.seed, self.epoch]).permutation(size)
 
-    def __iter__(self) -> Iterator[int]:
+    def __iter__(self) -> Iterator[Any]:
+        """Indices; with `length_of`, (index, length)."""
         rest = self.order()[self.consumed :]
         if self.drop_last:
             rest = rest[: len(rest) // self.num_replicas * self.num_replicas]
-        for index in rest[self.rank :: self.num_replicas]:
-            yield int(index)
+        for place, index in enumerate(rest[self.rank :: self.num_replicas]):
+            yield int(index) if self.length_of is None else (int(index), self.length_of(place))
 
     def __len__(self) -> int:
         """Samples of this rank in a whole epoch, wherever the current position is."""
@@ -102,6 +107,9 @@ class ResumableLoader(DataLoader):
 
     A dataset that has `set_epoch(epoch)` is told the epoch of each pass before its first sample is read, in whichever
     process: augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
+
+    A dataset that has a `schedule` (`ScheduledSequences`) is asked for samples of the length of the optimizer step that
+    they are for, also ahead of it, by workers. Without a Trainer each batch counts as a step of its own.
     """
 
     trainer: pl.Trainer | None = None
@@ -118,6 +126,8 @@ class ResumableLoader(DataLoader):
         sampler.start_pass()
         if hasattr(self.dataset, "set_epoch"):  # before workers copy it
             self.dataset.set_epoch(sampler.epoch)
+        if self._schedule is not None:
+            sampler.length_of = partial(self._schedule_at, self._schedule, *self._progress())
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
             sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]
@@ -132,7 +142,8 @@ class ResumableLoader(DataLoader):
             samples = self._handed_out[1]
         if samples >= self._epoch_batches() * self._step() or self._batches_after(samples) == 0:
             epoch, samples = epoch + 1, 0
-        return {**self._identity(), "epoch": epoch, "samples": samples, "global_batch_size": self._step()}
+        schedule = {} if self._schedule is None else {"seq_len_schedule": self._schedule.state()}
+        return {**self._identity(), **schedule, "epoch": epoch, "samples": samples, "global_batch_size": self._step()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -167,6 +178,11 @@ class ResumableLoader(DataLoader):
                     "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
                     "start a new run from the weights only"
                 )
+        before, now = state.get("seq_len_schedule"), None if self._schedule is None else self._schedule.state()
+        if before != now:
+            rank_zero_warn(
+                f"the checkpoint was written with data.seq_len_schedule {before}; training goes on with {now}."
+            )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
             epoch, samples = epoch + 1, 0
@@ -187,6 +203,28 @@ class ResumableLoader(DataLoader):
             "shuffle": sampler.shuffle,
             "fingerprint": fingerprint() if callable(fingerprint) else None,
         }
+
+    @property
+    def _schedule(self) -> SeqLenSchedule | None:
+        return getattr(self.dataset, "schedule", None)
+
+    def _progress(self) -> tuple[int, int, int]:
+        """(optimizer steps so far, batches of this epoch so far, batches of a step), where a pass begins."""
+        if self.trainer is None:
+            return 0, 0, 1
+        module = self.trainer.lightning_module
+        if not module.automatic_optimization:
+            raise ValueError(
+                f"data.seq_len_schedule counts optimizer steps, which {type(module).__name__} takes by itself "
+                "(automatic_optimization = False): leave the schedule out"
+            )
+        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
+        return self.trainer.global_step, progress.ready, self.trainer.accumulate_grad_batches
+
+    def _schedule_at(self, schedule: SeqLenSchedule, steps: int, batches: int, every: int, place: int) -> int:
+        """The length of this rank's sample at `place` of a pass: all samples of a step have the same."""
+        batch = batches + place // int(self.batch_size or 1)
+        return schedule.at(steps + batch // every - batches // every)
 
     def _step(self) -> int:
         """Samples in one batch of all ranks."""

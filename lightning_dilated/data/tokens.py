@@ -15,6 +15,7 @@ import torch
 from lightning_dilated.data.bytes import ByteSequences
 from lightning_dilated.data.content import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
 from lightning_dilated.data.splits import files_of, required_paths, split_bounds, split_fractions
 from lightning_dilated.data.token_files import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, scan, token_file
 from lightning_dilated.data.values import flag, whole_number
@@ -125,6 +126,9 @@ class TokenDataModule(SplitDataModule):
         eos_token: the token that ends a document; null takes everything as one text.
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         scan: look at every token before training; false checks only what is served, and cannot find documents.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -148,11 +152,14 @@ class TokenDataModule(SplitDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
         self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.vocab_size = whole_number("data.vocab_size", vocab_size, 1)
         own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")

@@ -61,10 +61,10 @@ class RankDataset(Dataset):
 
     def __getitems__(self, indices: list[int]) -> list[Any]:
         """The samples of a batch, which torch's loaders ask for at once where a dataset offers that."""
-        if isinstance(self.dataset, RangeDataset):
-            seq_len = self.dataset.seq_len
-        else:
+        if isinstance(self.dataset, RaggedDataset):
             seq_len = max(self.dataset.length_of(index) for index in indices)
+        else:
+            seq_len = self.dataset.seq_len
         ranges = self.place.ranges(seq_len)
         return [sendable(self.dataset.read_ranges(index, ranges)) for index in indices]
 

@@ -20,6 +20,10 @@ RUNS = {
     "workers": Run(workers=2, steps=2),
     "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
+    "schedule": Run(schedule={0: 8, 2: 20, 4: 40}, model={"vocab_size": 256}, steps=5),
+    "schedule and accumulate": Run(
+        schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3, workers=1
+    ),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
@@ -64,12 +68,15 @@ def check(found, want, tol, logged=None):
 
 
 CASES = [("plain", way) for way in WAYS] + [
-    (run, way) for run in RUNS for way in PLAIN if run not in ("plain", "workers", "compiled", "shifted documents")
+    (run, way)
+    for run in RUNS
+    for way in PLAIN
+    if run not in ("plain", "workers", "compiled", "shifted documents", "schedule and accumulate")
 ]
-CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2")]
+CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2"), ("schedule and accumulate", "4, data 2")]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
-CI = ("plain", "ragged", "fewer tokens than ranks", "documents")
+CI = ("plain", "ragged", "fewer tokens than ranks", "documents", "schedule")
 SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
