@@ -6,8 +6,8 @@ Shape letters: N tokens, H heads, D head dim.
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
+import pkgutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,10 +82,10 @@ def of_recipe(path: Path) -> Sizes:
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
     """The class of a class_path; names without a module are the package's own."""
-    module, _, name = str(class_path).rpartition(".")
+    name = str(class_path)
     try:
-        return getattr(importlib.import_module(module or package), name)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
+    except (ImportError, AttributeError, ValueError) as error:
         raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
 
 

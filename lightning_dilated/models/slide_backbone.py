@@ -46,6 +46,23 @@ def released_segments(max_wsi_size: int, tile_size: int, branches: int = 5) -> l
     return [int(2 ** (10 + (last - 10) * i / steps)) for i in range(branches)]
 
 
+def released_pattern(
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    max_wsi_size: int | None,
+    tile_size: int,
+    padding: str,
+) -> DilatedPattern:
+    """GigaPath's pattern for these settings of a slide model; None is the release's. Raises: ValueError."""
+    rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
+    if segment_lengths is None:
+        size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
+        segment_lengths = released_segments(size, tile_size, len(rates))
+    elif max_wsi_size is not None:
+        raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
+    return DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+
+
 class SlideBackbone:
     """To be inherited beside a DilatedModule, and before it; `_configure_slide` belongs into its __init__, `_build_backbone`
     into its build.
@@ -77,13 +94,7 @@ class SlideBackbone:
         self.ffn_dim, self.options = ffn_dim, options
         self.tile_size, self.grid = integer(tile_size, "tile_size", 1), integer(grid, "grid", 1)
         if pattern is None:
-            rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
-            if segment_lengths is None:
-                size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
-                segment_lengths = released_segments(size, tile_size, len(rates))
-            elif max_wsi_size is not None:
-                raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
-            released = DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+            released = released_pattern(segment_lengths, dilation_rates, max_wsi_size, self.tile_size, padding)
             self._choose_layers(released, depth, num_heads)
             self.released_pattern = True
         else:

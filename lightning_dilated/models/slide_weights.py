@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lightning_dilated.models.grid_positions import GridPositions
 from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of, missing_file
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.models.slide_backbone import released_pattern
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.torch_files import load_file
 
@@ -216,13 +216,14 @@ def _check_settings(model: Any, path: str | Path) -> None:
                 f"{path} was trained with {name}={settings[name]}, and this model has {name}={getattr(model, name)}: its "
                 f"weights would mean something else. Set the model's {name} to {settings[name]}."
             )
-    segments, rates = ((settings or {}).get(x) for x in ("segment_lengths", "dilation_rates"))
-    theirs: Any = (settings or {}).get("pattern")
-    if theirs:
-        theirs = read_patterns(theirs, model.depth, model.num_heads)
-    elif segments and rates:
-        theirs = DilatedPattern.longnet(segments, rates, offsets="blocked", padding=settings.get("padding", "masked"))
-    if theirs and theirs != model.pattern:
+    if not isinstance(settings, Mapping) or not {"pattern", "segment_lengths"} & settings.keys():
+        return
+    theirs = settings.get("pattern") or released_pattern(
+        settings.get("segment_lengths"), settings.get("dilation_rates"), settings.get("max_wsi_size"),
+        settings.get("tile_size", model.tile_size), settings.get("padding", "masked"),
+    )  # fmt: skip
+    theirs = read_patterns(theirs, model.depth, model.num_heads)
+    if theirs != model.pattern:
         rank_zero_warn(f"{path} was trained with {theirs}, and this model attends by {model.pattern}.")
 
 

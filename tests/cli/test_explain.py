@@ -1,10 +1,12 @@
 """`explain`: the numbers of a recipe or of given sizes, a line with the fix for each problem, and what it refuses."""
 
+from pathlib import Path
+
 import pytest
 import yaml
 
 from lightning_dilated import LongNetLM
-from lightning_dilated.explain import with_length
+from lightning_dilated.explain import class_of, with_length
 from lightning_dilated.models.advice import advice, position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
@@ -123,3 +125,16 @@ def test_refused(cli, tmp_path, name):
 def test_models_whose_base_follows_the_length_are_made_for_the_data(given, expected):
     assert with_length(LongNetLM, given, 512).get("max_seq_len") == expected
     assert with_length(LongNetLM, given, None) == given
+
+
+class Nested:
+    class Model(LongNetLM):
+        """A class inside another, as jsonargparse imports it too."""
+
+
+def test_class_of():
+    assert class_of(Path("r.yaml"), f"{__name__}.Nested.Model", "lightning_dilated") is Nested.Model
+    assert class_of(Path("r.yaml"), "LongNetLM", "lightning_dilated") is LongNetLM
+    for wrong in ("LongNet", "no such.Model", "lightning_dilated.LongNetLM.nothing", ".Model", None):
+        with pytest.raises(ValueError, match=r"--config r\.yaml: class_path .* cannot be imported"):
+            class_of(Path("r.yaml"), wrong, "lightning_dilated")

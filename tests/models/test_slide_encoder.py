@@ -1,5 +1,7 @@
 """SlideEncoder: ragged batches equal slides alone, training rows equal tiles, and what would go wrong silently raises."""
 
+import warnings
+
 import pytest
 import torch
 
@@ -229,3 +231,24 @@ def test_a_slide_without_tiles_is_refused():
     model = encoder().eval()
     with pytest.raises(ValueError, match="at least one tile"):
         model(torch.zeros(1, 0, SIZES["feature_dim"], dtype=torch.float64), torch.zeros(1, 0, 2, dtype=torch.int64))
+
+
+RELEASED = {name: value for name, value in SIZES.items() if name not in ("segment_lengths", "dilation_rates")}
+
+
+@pytest.mark.parametrize("theirs", [{}, {"max_wsi_size": 16384}, {"segment_lengths": [8, 16, 32, 64, 128]}])
+@pytest.mark.parametrize("cls", [SlideEncoder, SlidePretrainer])
+def test_a_checkpoint_of_another_pattern_is_said(tmp_path, theirs, cls):
+    """Also of one that was trained with the releases' pattern, of which its settings name nothing."""
+    made = cls(**RELEASED, **theirs).float()
+    made.configure_model()
+    torch.save(
+        {"state_dict": made.state_dict(), "hyper_parameters": dict(made.hparams), "pytorch-lightning_version": "2.6.6"},
+        tmp_path / "it.ckpt",
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        SlideEncoder(**RELEASED, **theirs, pretrained=str(tmp_path / "it.ckpt")).configure_model()
+    with pytest.warns(UserWarning, match="was trained with .* and this model attends by .*4096"):
+        own = {"segment_lengths": [4096], "dilation_rates": [1]}
+        SlideEncoder(**RELEASED, **own, pretrained=str(tmp_path / "it.ckpt")).configure_model()
