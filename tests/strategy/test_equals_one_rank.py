@@ -21,9 +21,7 @@ RUNS = {
     "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
     "schedule": Run(schedule={0: 8, 2: 20, 4: 40}, model={"vocab_size": 256}, steps=5),
-    "schedule and accumulate": Run(
-        schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3, workers=1
-    ),
+    "schedule and accumulate": Run(schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
 }
 #: (ranks, settings of the strategy)
