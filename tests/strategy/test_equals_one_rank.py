@@ -20,6 +20,7 @@ RUNS = {
     "workers": Run(workers=2, steps=2),
     "shifted documents": Run(kind="documents", model={"shift_layers": "odd", "num_kv_heads": 2}, steps=2),
     "hybrid": Run(model={"pattern": {"hybrid": {"local": 5, "global_every": 2}}, "depth": 3}, steps=2),
+    "fewer heads than ranks": Run(kind="documents", model={"num_heads": 2, "kv_conv": 4}, steps=2),
     "schedule": Run(schedule={0: 8, 2: 20, 4: 40}, model={"vocab_size": 256}, steps=5),
     "schedule and accumulate": Run(schedule={0: 10, 1: 40}, model={"vocab_size": 256}, steps=2, accumulate=3),
     "compiled": Run(model={"compile_blocks": True, "depth": 1}, steps=2),
@@ -30,6 +31,7 @@ WAYS = {
     "4": (4, {}),
     "4, data 2": (4, {"sequence_size": 2}),
     "4, head 2": (4, {"head_size": 2}),
+    "4, head 4": (4, {"head_size": 4}),
     "2, zigzag": (2, {"layout": "zigzag"}),
     "2, strided": (2, {"layout": "strided"}),
     "2, ring": (2, {"exchange": "ring"}),
@@ -69,9 +71,16 @@ CASES = [("plain", way) for way in WAYS] + [
     (run, way)
     for run in RUNS
     for way in PLAIN
-    if run not in ("plain", "workers", "compiled", "shifted documents", "schedule and accumulate")
+    if run
+    not in ("plain", "workers", "compiled", "shifted documents", "schedule and accumulate", "fewer heads than ranks")
 ]
-CASES += [("workers", "2"), ("compiled", "2"), ("shifted documents", "2"), ("schedule and accumulate", "4, data 2")]
+CASES += [
+    ("workers", "2"),
+    ("compiled", "2"),
+    ("shifted documents", "2"),
+    ("schedule and accumulate", "4, data 2"),
+    ("fewer heads than ranks", "4, head 4"),
+]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
 #: in CI four ranks of one sequence take what only they can show
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents", "schedule")
