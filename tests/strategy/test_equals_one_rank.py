@@ -162,11 +162,22 @@ def test_bfloat16(pools, alone, precision, fsdp, way):
     """Ranks differ from one rank by no more than that differs from float32, twice over: it is rounding."""
     ranks, settings = WAYS[way]
     run = Run(steps=5, precision=precision, batch_size=2, clip=1.0, masked=0.2)
-    want, single = (alone(run.but(precision=p)) for p in (precision, "32-true"))
-    rounding = distance(want, single)
+    want = alone(run.but(precision=precision))
+    rounding = 2e-3
+    if precision == "bf16-mixed" or draws_alike():
+        rounding = distance(want, alone(run.but(precision="32-true")))
     assert 1e-5 < rounding < 5e-2
     for got in pools(ranks).run(ranks, fit, run.but(fsdp=fsdp, strategy=settings)):
         assert distance(got, want) < 2 * rounding + 1e-3
+
+
+def draws_alike():
+    """Whether weights drawn in bfloat16 are those drawn in float32, rounded: in torch 2.11 they are others."""
+    drawn = [
+        torch.empty(64, dtype=d).normal_(generator=torch.Generator().manual_seed(0))
+        for d in (torch.bfloat16, torch.float)
+    ]
+    return torch.allclose(drawn[0].float(), drawn[1], rtol=1e-2, atol=1e-2)
 
 
 def distance(a, b):
