@@ -66,7 +66,7 @@ def run(
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        enable_checkpointing=bool(callbacks),
+        enable_checkpointing=any(isinstance(callback, ModelCheckpoint) for callback in callbacks),
         callbacks=list(callbacks),
         num_sanity_val_steps=0,
         **options,
