@@ -206,7 +206,8 @@ class ResumableLoader(DataLoader):
 
     @property
     def _schedule(self) -> SeqLenSchedule | None:
-        return getattr(self.dataset, "schedule", None)
+        schedule = getattr(self.dataset, "schedule", None)
+        return schedule if isinstance(schedule, SeqLenSchedule) else None  # a user's dataset may mean something else
 
     def _progress(self) -> tuple[int, int, int]:
         """(optimizer steps so far, batches of this epoch so far, batches of a step), where a pass begins."""

@@ -32,10 +32,10 @@ class Lengths(pl.Callback):
         self.seen.append((trainer.global_step, batch["tokens"]))
 
 
-@pytest.mark.parametrize("options, told", [({}, {}), ({"accumulate_grad_batches": 3}, {"num_workers": 2})])
-def test_each_step_has_its_length(file, options, told):
+@pytest.mark.parametrize("options, loading", [({}, {}), ({"accumulate_grad_batches": 3}, {"num_workers": 2})])
+def test_each_step_has_its_length(file, options, loading):
     lengths = Lengths()
-    run(data(file, seq_len_schedule=LENGTHS, **told), callbacks=[lengths], max_steps=14, **options)
+    run(data(file, seq_len_schedule=LENGTHS, **loading), callbacks=[lengths], max_steps=14, **options)
     assert len({step for step, _ in lengths.seen}) == 14
     for step, tokens in lengths.seen:
         assert tokens.shape == (8 // wanted(step), wanted(step)), step
@@ -109,7 +109,7 @@ def test_steps_that_a_module_takes_itself_are_refused(file):
 
 
 @pytest.mark.parametrize(
-    "given_one, says",
+    "schedule, says",
     [
         ([4], r"is \[4\]; it must be a mapping"),
         ({}, "starts at step None"),
@@ -123,9 +123,9 @@ def test_steps_that_a_module_takes_itself_are_refused(file):
         ({True: 2, 3: 4}, "holds True"),
     ],
 )
-def test_bad_schedules(file, given_one, says):
+def test_bad_schedules(file, schedule, says):
     with pytest.raises((TypeError, ValueError), match=says):
-        ByteDataModule(file, seq_len=4, seq_len_schedule=given_one)
+        ByteDataModule(file, seq_len=4, seq_len_schedule=schedule)
 
 
 def genome(folder):
@@ -161,9 +161,9 @@ def documents(folder):
 
 def test_packed_documents_are_cut_where_a_sequence_ends(tmp_path):
     module = documents(tmp_path)
-    for _, batch in zip(range(5), module.train_dataloader(), strict=False):  # 5 batches: 3 of 8, then of 24 tokens
+    for number, batch in zip(range(5), module.train_dataloader(), strict=False):  # 5 batches: 3 of 8, then of 24 tokens
         plain = module.dataset("train")[int(batch["index"])]
-        walls = {0, 8, 16, 24} if _ < 3 else {0, 24}
+        walls = {0, 8, 16, 24} if number < 3 else {0, 24}
         assert set(batch["cu_seqlens"].tolist()) == walls | set(plain["cu_seqlens"].tolist())
         assert batch["cu_seqlens"].dtype == torch.int32 and torch.equal(batch["tokens"][0], plain["tokens"])
         assert torch.equal(batch["labels"][0], plain["labels"])
