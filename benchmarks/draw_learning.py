@@ -3,8 +3,8 @@
     python benchmarks/draw_learning.py benchmarks/results/2026-11-24_h100_learning.jsonl docs/learning.png
 
 FILE holds the lines that `recall_distance.py` and `pairs_distance.py versions` print. Left: the share of right answers by
-octave of the distance, at 65,536 tokens. Right: bits a byte by eighth of the position, where the second half is a new version
-of the first.
+octave of the distance, at 65,536 tokens. Right: bits a byte by eighth of the position, where the second half is a new
+version of the first.
 """
 
 from __future__ import annotations
