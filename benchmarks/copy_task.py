@@ -55,6 +55,9 @@ def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--arm", choices=list(ARMS), required=True)
     p.add_argument("--steps", type=int, default=1000)
+    p.add_argument(
+        "--schedule", type=int, help="steps of the learning rate's cosine, at least --steps (default: these)"
+    )
     p.add_argument("--distance", type=int, help="one distance for all sequences, 33 to 64")
     p.add_argument("--batch-size", type=int, default=32)
     p.add_argument("--lr", type=float, default=2e-3)
@@ -64,6 +67,8 @@ def main() -> None:
     a = p.parse_args()
     if a.distance is not None and not HALF // 2 < a.distance <= HALF:
         p.error(f"--distance must be {HALF // 2 + 1} to {HALF}, got {a.distance}")
+    if a.schedule is not None and a.schedule < a.steps:
+        p.error(f"--schedule must be at least --steps={a.steps}, got {a.schedule}")
     print(json.dumps(run(a)), flush=True)
 
 
@@ -86,7 +91,7 @@ def run(a: argparse.Namespace) -> dict[str, object]:
     model.configure_model()
     model.to(a.device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=a.lr, betas=(0.9, 0.98), weight_decay=0.01)
-    rate = lambda i: min(1, (i + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / a.steps)))  # noqa: E731
+    rate = lambda i: min(1, (i + 1) / 100) * (0.1 + 0.45 * (1 + math.cos(math.pi * i / (a.schedule or a.steps))))  # noqa: E731
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate)
     curve = torch.zeros(10, dtype=torch.float64, device=a.device)
     for i in range(a.steps):
@@ -98,7 +103,10 @@ def run(a: argparse.Namespace) -> dict[str, object]:
         optimizer.zero_grad()
         schedule.step()
         curve[i * 10 // a.steps] += loss.detach() / math.log(2) / (a.steps / 10)
-    options = {"arm": a.arm, "distance": a.distance or "33-64", "steps": a.steps, "seed": a.seed, "base": a.rotary_base}
+    options = {
+        "arm": a.arm, "distance": a.distance or "33-64", "steps": a.steps, "schedule": a.schedule or a.steps,
+        "seed": a.seed, "base": a.rotary_base,
+    }  # fmt: skip
     seconds = round(time.monotonic() - begin)
     return {**options, **validate(model, a), "train": [round(x, 3) for x in curve.tolist()], "seconds": seconds}
 
