@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import DilatedPattern, dilated_attention
-from lightning_dilated.attention.engines import ENGINES, Request
+from lightning_dilated.attention.backends import ENGINES, Request
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, counts: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ import datetime
 from dataclasses import replace
 from pathlib import Path
 
-from lightning_dilated.models.recompute import POLICIES
+from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.plots import scale_plot, timeline
 from lightning_dilated.planning.simulating.scale import FORMS, Setting, sweep, table

@@ -27,17 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.attention.blockwise import Call
-from lightning_dilated.attention.engines import Engine, Request, chained_up_to, choose
-from lightning_dilated.attention.grouped import block_flops
-from lightning_dilated.attention.local import local_forward, local_gradients
-from lightning_dilated.attention.rowwise import add_batch, merge_batch
+from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose
+from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors.dispatch import local_forward, local_gradients
+from lightning_dilated.attention.executors.grouped import block_flops
+from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.models.blocks import default_hidden
 from lightning_dilated.planning.measure import device_seconds_of
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.sequence.exchange.indices import Batch
-from lightning_dilated.sequence.exchange.rows import Rows, add_rows, pack_rows
+from lightning_dilated.sequence.exchange.row_ops import Rows, add_rows, pack_rows
 
 #: wide branches of the made-up longer sequence
 WIDE = 4

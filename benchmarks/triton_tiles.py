@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from lightning_dilated.attention.engines.sdpa import CUDNN
+from lightning_dilated.attention.backends.sdpa import CUDNN
 from lightning_dilated.kernels import backward, forward, pipelined
 from lightning_dilated.planning import seconds_of
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dilated import allocator
+from lightning_dilated import _device as allocator
 
 GIB = 2**30
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.checkpoint import load_language_model
+from lightning_dilated.cli.load_model import load_language_model
 
 #: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
 CASES = {

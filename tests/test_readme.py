@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.attention.engines import ENGINES
-from lightning_dilated.cli import OTHERS, DilatedCLI
+from lightning_dilated.attention.backends import ENGINES
+from lightning_dilated.cli.commands import OTHERS
+from lightning_dilated.cli.lightning_cli import DilatedCLI
 
 pytestmark = pytest.mark.full
 

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_dilated import transfer
-from lightning_dilated.sequence.loss import scalar
-from lightning_dilated.transfer import send
+from lightning_dilated import _device as transfer
+from lightning_dilated._device import send
+from lightning_dilated.sequence.losses import scalar
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

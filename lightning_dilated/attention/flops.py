@@ -14,12 +14,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers torch.ops.lightning_dilated
-from lightning_dilated.attention.place import share
+from lightning_dilated.attention.resolve import share
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
-from lightning_dilated.sequence.work import joint_pairs
+from lightning_dilated.sequence.planner import joint_pairs
 
 
 def attention_pairs(

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import sharded
-from lightning_dilated.attention.frames import with_room
-from lightning_dilated.attention.place import Inputs, Options, Saved
+from lightning_dilated._compat.cpython import with_room
+from lightning_dilated.attention import run as sharded
+from lightning_dilated.attention.resolve import Inputs, Options, Saved
 
 run_forward, run_backward = with_room(sharded.run_forward), with_room(sharded.run_backward)
 

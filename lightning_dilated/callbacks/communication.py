@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence.exchange.clock import Clock
+from lightning_dilated.sequence.control_group import Asked, Quiet
+from lightning_dilated.sequence.exchange.timing import Clock
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.quiet import Asked, Quiet
-from lightning_dilated.sequence.summary import EXCHANGED, Sums, reach, reached, summary
+from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
 
 COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),

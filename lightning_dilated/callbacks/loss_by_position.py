@@ -18,7 +18,7 @@ from rich.table import Table
 from torch import Tensor
 
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.longnet_lm import LongNetLM
+from lightning_dilated.models.longnet.lm import LongNetLM
 from lightning_dilated.sequence import active_sequence
 
 #: octaves of positions up to 2^48 tokens

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.longnet_lm import LongNetLM
+from lightning_dilated.models.longnet.lm import LongNetLM
 
 #: octaves of distances up to 2^48 tokens
 OCTAVES = 48

@@ -20,14 +20,14 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated.callbacks.background import Background
-from lightning_dilated.callbacks.folder_lock import FolderLock
-from lightning_dilated.strategy.ending import Ending, requeue_job
-from lightning_dilated.strategy.peers import Peers, reason
-from lightning_dilated.strategy.saved_files import clean, listed, name_of, newest_whole, nothing_good
-from lightning_dilated.strategy.saved_folder import FolderIO, checked, load_folder_with, say_damaged, write
-from lightning_dilated.strategy.saved_reader import ALONE
-from lightning_dilated.strategy.saved_state import HostCopies, alike, plain_sizes, shares, taken
+from lightning_dilated.checkpoint.background import Background
+from lightning_dilated.checkpoint.folder import FolderIO, checked, load_folder_with, say_damaged, write
+from lightning_dilated.checkpoint.folder_lock import FolderLock
+from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_whole, nothing_good
+from lightning_dilated.checkpoint.ranks import Peers, reason
+from lightning_dilated.checkpoint.reader import ALONE
+from lightning_dilated.checkpoint.state import HostCopies, alike, plain_sizes, shares, taken
+from lightning_dilated.strategy.preemption import Ending, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 #: how long ranks wait for the slowest one's disk; a rank that died is noticed at once

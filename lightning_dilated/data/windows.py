@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.fasta_records import N_CODE, Genome
+from lightning_dilated.data.genome.records import N_CODE, Genome
 
 
 class GenomeWindows(Dataset):

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from lightning_dilated.transfer import send
+from lightning_dilated._device import send
 
 #: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
 #: neighbouring rows of a program (0 where the rate does not divide the step)

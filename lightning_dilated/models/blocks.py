@@ -1,4 +1,4 @@
-"""The pre-norm transformer block: attention, feed-forward, and how it trains in little memory.
+"""Stochastic depth: whole branches of a block dropped for whole samples, alike on all ranks of a sequence.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -13,16 +13,42 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.chunks import HeadChunks, Pieces, attend_in_chunks
-from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
-from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.attention.tiles import tiled
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.recompute import guarded, recomputed, result_is_unused
+from lightning_dilated.memory.head_chunks import HeadChunks, Pieces, attend_in_chunks
+from lightning_dilated.memory.recompute import guarded, recomputed, result_is_unused
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import active_sequence
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """Each layer's probability: linearly from 0 in the first to `rate` in the last (arXiv 1603.09382)."""
+    return [rate * i / max(1, depth - 1) for i in range(depth)]
+
+
+def drop_path_factors(rate: float, depth: int, x: Tensor) -> Tensor | None:
+    """(depth, 2, B, 1, 1) factors of the two branches of every layer, 0 or 1 / (1 - p); None where nothing is dropped.
+
+    The ranks of a sequence hold parts of one sample, so they have to drop it together: they take rank 0's seed, as attention
+    dropout does. It comes from torch's CPU generator, so `torch.manual_seed` repeats it.
+
+    Args:
+        rate: of the last layer, in [0, 1).
+        x: (B, N, E), for its batch, dtype and device.
+    """
+    if rate == 0:
+        return None
+    seed, group = int(torch.randint(2**62, ())), active_sequence()
+    if group is not None:
+        seed = group.agree({"call": "drop_path", "rate": rate, "samples": len(x)}, seed=seed).seed
+    drawn = torch.rand(depth, 2, len(x), 1, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    p = torch.tensor(drop_path_rates(rate, depth), dtype=torch.float64)[:, None, None, None, None]
+    return ((drawn >= p) / (1 - p)).to(x.device, x.dtype)
 
 
 @dataclass

@@ -26,10 +26,10 @@ from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 
-from lightning_dilated.models.advice import advice, longest, position_advice
+from lightning_dilated.checkpoint.torch_files import load_file
 from lightning_dilated.models.file_classes import check_classes
-from lightning_dilated.models.metrics import TokenMean
-from lightning_dilated.models.newest import Newest
+from lightning_dilated.models.metrics import Newest, TokenMean
+from lightning_dilated.models.pattern_warnings import advice, longest, position_advice
 from lightning_dilated.models.pretrained import Pretrained, class_path
 from lightning_dilated.models.rotary_bases import BasesLike, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.models.schedules import WarmupCosine
@@ -38,8 +38,7 @@ from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
-from lightning_dilated.sequence.loss import scalar
-from lightning_dilated.torch_files import load_file
+from lightning_dilated.sequence.losses import scalar
 
 STAGES = ("train", "val", "test")
 

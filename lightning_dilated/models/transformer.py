@@ -11,14 +11,13 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.attention.decode import KVCache
 from lightning_dilated.attention.functional import autocast
+from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, make_norm
-from lightning_dilated.models.drop_path import drop_path_factors
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.offload import Host
-from lightning_dilated.models.recompute import in_groups
+from lightning_dilated.memory.offload import Host
+from lightning_dilated.memory.recompute import in_groups
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 

@@ -14,13 +14,13 @@ import functools
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.token_loss import loss_tile
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.longnet.token_loss import loss_tile
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.exchange_memory import lighter, of_call
-from lightning_dilated.planning.facts import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
+from lightning_dilated.planning.model_stats import Facts
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
 

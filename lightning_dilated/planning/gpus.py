@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from lightning_dilated.allocator import ROOM
+from lightning_dilated._device import ROOM
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.plan import DEFAULTS
+from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
 #: share of a GPU's memory that is left free, and bytes at least (see `allocator.ROOM`): fragments of the allocator, what a

@@ -12,16 +12,23 @@ from dataclasses import dataclass, field
 
 import torch
 
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern.branch import integer
+from lightning_dilated.planning.counting.dry_run import MAIN
 from lightning_dilated.planning.counting.exchange_memory import Exchanged, of_subject, sharded
 from lightning_dilated.planning.counting.footprint import Footprint, Moment
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
-from lightning_dilated.planning.counting.subjects import blank
-from lightning_dilated.planning.counting.trial import MAIN
+from lightning_dilated.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    EXCHANGE,
+    GRADIENTS,
+    OPTIMIZER,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.planning.counting.model_specs import blank
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.sequence.plan import DEFAULTS, Links
+from lightning_dilated.sequence.planner import DEFAULTS, Links
 
 GIB = 2**30
 #: bytes of optimizer states for each byte of parameters: AdamW has two of the parameters' dtype

@@ -11,7 +11,7 @@ from pathlib import Path
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated.planning.counting.meter import KINDS
+from lightning_dilated.planning.counting.memory_tracker import KINDS
 
 GIB = 2**30
 COLOURS = dict(

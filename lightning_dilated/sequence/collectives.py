@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.sequence.exchange.wire import Wire
+from lightning_dilated.sequence.exchange.transport import Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence.exchange.wire import Traffic, Wire
+from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.shard import Shard
 
@@ -206,3 +206,43 @@ def _arguments(x: Tensor, left: int, right: int, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
     return dim % x.ndim
+
+
+class SequenceConv1d(nn.Conv1d):
+    """nn.Conv1d along the tokens of (B, L, E), with as many tokens out as in, equal on any number of ranks.
+
+    A rank receives the few tokens that its neighbours hold (`sequence_halo`); layouts contiguous and zigzag. Parameters and
+    their names are nn.Conv1d's.
+
+    Args:
+        in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d; kernel_size and
+            dilation are whole numbers.
+        causal: a token sees itself and those before it; else the kernel is centred as by nn.Conv1d(padding="same").
+
+    Raises:
+        ValueError: for a stride or padding: every token gives one.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, kernel_size: int, *, causal: bool = False, **options: Any
+    ) -> None:
+        refused = sorted(options.keys() - {"dilation", "groups", "bias", "device", "dtype"})
+        if refused:
+            raise ValueError(
+                f"SequenceConv1d takes no {', '.join(refused)}: every token gives one, and beyond the sequence stand zeros. "
+                "Leave it out; causal=True shifts the kernel to the past."
+            )
+        super().__init__(in_channels, out_channels, kernel_size, **options)
+        reach = self.dilation[0] * (self.kernel_size[0] - 1)
+        #: tokens before and after that a token sees
+        self.reach = (reach, 0) if causal else (reach // 2, reach - reach // 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, L, in_channels) to (B, L, out_channels)."""
+        outputs = []
+        for stretch in sequence_halo(x, *self.reach):
+            empty = stretch.shape[1] == sum(self.reach)  # a convolution of torch refuses to give no token
+            rows = nn.functional.pad(stretch, (0, 0, 0, 1)) if empty else stretch
+            y = super().forward(rows.transpose(1, 2)).transpose(1, 2)
+            outputs.append(y[:, :0] if empty else y)
+        return torch.cat(outputs, 1)

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass
 
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence.progressions import join
+from lightning_dilated.sequence.ranges import join
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
 

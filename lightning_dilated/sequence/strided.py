@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lightning_dilated.pattern.rows import place, segments_of
-from lightning_dilated.sequence.problem import Document, Problem, Segment, residues, served
-from lightning_dilated.sequence.progressions import Holed, clip, intersect, union
+from lightning_dilated.sequence.ranges import Holed, clip, intersect, union
+from lightning_dilated.sequence.requirements import Document, Problem, Segment, residues, served
 
 #: the last row of a segment (with the rows of a head in it) that is taken, None where none is
 Until = Callable[[Segment, int, range], "int | None"]

@@ -15,13 +15,13 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dilated.checkpoint.folder import checked, read_whole
+from lightning_dilated.checkpoint.low_bit import read_to_host
+from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.strategy.mesh import gradient_group
-from lightning_dilated.strategy.names import Exchange, Layout
-from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_folder import checked, read_whole
+from lightning_dilated.strategy.parameters import Exchange, Layout
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
-from lightning_dilated.strategy.small_states import read_to_host
 
 #: MiB of a bucket that takes all gradients
 ONE_BUCKET = 2**20

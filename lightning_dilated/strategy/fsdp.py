@@ -19,14 +19,13 @@ from torch._functorch import config as functorch_config
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 from typing_extensions import override
 
-from lightning_dilated.strategy import host_parameters
-from lightning_dilated.strategy.names import Exchange, Layout
-from lightning_dilated.strategy.parameters import shard_parameters
-from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_folder import checked, load_sharded
-from lightning_dilated.strategy.saved_reader import read_metadata
+from lightning_dilated.checkpoint.folder import checked, load_sharded
+from lightning_dilated.checkpoint.low_bit import refuse_one_file, refuse_whole
+from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.reader import read_metadata
+from lightning_dilated.strategy import cpu_offload as host_parameters
+from lightning_dilated.strategy.parameters import Exchange, Layout, shard_parameters
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
-from lightning_dilated.strategy.small_states import refuse_one_file, refuse_whole
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):

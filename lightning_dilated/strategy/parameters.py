@@ -1,6 +1,8 @@
-"""Parameters dealt to all ranks with torch's fully_shard."""
+"""Names that the strategies' options take."""
 
 from __future__ import annotations
+
+from typing import Literal
 
 import lightning.pytorch as pl
 from torch import nn
@@ -13,6 +15,10 @@ from torch.distributed.fsdp import (
     register_fsdp_forward_method,
 )
 from torch.distributed.tensor import DTensor
+
+Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
+Layout = Literal["contiguous", "zigzag", "strided"]
+
 
 STEPS = ("training_step", "validation_step", "test_step", "predict_step")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from lightning_dilated.strategy.peers import reason
+from lightning_dilated.checkpoint.ranks import reason
 
 #: seconds in which the others, whose connections break at about the same time, are to leave their reasons
 PATIENCE = 5.0

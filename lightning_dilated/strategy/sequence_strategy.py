@@ -17,23 +17,21 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
-from lightning_dilated.allocator import leave_room
+from lightning_dilated._device import leave_room
+from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.plan import check_exchange
+from lightning_dilated.sequence.planner import check_exchange
 from lightning_dilated.sequence.shard import check_layout
-from lightning_dilated.sequence.spec import Place, SequenceSpec
-from lightning_dilated.strategy import alike
-from lightning_dilated.strategy.ending import Ending, EndsTogether
-from lightning_dilated.strategy.first_batch import check_first_batch, computed_in
-from lightning_dilated.strategy.foreign import refuse_callbacks
-from lightning_dilated.strategy.loader import Loaders
-from lightning_dilated.strategy.loader_order import keep_order
+from lightning_dilated.strategy import checks as alike
+from lightning_dilated.strategy.checks import refuse_callbacks, refuse_mixing
+from lightning_dilated.strategy.equivalence_check import check_first_batch, computed_in
+from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import MeshSizes
-from lightning_dilated.strategy.mixing import refuse_mixing
+from lightning_dilated.strategy.preemption import Ending, EndsTogether
 from lightning_dilated.strategy.restart import join_under_torchrun
+from lightning_dilated.strategy.rng import run_seed, step_seeds
 from lightning_dilated.strategy.roll_call import CallsTheRoll
-from lightning_dilated.strategy.seeds import run_seed, step_seeds
 
 
 class SequenceStrategy(EndsTogether, CallsTheRoll):

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from lightning_dilated.attention.engines import ENGINES, Engine
+from lightning_dilated.attention.backends import ENGINES, Engine
 
 
 @dataclass

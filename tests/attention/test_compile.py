@@ -5,7 +5,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.engines import engine_names
+from lightning_dilated.attention.backends import engine_names
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .reference import GRADIENTS, close, gradients

@@ -7,7 +7,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM, MultiheadDilatedAttention
 from lightning_dilated.attention.convolution import ShortConvolution
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 
 from ..models import tiny
 

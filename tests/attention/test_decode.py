@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.attention import MultiheadDilatedAttention, decode, dilated_attention
-from lightning_dilated.attention.decode import KVCache, decode_attention
+from lightning_dilated.attention import MultiheadDilatedAttention, dilated_attention
+from lightning_dilated.attention import kv_cache as decode
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples

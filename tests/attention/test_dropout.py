@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.backends import math as math_engine
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.engines import math as math_engine
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples

@@ -7,11 +7,12 @@ import torch
 from hypothesis import given, settings
 
 from lightning_dilated import kernels
-from lightning_dilated.attention import dilated_attention, engines
-from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, choose, engine_names
-from lightning_dilated.attention.engines import math as math_engine
-from lightning_dilated.attention.engines.base import unsupported
-from lightning_dilated.attention.engines.sdpa import CPU_FLASH, CUDNN, FLASH
+from lightning_dilated.attention import backends as engines
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names
+from lightning_dilated.attention.backends import math as math_engine
+from lightning_dilated.attention.backends.base import unsupported
+from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
 
 from ..examples import examples
@@ -162,7 +163,7 @@ def test_small_blocks_are_launched_at_once(flops, want, monkeypatch):
 
 def test_auto_is_logged_once(caplog):
     engines._seen.clear()
-    with caplog.at_level("INFO", "lightning_dilated.attention.engines"):
+    with caplog.at_level("INFO", "lightning_dilated.attention.backends"):
         for _ in range(3):
             choose("auto", Request(CPU, torch.float32, 24))
             choose("math", Request(CPU, torch.float32, 24))

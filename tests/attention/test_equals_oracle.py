@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, seed, settings
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.engines import ENGINES as registry
+from lightning_dilated.attention.backends import ENGINES as registry
 from lightning_dilated.pattern import DilatedPattern
 
 from ..examples import examples

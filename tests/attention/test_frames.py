@@ -5,8 +5,8 @@ import sys
 
 import pytest
 
+from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention import op
-from lightning_dilated.attention.frames import with_room
 
 CALLS = 300
 

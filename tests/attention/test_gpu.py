@@ -5,8 +5,9 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_dilated.attention import DilatedAttention, dilated_attention, fused, grouped
-from lightning_dilated.attention.engines import ENGINES, Request, choose, measured
+from lightning_dilated.attention import DilatedAttention, dilated_attention
+from lightning_dilated.attention.backends import ENGINES, Request, choose, measured
+from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .recorder import record

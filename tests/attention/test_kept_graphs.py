@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.attention.engines import ENGINES, sdpa
+from lightning_dilated.attention.backends import ENGINES, sdpa
 from lightning_dilated.pattern import DilatedPattern
 
 from ..examples import examples
@@ -108,7 +108,7 @@ def test_windows_of_heads_after_another_model(monkeypatch):
     """Windows have the strides of q of a narrower model, and the gradients' of their own."""
     from lightning_dilated import LongNetLM
     from lightning_dilated.callbacks import ActivationRecompute  # noqa: F401 - the settings are its own
-    from lightning_dilated.models.memory import MemorySettings
+    from lightning_dilated.memory.settings import MemorySettings
 
     torch.manual_seed(0)
     narrow, wide = (LongNetLM(GROWS.pattern, dim=8 * h, depth=1, num_heads=h, engine="cpu_flash") for h in (4, 8))

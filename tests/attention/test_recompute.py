@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lightning_dilated as ld
-from lightning_dilated.attention import place
+from lightning_dilated.attention import resolve as place
 
 
 @pytest.mark.parametrize(("keep", "runs"), [(False, 3), (True, 2)], ids=["recompute-all", "keep-the-op"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.attention.engines import Request, choose
+from lightning_dilated.attention.backends import Request, choose
 from lightning_dilated.attention.oracle import oracle
 
 PATTERN = ld.DilatedPattern.longnet([4, 8], [1, 2])

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.blockwise import suited
-from lightning_dilated.attention.engines import ENGINES
+from lightning_dilated.attention.backends import ENGINES
+from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view, spans
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.rows import blocks

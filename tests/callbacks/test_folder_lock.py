@@ -12,9 +12,9 @@ import time
 import pytest
 from lightning.pytorch import Callback
 
-from lightning_dilated.callbacks import folder_lock
-from lightning_dilated.callbacks.folder_lock import NAME, FolderInUse, FolderLock
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.checkpoint import folder_lock
+from lightning_dilated.checkpoint.folder_lock import NAME, FolderInUse, FolderLock
 
 from ..strategy.runs import launched
 from .checkpoint_runs import STEPS, names, on_rank, run
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.full
 HOLDS = """
 import sys
 from pathlib import Path
-from lightning_dilated.callbacks.folder_lock import FolderLock
+from lightning_dilated.checkpoint.folder_lock import FolderLock
 FolderLock(Path(sys.argv[1])).acquire()
 print("held", flush=True)
 sys.stdin.read()

@@ -12,8 +12,15 @@ from torch import nn
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
-from lightning_dilated.planning.counting.meter import OPTIMIZER as STATES
+from lightning_dilated.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
 
 from ..models import batch, loader, text, tiny
 from ..models import trainer as quiet

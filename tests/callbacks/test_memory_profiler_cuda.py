@@ -8,9 +8,16 @@ import torch
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, Watch
 from lightning_dilated.callbacks.memory.probe import CudaProbe
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, BATCH, EXCHANGE, GRADIENTS, PARAMETERS, TEMPORARY
-from lightning_dilated.planning.counting.meter import OPTIMIZER as STATES
-from lightning_dilated.sequence.exchange.wire import Traffic
+from lightning_dilated.planning.counting.memory_tracker import (
+    ACTIVATIONS,
+    BATCH,
+    EXCHANGE,
+    GRADIENTS,
+    PARAMETERS,
+    TEMPORARY,
+)
+from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
+from lightning_dilated.sequence.exchange.transport import Traffic
 
 from ..models import loader
 from ..models import trainer as quiet

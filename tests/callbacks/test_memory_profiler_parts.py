@@ -24,7 +24,7 @@ from lightning_dilated.callbacks.memory.plots import stages, thinned
 from lightning_dilated.callbacks.memory.probe import Measured, Span
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.callbacks.memory.table import metrics, numbers, rows_of, show, top_of, unit_of
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
 
 from ..models import loader, tiny
 from ..models import trainer as quiet

@@ -6,7 +6,7 @@ import pytest
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, EXCHANGE, GRADIENTS
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE, GRADIENTS
 
 from ..models import loader
 from ..strategy.runs import Run, launched, make, trainer

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy import ending
+from lightning_dilated.strategy import preemption as ending
 
 from ..strategy.runs import launched
 from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses

@@ -8,7 +8,7 @@ import torch
 from lightning_dilated import LongNetLM, LongNetMLM
 from lightning_dilated.callbacks import LossByPosition, RecallByDistance
 from lightning_dilated.data import ByteDataModule, FarRecallDataModule
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 
 from ..models import PATTERN, SIZES, batch, loader, tiny, trainer
 

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.memory import MemorySettings
 
 from ..models import batch, loader, tiny, trainer
 

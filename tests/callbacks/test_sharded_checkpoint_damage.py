@@ -12,8 +12,8 @@ import torch
 import lightning_dilated
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_files import Saved
+from lightning_dilated.checkpoint.manifest import Saved
+from lightning_dilated.checkpoint.ranks import Peers
 
 from .checkpoint_runs import STEPS, names, run
 
@@ -106,7 +106,8 @@ KILLED = """
 import os, signal, sys
 import torch.distributed.checkpoint as dcp
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.strategy import saved_files, saved_folder
+from lightning_dilated.checkpoint import manifest as saved_files
+from lightning_dilated.checkpoint import folder as saved_folder
 from tests.callbacks.checkpoint_runs import run
 text, folder, where = sys.argv[1:]
 spot = {"bytes": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from lightning_dilated.strategy.peers import Peers
-from lightning_dilated.strategy.saved_folder import read_tensors
-from lightning_dilated.strategy.saved_state import shares
+from lightning_dilated.checkpoint.folder import read_tensors
+from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.checkpoint.state import shares
 
 from ..distributed.pool import Pool
 from ..strategy.runs import launched
@@ -164,7 +164,7 @@ def failing(rank, group, text, saved, who, where, strategy):
         where
     ]
     from lightning_dilated.callbacks import sharded_checkpoint as module
-    from lightning_dilated.strategy import saved_folder
+    from lightning_dilated.checkpoint import folder as saved_folder
 
     owner = {"copy": module.HostCopies, "finish": saved_folder}.get(where, target[0])
     real = getattr(owner, target[1])

@@ -16,11 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated import LongNetLM
 from lightning_dilated.callbacks import ShardedCheckpoint
-from lightning_dilated.consolidate import run as consolidate
+from lightning_dilated.checkpoint.folder import read_tensors, read_whole
+from lightning_dilated.checkpoint.manifest import MANIFEST, _seal, facts
+from lightning_dilated.checkpoint.reader import read_metadata
+from lightning_dilated.cli.consolidate import run as consolidate
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy.saved_files import MANIFEST, _seal, facts
-from lightning_dilated.strategy.saved_folder import read_tensors, read_whole
-from lightning_dilated.strategy.saved_reader import read_metadata
 
 from ..models import PATTERN
 from .checkpoint_runs import STEPS, run

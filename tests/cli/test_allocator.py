@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lightning_dilated import cli as command_line
-from lightning_dilated.allocator import NAMES, expandable_segments
-from lightning_dilated.find_max import Trials, trials
+from lightning_dilated._device import NAMES, expandable_segments
+from lightning_dilated.cli import commands as command_line
+from lightning_dilated.cli.find_max import Trials, trials
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,8 +9,8 @@ import sys
 import pytest
 import torch
 
-from lightning_dilated.bench.links import LAUNCHED, LEAST, reckon
-from lightning_dilated.bench.wires import Sample, _rings
+from lightning_dilated.cli.bench.links import LAUNCHED, LEAST, reckon
+from lightning_dilated.cli.bench.wires import Sample, _rings
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.links import VARIABLE, cached
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli import HELP, OTHERS, PROG, DilatedCLI
-from lightning_dilated.generate import print_bytes
+from lightning_dilated.cli.commands import HELP, OTHERS, PROG
+from lightning_dilated.cli.generate import print_bytes
+from lightning_dilated.cli.lightning_cli import DilatedCLI
 
 from .conftest import DATA, LOG, MODEL, TINY
 

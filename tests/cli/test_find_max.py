@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from lightning_dilated.find_max import Outcome, Trials, longest, worker
-from lightning_dilated.find_max.command import run
-from lightning_dilated.find_max.samples import Samples
+from lightning_dilated.cli.find_max import Outcome, Trials, longest, worker
+from lightning_dilated.cli.find_max.command import run
+from lightning_dilated.cli.find_max.samples import Samples
 
 pytestmark = pytest.mark.full
 
@@ -176,7 +176,7 @@ def test_a_killed_rank_is_looked_for_first(tmp_path):
 STARTER = """
 import json, subprocess, sys, time
 told = {"parent": __import__("os").getpid()}
-print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.find_max.worker", json.dumps(told)]).pid, flush=True)
+print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.cli.find_max.worker", json.dumps(told)]).pid, flush=True)
 time.sleep(600)
 """
 

@@ -3,11 +3,11 @@
 import pytest
 import yaml
 
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.plan.asked import settled
-from lightning_dilated.plan.options import parser
+from lightning_dilated.cli.plan.options import parser
+from lightning_dilated.cli.plan.request import settled
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.memory import Setup, memory
 
 pytestmark = pytest.mark.full

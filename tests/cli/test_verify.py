@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from lightning_dilated.verify import command
-from lightning_dilated.verify.cases import Check, Verdict, alone, by_definition, compare, matrix
-from lightning_dilated.verify.workers import RanksFailed, run_ranks
+from lightning_dilated.cli.verify import command
+from lightning_dilated.cli.verify.cases import Check, Verdict, alone, by_definition, compare, matrix
+from lightning_dilated.cli.verify.workers import RanksFailed, run_ranks
 
 pytestmark = pytest.mark.full
 

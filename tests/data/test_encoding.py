@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from lightning_dilated.data import TokenDataModule, encode_files, encoding
+from lightning_dilated.data import TokenDataModule, encode_files
+from lightning_dilated.data.text import encoding
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402

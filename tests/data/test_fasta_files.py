@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dilated.data import GenomeDataModule, fasta_files
-from lightning_dilated.data.fasta_files import default_cache, index, plain_file
+from lightning_dilated.data import GenomeDataModule
+from lightning_dilated.data.genome import files as fasta_files
+from lightning_dilated.data.genome.files import default_cache, index, plain_file
 
 HERE = Path(__file__).parent
 PACKED = str(HERE / "lambda_virus.fa.gz")

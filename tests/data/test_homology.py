@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_dilated.data import homology
-from lightning_dilated.data.fasta_records import Genome
-from lightning_dilated.data.homology import LENGTH, SAMPLED, Anchors, anchors, numbers
+from lightning_dilated.data.genome import homology
+from lightning_dilated.data.genome.homology import LENGTH, SAMPLED, Anchors, anchors, numbers
+from lightning_dilated.data.genome.records import Genome
 
 from .strains import made, reverse_complement, write_strain
 

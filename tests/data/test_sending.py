@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated.data import SlideDataModule, SplitDataModule
 from lightning_dilated.data.sending import SendableCollate, detached
-from lightning_dilated.sequence.spec import Place, SequenceSpec
+from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
 from lightning_dilated.strategy.loader import Loaders
 
 from .test_slides import grid

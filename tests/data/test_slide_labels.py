@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.slide_labels import Row, class_numbers
+from lightning_dilated.data.slides.labels import Row, class_numbers
 
 from .test_slides import grid, module, stored, table, write
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dilated.data import encode_files, encoding
+from lightning_dilated.data import encode_files
+from lightning_dilated.data.text import encoding
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import models, normalizers, pre_tokenizers, trainers  # noqa: E402

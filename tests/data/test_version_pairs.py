@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lightning_dilated.data import ByteDataModule, TokenDataModule, version_pairs, write_version_pairs
+from lightning_dilated.data import ByteDataModule, TokenDataModule, write_version_pairs
+from lightning_dilated.data.text import version_pairs
 
 N = 256
 

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dilated.data import GenomeDataModule, ResumableLoader, ResumableSampler
 from lightning_dilated.data.windows import GenomeWindows
-from lightning_dilated.sequence.spec import Place
+from lightning_dilated.sequence.batch_spec import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 from .runs import every_step, run

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.sequence.plan import make_problem, moved
+from lightning_dilated.sequence.planner import make_problem, moved
 
 pytestmark = pytest.mark.full
 

@@ -15,8 +15,8 @@ import torch
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.plan import make_problem, moved
-from lightning_dilated.sequence.summary import summary
+from lightning_dilated.sequence.planner import make_problem, moved
+from lightning_dilated.sequence.traffic import summary
 
 pytestmark = pytest.mark.full
 

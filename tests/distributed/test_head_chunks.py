@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .calls import positions, sequence

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import Facts, estimate
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup

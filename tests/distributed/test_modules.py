@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention.layers import MultiheadDilatedAttention
+from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..attention.strategies import Case

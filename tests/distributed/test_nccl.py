@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
-from lightning_dilated.sequence.exchange import EXCHANGES, rows
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange import row_ops as rows
 
 pytestmark = pytest.mark.gpu
 

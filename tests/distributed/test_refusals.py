@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.attention import dilated_attention, sharded
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention import run as sharded
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup, active_sequence, sequence_gather, sequence_sum
 from lightning_dilated.sequence.exchange import run

@@ -5,7 +5,7 @@ import torch
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.plan import make_problem, moved, plan
+from lightning_dilated.sequence.planner import make_problem, moved, plan
 
 from .calls import sequence
 

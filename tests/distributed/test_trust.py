@@ -8,11 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.meter import Meter
+from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import SequenceGroup
-from lightning_dilated.sequence.quiet import Quiet
+from lightning_dilated.sequence.control_group import Quiet
 
 from .calls import sequence
 

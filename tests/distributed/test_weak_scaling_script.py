@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lightning_dilated import DilatedPattern
-from lightning_dilated.sequence.plan import make_problem, moved
+from lightning_dilated.sequence.planner import make_problem, moved
 
 pytestmark = pytest.mark.full
 

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated import Branch, DilatedPattern, dilated_attention
-from lightning_dilated.attention import fused, stretches
-from lightning_dilated.attention.entries import entries
+from lightning_dilated.attention.executors import fused
+from lightning_dilated.attention.executors import fused as stretches
+from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.pattern.rows import blocks
 from lightning_dilated.sequence import SequenceGroup

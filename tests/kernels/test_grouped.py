@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
-from lightning_dilated.attention import grouped
+from lightning_dilated.attention.executors import grouped
 from lightning_dilated.sequence import SequenceGroup
 
 from ..attention.reference import GRADIENTS, close, gradients, leaves

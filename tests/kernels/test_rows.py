@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from lightning_dilated import kernels
-from lightning_dilated.attention.rotary import Rotary
-from lightning_dilated.attention.turn import rotate, turn
-from lightning_dilated.sequence.exchange import rows as exchanged
+from lightning_dilated.attention.rotary import Rotary, rotate, turn
+from lightning_dilated.sequence.exchange import row_ops as exchanged
 
 from ..attention.reference import close
 
@@ -119,7 +118,7 @@ def moved(rank, group, number, examples, device="cpu"):
 
 
 def move(number, examples, device):
-    from lightning_dilated.attention import rowwise
+    from lightning_dilated.attention.executors import remote as rowwise
     from lightning_dilated.kernels import rows as kernel
 
     chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)

@@ -9,8 +9,8 @@ from torch import nn
 
 from lightning_dilated.attention import op
 from lightning_dilated.attention.oracle import oracle
+from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock, default_hidden, make_norm
-from lightning_dilated.models.recompute import check_policy
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.models.offload import Host
+from lightning_dilated.memory.offload import Host
 
 from . import loader, trainer
 from .slides import SIZES as SLIDES

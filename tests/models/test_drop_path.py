@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from lightning_dilated.models.blocks import BlockOptions
-from lightning_dilated.models.drop_path import drop_path_factors, drop_path_rates
+from lightning_dilated.models.blocks import BlockOptions, drop_path_factors, drop_path_rates
 from lightning_dilated.models.transformer import DilatedTransformer
 
 from . import PATTERN

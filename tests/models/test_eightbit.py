@@ -72,7 +72,9 @@ def test_weights_of_one_file(tmp_path):
     """A process that does not train, and so has no torchao, reads them, too."""
     saved = ModelCheckpoint(str(tmp_path), save_last=True)
     fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
-    code = "from lightning_dilated.checkpoint import load_module as x; print(type(x(r'%s')))" % (tmp_path / "last.ckpt")
+    code = "from lightning_dilated.cli.load_model import load_module as x; print(type(x(r'%s')))" % (
+        tmp_path / "last.ckpt"
+    )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert "LongNetLM" in found.stdout, found.stderr
 

@@ -5,8 +5,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated import Branch, DilatedPattern
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.flops import step_flops
-from lightning_dilated.models.memory import MemorySettings
 
 from . import batch, tiny
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock
-from lightning_dilated.models.memory import MemorySettings
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN

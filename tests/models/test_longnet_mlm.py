@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lightning_dilated import DilatedPattern, LongNetMLM
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 
 from . import PATTERN, SIZES, loader, trainer
 

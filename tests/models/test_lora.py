@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from lightning_dilated import SlideEncoder
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.flops import step_flops
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.pattern import DilatedPattern
 

@@ -10,8 +10,8 @@ import torch
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.offload import pinned_bytes
+from lightning_dilated.memory.offload import pinned_bytes
+from lightning_dilated.memory.settings import MemorySettings
 
 from .test_memory_settings import SETTINGS, gradients
 

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dilated import Branch, DilatedPattern
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, FeedForward, TransformerBlock
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.models.transformer import DilatedTransformer
 
 from ..examples import examples

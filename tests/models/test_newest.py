@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.newest import SLOTS, Newest
+from lightning_dilated.models.metrics import SLOTS, Newest
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,9 +7,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
-from lightning_dilated.attention.tiles import tiled
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 
 from . import batch, tiny

@@ -6,10 +6,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM, LongNetMLM
-from lightning_dilated.attention.tile_sums import tiled_sum
-from lightning_dilated.models import longnet_lm, token_loss
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.token_loss import loss_tile
+from lightning_dilated.memory.chunked_loss import tiled_sum
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.longnet import lm as longnet_lm
+from lightning_dilated.models.longnet import token_loss
+from lightning_dilated.models.longnet.token_loss import loss_tile
 
 from . import SIZES, batch, tiny
 from .test_memory_settings import PATTERN, Largest, same

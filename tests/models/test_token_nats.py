@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dilated import LongNetLM, LongNetMLM
-from lightning_dilated.models import token_loss
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.models.token_loss import token_nats
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.longnet import token_loss
+from lightning_dilated.models.longnet.token_loss import token_nats
 
 from ..examples import examples
 from . import SIZES, batch

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 
 from . import batch, tiny
 from .test_memory_settings import PATTERN, SETTINGS, same

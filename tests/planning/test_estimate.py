@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.models.memory import MemorySettings
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.advice import _by_host, _otherwise, advise
 from lightning_dilated.planning.counting.exchange_memory import lighter
-from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import (
     ADAMW_PASSES,
@@ -27,10 +27,10 @@ from lightning_dilated.planning.estimate import (
     scaled,
 )
 from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.longest import Case
 from lightning_dilated.planning.memory import Setup
+from lightning_dilated.planning.search import Case
 from lightning_dilated.sequence import group
-from lightning_dilated.sequence.plan import DEFAULTS
+from lightning_dilated.sequence.planner import DEFAULTS
 
 pytestmark = pytest.mark.full
 

@@ -8,9 +8,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import lightning_dilated as ld
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.kernels import Graphs, Kernels
-from lightning_dilated.planning.counting.subjects import subject_of
-from lightning_dilated.planning.counting.tape import Tape
+from lightning_dilated.planning.counting.inductor import Graphs, Kernels
+from lightning_dilated.planning.counting.model_specs import subject_of
+from lightning_dilated.planning.counting.trace import Tape
 
 #: bytes of h and of a result
 H, OUT = 64 * 128 * 4, 64 * 32 * 4

@@ -8,16 +8,16 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.lora import add_lora
-from lightning_dilated.models.memory import MemorySettings
 from lightning_dilated.planning.counting.footprint import footprint
-from lightning_dilated.planning.counting.meter import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
-from lightning_dilated.planning.counting.subjects import subject_of
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, Meter
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import Facts, estimate
-from lightning_dilated.planning.facts import UPDATE_BACKWARD, UPDATE_FORWARD
 from lightning_dilated.planning.gpus import GPUS
-from lightning_dilated.planning.longest import candidates
 from lightning_dilated.planning.memory import Setup, memory
+from lightning_dilated.planning.model_stats import UPDATE_BACKWARD, UPDATE_FORWARD
+from lightning_dilated.planning.search import candidates
 from tests.planning.passes import Passes
 from tests.planning.test_memory import SETTINGS, check
 from tests.planning.test_slides_images import SIZES, image, slide

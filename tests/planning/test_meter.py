@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention.op import attention
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting import meter
-from lightning_dilated.planning.counting.meter import (
+from lightning_dilated.planning.counting import memory_tracker as meter
+from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     EXCHANGE,
     GRADIENTS,

@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from lightning_dilated.models.longnet_lm import TokenModel
+from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.simulation import simulate

@@ -8,7 +8,7 @@ import pytest
 
 from lightning_dilated.planning.simulating.plots import scale_plot, timeline
 from lightning_dilated.planning.simulating.scale import Setting, sweep, table
-from lightning_dilated.sequence.plan import Links
+from lightning_dilated.sequence.planner import Links
 
 from .machines import machine
 

@@ -17,7 +17,7 @@ from lightning_dilated.planning.simulating.clock import Clock
 from lightning_dilated.planning.simulating.machine import Line
 from lightning_dilated.planning.simulating.simulation import simulate
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.plan import Links, make_problem, moved
+from lightning_dilated.sequence.planner import Links, make_problem, moved
 
 from .machines import MS, machine
 

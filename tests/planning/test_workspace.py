@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_dilated.attention import fused
+from lightning_dilated.attention.executors import fused
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.planning.counting.workspace import OpCall, engine_of, workspace
 

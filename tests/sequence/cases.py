@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import check_padding
-from lightning_dilated.sequence.exchange.heads import windows
-from lightning_dilated.sequence.problem import Document, Problem, straddling
+from lightning_dilated.sequence.exchange.head_parallel import windows
+from lightning_dilated.sequence.requirements import Document, Problem, straddling
 from lightning_dilated.sequence.shard import LAYOUTS, Shard
 
 from ..pattern import naive

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange.program import Message, Program, Round
-from lightning_dilated.sequence.problem import Document, Problem, wants
+from lightning_dilated.sequence.requirements import Document, Problem, wants
 from lightning_dilated.sequence.shard import Shard
 
 from .cases import Case, member_of

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 
-from lightning_dilated.attention.place import local_spans
+from lightning_dilated.attention.resolve import local_spans
 from lightning_dilated.pattern.rows import blocks
-from lightning_dilated.sequence.problem import Document, Problem, Want, wants
+from lightning_dilated.sequence.requirements import Document, Problem, Want, wants
 
 from ..pattern import naive
 from .cases import Case

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import butterfly, gather, hierarchical
-from lightning_dilated.sequence.problem import Document, Problem
+from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples

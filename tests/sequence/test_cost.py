@@ -10,10 +10,10 @@ import time
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import problem as problems
-from lightning_dilated.sequence import progressions
+from lightning_dilated.sequence import ranges as progressions
+from lightning_dilated.sequence import requirements as problems
 from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.problem import Document, Problem, crosses, needed, straddling
+from lightning_dilated.sequence.requirements import Document, Problem, crosses, needed, straddling
 from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12

@@ -8,10 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.heads import windows
+from lightning_dilated.sequence.exchange.head_parallel import windows
 from lightning_dilated.sequence.exchange.indices import Own, Packing, Store, batches, expand
 from lightning_dilated.sequence.exchange.program import Piece
-from lightning_dilated.sequence.problem import Document, Problem, wants
+from lightning_dilated.sequence.requirements import Document, Problem, wants
 
 from ..examples import examples
 from .cases import Case, cases

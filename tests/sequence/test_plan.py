@@ -7,7 +7,7 @@ import pytest
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.plan import Links, make_problem, moved, plan, price
+from lightning_dilated.sequence.planner import Links, make_problem, moved, plan, price
 
 GIGAPATH = DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets="blocked")
 
@@ -82,7 +82,7 @@ BILLION = """
 import resource, time
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.plan import make_problem, plan
+from lightning_dilated.sequence.planner import make_problem, plan
 begin = time.process_time()
 problem = make_problem({pattern}, 1 << 30, 16, ranks=4096, causal={causal})
 found = plan(problem, ranks_per_node=8)

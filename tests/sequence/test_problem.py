@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.sequence.problem import Document, crosses, needed, straddling, wants
-from lightning_dilated.sequence.progressions import size
+from lightning_dilated.sequence.ranges import size
+from lightning_dilated.sequence.requirements import Document, crosses, needed, straddling, wants
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples

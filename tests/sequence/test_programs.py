@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import gather, hierarchical, ring
 from lightning_dilated.sequence.exchange.program import count, merged, pieces_of
-from lightning_dilated.sequence.problem import needed
+from lightning_dilated.sequence.requirements import needed
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.progressions import Holed, clip, intersect, join, remove, size, subtract, union
+from lightning_dilated.sequence.ranges import Holed, clip, intersect, join, remove, size, subtract, union
 
 from ..examples import examples
 

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.exchange.rows import Rows, add_rows
+from lightning_dilated.sequence.exchange.row_ops import Rows, add_rows
 
 LIES = {
     "tokens first": lambda x: x.contiguous(),

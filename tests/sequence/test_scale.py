@@ -10,7 +10,7 @@ import pytest
 
 from lightning_dilated.sequence.exchange import EXCHANGES, switch
 from lightning_dilated.sequence.exchange.program import Program, Round
-from lightning_dilated.sequence.problem import Problem
+from lightning_dilated.sequence.requirements import Problem
 
 from .play import all_programs, check_agreed, check_kept, from_others, geometric, held_rows, play, rows_in, rows_of
 

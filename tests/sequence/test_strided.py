@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange import EXCHANGES, count, switch
-from lightning_dilated.sequence.exchange.count import origins
+from lightning_dilated.sequence.exchange import EXCHANGES, switch
+from lightning_dilated.sequence.exchange import cost as count
+from lightning_dilated.sequence.exchange.cost import origins
 from lightning_dilated.sequence.exchange.program import Program, rows_for
 from lightning_dilated.sequence.exchange.run import compile_program
 from lightning_dilated.sequence.exchange.run_switch import compile_switch
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.plan import make_problem, plan, price
-from lightning_dilated.sequence.problem import wants
-from lightning_dilated.sequence.work import joint_pairs, pairs
+from lightning_dilated.sequence.planner import joint_pairs, make_problem, pairs, plan, price
+from lightning_dilated.sequence.requirements import wants
 
 from .cases import Case, cases
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import switch
-from lightning_dilated.sequence.problem import Document, Problem
+from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples

@@ -5,8 +5,7 @@ import pytest
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs as all_pairs
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.plan import make_problem, plan, price
-from lightning_dilated.sequence.work import pairs
+from lightning_dilated.sequence.planner import make_problem, pairs, plan, price
 
 DENSE = DilatedPattern.dense()
 

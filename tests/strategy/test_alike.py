@@ -114,7 +114,7 @@ class Odd:
 
 
 def test_words():
-    from lightning_dilated.strategy.alike import _words
+    from lightning_dilated.strategy.checks import _words
 
     equal = ["a", None, [1, 2.0], {"a": {1}}, torch.zeros(3), torch.zeros(40, dtype=torch.bfloat16), torch.zeros(0)]
     equal += [

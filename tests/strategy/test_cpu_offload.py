@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
-from lightning_dilated.strategy import host_parameters
+from lightning_dilated.strategy import cpu_offload as host_parameters
 
 from .runs import PATTERN, Record, Run, full, launched, make, trainer
 

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dilated.strategy import ending
+from lightning_dilated.strategy import preemption as ending
 
 from .runs import Run, launched, make
 from .test_failures import losses, start

@@ -6,9 +6,9 @@ import torchmetrics
 from torch.utils.data import DataLoader
 
 from lightning_dilated import RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.planning.counting.meter import Meter
+from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, sequence_mean
-from lightning_dilated.strategy import first_batch
+from lightning_dilated.strategy import equivalence_check as first_batch
 
 from .runs import Run, launched, make, trainer
 from .test_hooks import N, Numbers, Plain

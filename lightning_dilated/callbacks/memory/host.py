@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_dilated.models.offload import pinned_bytes
+from lightning_dilated.memory.offload import pinned_bytes
 
 STATUS = Path("/proc/self/status")
 

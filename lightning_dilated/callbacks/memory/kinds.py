@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from lightning_dilated.planning.counting.meter import (
+from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,

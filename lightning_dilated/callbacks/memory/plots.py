@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lightning_dilated.callbacks.memory.phases import Phase
 from lightning_dilated.callbacks.memory.probe import Measured, Point, Span
 from lightning_dilated.callbacks.memory.table import unit_of
-from lightning_dilated.planning.counting.meter import (
+from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,

@@ -20,7 +20,7 @@ from lightning_dilated.callbacks.memory.kinds import (
     weights,
 )
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase, Watch
-from lightning_dilated.planning.counting.meter import (
+from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,
@@ -30,7 +30,7 @@ from lightning_dilated.planning.counting.meter import (
     Meter,
     parts,
 )
-from lightning_dilated.planning.counting.meter import OPTIMIZER as STATES
+from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
 
 #: (seconds, bytes by kind from then on)
 Point = tuple[float, dict[str, int]]

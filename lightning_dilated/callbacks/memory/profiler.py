@@ -23,7 +23,7 @@ from lightning_dilated.callbacks.memory.probe import CpuProbe, CudaProbe, Measur
 from lightning_dilated.callbacks.memory.snapshot import Snapshots, check_steps
 from lightning_dilated.callbacks.memory.table import Row, Top, metrics, numbers, rows_of, show, top_of
 from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence.quiet import Asked, Quiet
+from lightning_dilated.sequence.control_group import Asked, Quiet
 
 _fits = itertools.count()
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, phases
 from lightning_dilated.callbacks.memory.probe import Measured
-from lightning_dilated.planning.counting.meter import KINDS
+from lightning_dilated.planning.counting.memory_tracker import KINDS
 
 HOST = ("host", "host_peak", "pinned")
 STAGES = (FORWARD, BACKWARD, OPTIMIZER, REST)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.planning.counting.kernels import Graphs, Kernels
+from lightning_dilated.planning.counting.inductor import Graphs, Kernels
 
 #: how many of a piece's first arguments get a gradient, where it is more than the first
 LEADING = {"join": 2}

@@ -15,8 +15,8 @@ from lightning_dilated.planning.counting.footprint import Subject
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.planning.simulating.simulation import moves_of
-from lightning_dilated.sequence.exchange.rows import FEW
-from lightning_dilated.sequence.plan import DEFAULTS, Links, Plan, make_problem, plan, price
+from lightning_dilated.sequence.exchange.row_ops import FEW
+from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_problem, plan, price
 
 #: heads that are counted one by one on many ranks
 HEADS = 16

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.memory import MemorySettings
-from lightning_dilated.planning.counting import trial
-from lightning_dilated.planning.counting.kernels import Graphs
-from lightning_dilated.planning.counting.tape import Piece, Tape
+from lightning_dilated.planning.counting import dry_run as trial
+from lightning_dilated.planning.counting.inductor import Graphs
+from lightning_dilated.planning.counting.trace import Piece, Tape
 from lightning_dilated.planning.counting.workspace import OpCall, workspace
 
 #: tokens of the steps that are counted

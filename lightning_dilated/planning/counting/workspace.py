@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import fused, grouped
-from lightning_dilated.attention.blockwise import Call
-from lightning_dilated.attention.engines import ENGINES, FAMILIES, Engine, Request, measured
-from lightning_dilated.attention.stretches import Stretch
+from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, measured
+from lightning_dilated.attention.executors import fused, grouped
+from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors.fused import Stretch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.layers import in_turns

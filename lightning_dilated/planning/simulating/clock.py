@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lightning_dilated.planning.simulating.rounds import Array, Rows
-from lightning_dilated.sequence.plan import Links
+from lightning_dilated.sequence.planner import Links
 
 #: streams of a rank
 COMPUTE, EXCHANGE, GRADIENTS = "compute", "exchange", "gradients"

@@ -18,7 +18,7 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.butterfly import wide_branches
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.switch import Switched
-from lightning_dilated.sequence.problem import Problem, served
+from lightning_dilated.sequence.requirements import Problem, served
 
 #: up to so many ranks the programs of all of them are counted
 EXACT = 16

@@ -13,7 +13,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.simulation import Step, simulate
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.plan import Links, make_problem
+from lightning_dilated.sequence.planner import Links, make_problem
 
 FORMS = ("gather", "butterfly", "hierarchical_gather", "hierarchical_butterfly")
 

@@ -23,17 +23,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lightning_dilated.models.recompute import check_policy
+from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.rows import blocks, pairs, place
+from lightning_dilated.planning.simulating.approximate import many
 from lightning_dilated.planning.simulating.clock import GRADIENTS, Clock, Event
 from lightning_dilated.planning.simulating.machine import Machine
-from lightning_dilated.planning.simulating.many import many
-from lightning_dilated.planning.simulating.passes import Op
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact
-from lightning_dilated.sequence.plan import Links, make_problem, plan
-from lightning_dilated.sequence.problem import Problem
+from lightning_dilated.planning.simulating.timeline import Op
+from lightning_dilated.sequence.planner import Links, make_problem, plan
+from lightning_dilated.sequence.requirements import Problem
 
 #: bytes of a bucket of gradients, and of the first one: the defaults of torch's DistributedDataParallel
 BUCKET, FIRST_BUCKET = 25 * 2**20, 2**20

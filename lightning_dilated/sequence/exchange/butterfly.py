@@ -10,10 +10,10 @@ from __future__ import annotations
 import itertools
 
 from lightning_dilated.pattern.rows import place
-from lightning_dilated.sequence.exchange.count import Count, node_of
+from lightning_dilated.sequence.exchange.cost import Count, node_of
 from lightning_dilated.sequence.exchange.program import Message, Piece, Program, Round, count
-from lightning_dilated.sequence.problem import Problem
-from lightning_dilated.sequence.progressions import union
+from lightning_dilated.sequence.ranges import union
+from lightning_dilated.sequence.requirements import Problem
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:

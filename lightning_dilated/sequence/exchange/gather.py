@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_dilated.sequence.exchange.count import Count, node_of, origins
+from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
 from lightning_dilated.sequence.exchange.program import Program, Round, rows_for
-from lightning_dilated.sequence.problem import Problem, partners
+from lightning_dilated.sequence.requirements import Problem, partners
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:

@@ -4,9 +4,9 @@ and the ranks of a node spread them over their faster links."""
 from __future__ import annotations
 
 from lightning_dilated.sequence.exchange import butterfly as flat
-from lightning_dilated.sequence.exchange.count import Count, node_of, origins
+from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
 from lightning_dilated.sequence.exchange.program import Piece, Program, Round, count, rows_for
-from lightning_dilated.sequence.problem import Problem
+from lightning_dilated.sequence.requirements import Problem
 
 
 def gather_why_not(problem: Problem, per_node: int) -> str | None:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.sequence.exchange.program import Message, Piece
-from lightning_dilated.sequence.problem import Document, Problem, Want
-from lightning_dilated.sequence.progressions import intersect, remove
+from lightning_dilated.sequence.ranges import intersect, remove
+from lightning_dilated.sequence.requirements import Document, Problem, Want
 
 #: start, step, count of one run of numbers
 Run = tuple[int, int, int]

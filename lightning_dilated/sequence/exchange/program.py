@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.problem import Document, Problem, needed
-from lightning_dilated.sequence.progressions import intersect, union
+from lightning_dilated.sequence.ranges import intersect, union
+from lightning_dilated.sequence.requirements import Document, Problem, needed
 
 
 @dataclass(frozen=True)

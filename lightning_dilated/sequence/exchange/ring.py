@@ -6,9 +6,9 @@ In the backward the rows travel again, and each rank sends its share of their gr
 from __future__ import annotations
 
 from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange.count import Count, node_of, origins
+from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
 from lightning_dilated.sequence.exchange.program import Message, Program, Round, count, rows_for
-from lightning_dilated.sequence.problem import Problem
+from lightning_dilated.sequence.requirements import Problem
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Round, count
-from lightning_dilated.sequence.exchange.rows import pair, take
+from lightning_dilated.sequence.exchange.row_ops import pair, take
 from lightning_dilated.sequence.exchange.switch import Switched
-from lightning_dilated.sequence.exchange.wire import Posted, Wire
-from lightning_dilated.sequence.problem import Problem
+from lightning_dilated.sequence.exchange.transport import Posted, Wire
+from lightning_dilated.sequence.requirements import Problem
 
 
 @dataclass

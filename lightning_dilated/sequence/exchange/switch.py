@@ -9,10 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange.count import Count, Origins, node_of
+from lightning_dilated.sequence.exchange.cost import Count, Origins, node_of
 from lightning_dilated.sequence.exchange.program import Message, Piece, Round, count, message_of
-from lightning_dilated.sequence.problem import Document, Problem, Want, attended_pads, residues, served, wide_segments
-from lightning_dilated.sequence.progressions import intersect, union
+from lightning_dilated.sequence.ranges import intersect, union
+from lightning_dilated.sequence.requirements import (
+    Document,
+    Problem,
+    Want,
+    attended_pads,
+    residues,
+    served,
+    wide_segments,
+)
 
 
 @dataclass

@@ -1,0 +1,1 @@
+"""Private interfaces of torch, Lightning and CPython that we use, each behind a function of its own."""

@@ -1,0 +1,1 @@
+"""Executors: ways to compute a call of the op, chosen in attention/resolve.py."""

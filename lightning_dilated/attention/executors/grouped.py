@@ -1,0 +1,180 @@
+"""Attention over a rank's own blocks in a number of launches that neither documents nor branches add to: `kernels.jobs`.
+
+The parts of the whole call are held at once, so calls above a size go block by block (`fused`).
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_dilated import kernels
+from lightning_dilated._device import send
+from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.attention.executors import fused
+from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors.tables import work_of
+from lightning_dilated.attention.views import Span
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import blocks
+
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.jobs import GroupedDrop, Work
+
+#: a launch has spans of up to this many (position, head, feature) triples: 262,144 tokens of 12 heads of 64
+LIMIT = 2 * fused.HELD
+#: tables that CUDA graphs read; a replay comes at any time, so they stay
+_recorded: dict[int, Work] = {}
+
+
+def plan(call: Call, found: Sequence[Span], q: Tensor) -> list[Work] | None:
+    """The work of a call, each a few launches, or None where it is not to be done so."""
+    if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
+        return None
+    if not q.numel() or q.shape[3] > 256 or not found or not fits(found, q.shape):
+        return None
+    captured = q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    if captured and call.mask:
+        return None  # the hash's states are sent with every call
+    sizes = _sizes(q.dtype, q.shape[3], call.causal)
+    try:
+        works = [work_of(call, some, q.device, *sizes) for some in _launches(found, q.shape)]
+    except LookupError:
+        return None
+    if captured:
+        _recorded.update((id(work), work) for work in works)
+    return works if sum(work.rows for work in works) * q.shape[3] <= fused.OVERLAP * q.numel() else None
+
+
+def fits(found: Sequence[Span], shape: Sequence[int]) -> bool:
+    """Whether each span of a (B, N, H, D) tensor is small enough for a launch."""
+    return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in found)
+
+
+def block_flops(of: tuple, causal: bool, found: Sequence[Span], shape: Sequence[int]) -> float:
+    """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped.
+
+    `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
+    """
+    if not found or not fits(found, shape):
+        return math.inf
+    pairs, calls, rows = 0, 0, 0
+    for span in found:
+        of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)
+        pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
+    if rows * shape[3] > fused.OVERLAP * math.prod(shape):
+        return math.inf
+    return 14 * shape[3] * pairs / max(1, calls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _work_of(
+    pattern: DilatedPattern, num_heads: int, kv_heads: int, heads: tuple[int, int], whole: bool, causal: bool,
+    tokens: int, part: tuple[int, int] | None,
+) -> tuple[int, int, int]:  # fmt: skip
+    """(pairs, blocks, rows) of a document, or of a part of it."""
+    found = blocks(pattern, tokens, num_heads, kv_heads, part, heads, whole)
+    return sum(b.pairs(causal) for b in found), len(found), sum(b.segments * b.heads * b.rows for b in found)
+
+
+def _launches(found: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
+    """Spans of one launch each."""
+    out: list[list[Span]] = [[]]
+    held = 0
+    for span in found:
+        size = span.batches * span.length * shape[2] * shape[3]
+        if held + size > LIMIT and out[-1]:
+            out.append([])
+            held = 0
+        out[-1].append(span)
+        held += size
+    return out
+
+
+def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...], int]:
+    """Rows of a program of each launch, and output rows of one that combines."""
+    from lightning_dilated.kernels import grouped_backward, grouped_combine, grouped_forward, jobs
+
+    over_keys, over_rows = (grouped_backward.config(dtype, dim, causal, keys) for keys in (True, False))
+    sizes = grouped_forward.config(dtype, dim)[0], over_keys[1], over_rows[0], jobs.PREPARED
+    return sizes, grouped_combine.CONFIG[0]
+
+
+def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
+    """The kernels' form of a call's dropout."""
+    if call.mask is None:
+        return None
+    from lightning_dilated.kernels.jobs import GroupedDrop
+
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    states = _states(call.mask, len(call.pattern.branches), device, stream)
+    return GroupedDrop(states, call.mask.threshold, 1 / (1 - call.mask.p), call.heads[0])
+
+
+@functools.lru_cache(maxsize=64)
+def _states(mask: Dropout, branches: int, device: torch.device, stream: int) -> Tensor:
+    """(branches,) int64, sent by that stream; kept for the backward of the same call."""
+    return send(mask.states(branches), device)
+
+
+def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a result like a (B, N, ...) tensor; zeros where no span may write."""
+    return (torch.empty if covered else torch.zeros)(like.shape, dtype=dtype, device=like.device)
+
+
+def forward(call: Call, works: Sequence[Work], inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor]:
+    """out (B, N, H, D), in q's dtype if it is `final`, else fp32, and lse (B, H, N) fp32 of the blocks of q, k, v."""
+    from lightning_dilated.kernels.grouped_combine import merge_jobs
+    from lightning_dilated.kernels.grouped_forward import forward as run
+
+    q = inputs[0]
+    out = _empty(_covered(works, q), q, q.dtype if final else torch.float32)
+    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+    with kernels.on(q.device):
+        for work in works:
+            _wait(work, q.device)
+            merge_jobs(out, lse, *run(*inputs, work, call.causal, call.scale, _drop(call, q.device)), work)
+    return out, lse
+
+
+def _wait(work: Work, device: torch.device) -> None:
+    """Have this stream wait for the tables, which another may have sent; what is recorded began after all that was."""
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        work.wait()
+
+
+def _covered(works: Sequence[Work], q: Tensor) -> bool:
+    """Whether spans hold every position of a (B, N, ...) tensor."""
+    return sum(work.positions for work in works) == q.shape[0] * q.shape[1]
+
+
+def backward(
+    call: Call, works: Sequence[Work], tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor] | None = None
+) -> list[Tensor]:
+    """dq, dk, dv of the blocks, in q's dtype, or added to `total`; `tensors`: grad, q, k, v, merged out."""
+    q, add = tensors[1], total is not None
+    if total is None:
+        total = [_empty(_covered(works, q), x, x.dtype) for x in tensors[1:4]]
+    with kernels.on(q.device):
+        for work in works:
+            _wait(work, q.device)
+            _sum(call, work, tensors, lse, total, add)
+    return total
+
+
+def _sum(call: Call, work: Work, tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor], add: bool) -> None:
+    """Write a work's gradients to their rows, or add them."""
+    from lightning_dilated.kernels.grouped_backward import Backward
+    from lightning_dilated.kernels.grouped_combine import sum_jobs
+
+    run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device))
+    for x, part in zip(total[1:], run.keys(), strict=True):
+        sum_jobs(x, part, work, True, add)
+    del part  # before dq's are made
+    sum_jobs(total[0], run.queries(), work, False, add)

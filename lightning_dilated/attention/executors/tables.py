@@ -1,0 +1,225 @@
+"""The table that tells the combining kernels where each output row's parts lie, made from blocks; integers only.
+
+Shape letters: H heads.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.views import Span
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import Block, blocks
+
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.combine import Entries
+    from lightning_dilated.kernels.jobs import Grid, Outputs, Work
+
+
+@functools.lru_cache(maxsize=4096)
+def entries(
+    found: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
+) -> Entries:
+    """The table of the rows of blocks at start..start + length by output head (kv head with `kv`).
+
+    One for each stream: its memory, when it is let go, is taken again by what runs after its last reader.
+    """
+    from lightning_dilated.kernels.combine import COLUMNS, Entries
+
+    rows = rows_by_head(found, heads, kv)
+    step = _step(found, length)
+    classes = [
+        [(*x, step // x[6] * (step % x[6] == 0)) for x in of_head if _meets(x, start + residue, step)]
+        for residue in range(step)
+        for of_head in rows
+    ]
+    begins = list(itertools.accumulate(map(len, classes), initial=0))
+    tensor = lambda x: send(torch.tensor(x, dtype=torch.int32, device="cpu"), device)  # noqa: E731
+    table = tensor([x for c in classes for x in c]).reshape(-1, COLUMNS)
+    several = [i for i, c in enumerate(classes) if len(c) > 1]
+    return Entries(table, tensor(begins), tensor(several), tensor(range(len(classes))), step)
+
+
+def rows_by_head(found: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
+    """By output head (kv head with `kv`): (block, head in it, first position, segments, width, rows, rate) of its blocks."""
+    rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
+    for number, b in enumerate(found):
+        for j in range(b.heads):
+            head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
+            first = b.first + j * b.position_step
+            # one segment may be wider than these positions, and than 32 bits
+            width = b.segment_stride if b.segments > 1 else first + b.rows * rate_of(b)
+            rows[head].append((number, j, first, b.segments, width, b.rows, rate_of(b)))
+    return rows
+
+
+def rate_of(b: Block) -> int:
+    """Positions between a block's rows; any where it has but one."""
+    return b.row_stride if b.rows > 1 else 1
+
+
+def _step(found: tuple[Block, ...], length: int) -> int:
+    """A multiple of most rates at which a program's rows are still in one segment, mostly."""
+    from lightning_dilated.kernels.combine import SUM
+
+    step, widths = 1, [b.segment_stride for b in found if b.segments > 1]
+    for rate in sorted({b.row_stride for b in found}):
+        together = math.lcm(step, rate)
+        step = together if together <= 64 and together * SUM[0] <= min([length, *widths]) else step
+    return step
+
+
+def _meets(entry: tuple[int, ...], position: int, step: int) -> bool:
+    """Whether an entry can have rows at position, position + step, ..."""
+    _, _, first, segments, width, _, rate = entry
+    together = math.gcd(rate, step) if segments == 1 else math.gcd(rate, step, width)
+    return (position - first) % together == 0
+
+
+#: a thousand spans are hashed and compared sooner as tuples than as dataclasses
+_fields = operator.attrgetter("batch", "batches", "start", "length", "whole", "offset", "origin")
+
+
+@dataclass(frozen=True)
+class _Document:
+    """One span's share of the table, as if it were the only one and began at 0.
+
+    Attributes:
+        jobs: (blocks, 16) int64, without offsets.
+        rows: by query head and by kv head: entries (entries, 7) int32, and how many each head has.
+        step, tiles: of the programs that combine, in one sample.
+    """
+
+    jobs: Tensor
+    rows: tuple[tuple[Tensor, Tensor], ...]
+    step: int
+    tiles: int
+
+
+def work_of(call: Call, found: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+    """The table of all blocks of a call, and the programs of tiles of `sizes` rows; programs that combine have `tokens`.
+
+    Raises:
+        LookupError: while a CUDA graph records and the table is not there yet: it cannot be sent then.
+    """
+    of = (call.pattern, call.num_heads, call.num_kv_heads, call.heads, call.whole)
+    return _work(of, tuple(map(_fields, found)), device, sizes, tokens)
+
+
+@functools.lru_cache(maxsize=64)
+def _work(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise LookupError("no table yet")
+    with torch.device("cpu"):
+        work = _made(of, found, device, sizes, tokens)
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.current_stream(device)
+    return replace(work, sent=(stream, stream.record_event()))
+
+
+def _made(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+    from lightning_dilated.kernels.jobs import JOB, Work
+
+    spans = [Span(*fields) for fields in found]
+    documents = [_document(*of, s.document, s.part, tokens) for s in spans]
+    each = torch.tensor([len(d.jobs) for d in documents], dtype=torch.int64)
+    facts = torch.tensor([(s.batch, s.start, s.origin, s.batches, d.step, d.tiles, s.length)
+                          for s, d in zip(spans, documents, strict=True)], dtype=torch.int64).reshape(-1, 7)  # fmt: skip
+    jobs = _join([d.jobs for d in documents], len(JOB))
+    column = {name: jobs[:, i] for i, name in enumerate(JOB)}
+    batch, start, origin, batches = facts[:, :4].repeat_interleave(each, 0).unbind(1)
+    column["sample"].add_(batch)
+    column["first"].add_(start)
+    column["origin"].copy_(origin)
+    heads = batches * column["segments"] * column["heads"]  # samples and segments of each
+    counts = heads * column["rows"]
+    column["offset"].copy_(counts.cumsum(0) - counts)
+    tiles = facts[:, 3] * facts[:, 5]
+    table = torch.stack([facts[:, 0], facts[:, 1], facts[:, 6], facts[:, 4], tiles.cumsum(0) - tiles, facts[:, 5]], 1)
+    to = functools.partial(send, device=device)
+    return Work(
+        rows=int(counts.sum()),
+        positions=int((facts[:, 3] * facts[:, 6]).sum()),
+        pads=bool((column["pads"] > 0).any()),
+        rate=int(column["rate"].max()) if len(jobs) else 1,
+        jobs=to(jobs),
+        grids={size: _grid(column["rows"], heads, size, to) for size in set(sizes)},
+        tokens=tokens,
+        tiles=int(tiles.sum()),
+        spans=to(table),
+        span=to(torch.arange(len(spans), dtype=torch.int32).repeat_interleave(tiles)),
+        queries=_outputs([d.rows[0] for d in documents], each, to),
+        keys=_outputs([d.rows[1] for d in documents], each, to),
+    )
+
+
+def _join(tables: list[Tensor], columns: int) -> Tensor:
+    return torch.cat(tables) if tables else torch.zeros(0, columns, dtype=torch.int64)
+
+
+def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor]) -> Grid:
+    """Programs of tiles of `size` rows, the jobs of most rows first: short ones fill the gaps at the end."""
+    from lightning_dilated.kernels.jobs import Grid
+
+    programs, order = heads * ((rows + size - 1) // size), rows.argsort(descending=True, stable=True)
+    ordered, first = programs[order], torch.empty_like(programs)
+    first[order] = ordered.cumsum(0) - ordered
+    return Grid(int(programs.sum()), to(order.int().repeat_interleave(ordered)), to(first.int()))
+
+
+def _outputs(found: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.partial[Tensor]) -> Outputs:
+    """Entries of all spans, with the jobs' numbers among all."""
+    from lightning_dilated.kernels.jobs import Outputs
+
+    entries = _join([table for table, _ in found], 7).int()
+    lengths = torch.tensor([len(table) for table, _ in found], dtype=torch.int64)
+    entries[:, 0] += (each.cumsum(0) - each).repeat_interleave(lengths).int()
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(c for _, c in found)])
+    return Outputs(to(entries), to(counts.cumsum(0).int()))
+
+
+@functools.lru_cache(maxsize=4096)
+def _document(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    heads: tuple[int, int],
+    whole: bool,
+    document: int,
+    part: tuple[int, int] | None,
+    tokens: int,
+) -> _Document:
+    """The share of `part` of a document of so many tokens."""
+    found = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
+    length, group = (part[1] - part[0] if part else document), num_heads // num_kv_heads
+    jobs = [
+        (0, b.segments, b.first, b.segment_stride, b.rows, rate_of(b), b.heads, b.head, b.head_step, b.kv_head,
+         b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in found
+    ]  # fmt: skip
+    kv_heads = -(-heads[1] // group) - heads[0] // group
+    step = 1
+    for rate in sorted({rate_of(b) for b in found}):
+        together = math.lcm(step, rate)
+        step = together if together <= 64 and together * tokens <= length else step
+    tiles = -(-length // (tokens * step)) * step
+    table = torch.tensor(jobs, dtype=torch.int64).reshape(-1, 16)
+    return _Document(table, (_rows(found, heads[1] - heads[0], False), _rows(found, kv_heads, True)), step, tiles)
+
+
+def _rows(found: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
+    """Entries by output head (kv head with `kv`) as `Outputs` has them, and how many each head has."""
+    rows = rows_by_head(found, heads, kv)
+    table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, 7)
+    return table, torch.tensor([len(of_head) for of_head in rows], dtype=torch.int64)

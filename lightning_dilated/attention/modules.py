@@ -1,0 +1,371 @@
+"""Padding masks of torch's own layers, read as lengths.
+
+Shape letters: B batch, N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from lightning_dilated.attention.backends import Choice, Request, check_name, choose
+from lightning_dilated.attention.convolution import ShortConvolution
+from lightning_dilated.attention.executors.grouped import block_flops
+from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
+from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.views import spans
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
+
+
+def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
+    """(B,) lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
+
+    Raises:
+        ValueError: for another shape, other values, or padding that is not all on the right.
+    """
+    if mask.shape != shape:
+        raise ValueError(f"key_padding_mask must be (B, N) = {tuple(shape)}, got {tuple(mask.shape)}.")
+    pad = mask
+    if mask.is_floating_point():
+        pad = mask == -torch.inf
+        if not bool((pad | (mask == 0)).all()):
+            raise ValueError("a floating key_padding_mask may hold 0 and -inf only; a bias on keys is not offered.")
+    elif mask.dtype != torch.bool:
+        raise ValueError(f"key_padding_mask must be bool (True at padding) or floating, got {mask.dtype}.")
+    if bool((pad[:, :-1] & ~pad[:, 1:]).any()):
+        raise ValueError(
+            "key_padding_mask has real tokens after padding: only padding on the right is offered. "
+            "Move the padding to the end, or pack the pieces with cu_seqlens."
+        )
+    return (~pad).sum(1)
+
+
+@dataclass  # not frozen: torch.compile of 2.10 cannot trace how such a one is made
+class Projection:
+    """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D) of heads of `head_dim`; q and k are turned by `table`.
+
+    `mix`, of k and v side by side (B, N, 2 K D), comes before the turn.
+    """
+
+    head_dim: int
+    table: RotaryTable | None = None
+    mix: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k, v by rows of weight ((H + 2 K) D, E) and bias; `group` = H / K.
+
+        Views of one projection; with rotary positions v is one of its own, because q and k are turned into new tensors, and
+        a view would keep the unturned ones until the backward.
+        """
+        kv, linear = len(weight) // (group + 2), nn.functional.linear
+        heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
+        if self.mix is not None:
+            q, keys_values = linear(x, weight, bias).split((group * kv, 2 * kv), -1)
+            k, v = self.mix(keys_values).split((kv, kv), -1)
+            if self.table is None:
+                return heads(q), heads(k), heads(v)
+            q, k = self.table.split(heads(torch.cat([q, k], -1)), group * kv // self.head_dim)
+            return q, k, heads(v)
+        if self.table is None:
+            return tuple(heads(y) for y in linear(x, weight, bias).split((group * kv, kv, kv), -1))
+        biases = (None, None) if bias is None else (bias[:-kv], bias[-kv:])
+        joint = heads(linear(x, weight[:-kv], biases[0]))
+        q, k = self.table.split(joint, group * kv // self.head_dim)
+        return q, k, heads(linear(x, weight[-kv:], biases[1]))
+
+
+class DilatedAttention(nn.Module):
+    """`dilated_attention` as a module; dropout acts in training mode only.
+
+    Args:
+        pattern: who attends to whom; a mapping is read by `DilatedPattern.from_dict`.
+        causal, scale, dropout, engine: as in `dilated_attention`.
+    """
+
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        scale: float | None = None,
+        engine: str = "auto",
+    ) -> None:
+        super().__init__()
+        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
+        self.pattern = DilatedPattern.from_dict(pattern)
+        self.causal, self.dropout, self.scale, self.engine = causal, dropout, scale, check_name(engine)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        causal: bool | None = None,
+        sequence: SequenceGroup | None = None,
+    ) -> Tensor:
+        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D); `causal` overrides the module's own for this call.
+
+        `sequence`: the ranks that share the sequence, as in `dilated_attention`.
+        """
+        options = self._options(causal)
+        return dilated_attention(
+            q, k, v, self.pattern, lengths=lengths, cu_seqlens=cu_seqlens, sequence=sequence, **options
+        )
+
+    def _options(self, causal: bool | None) -> dict[str, Any]:
+        return {
+            "causal": self.causal if causal is None else causal,
+            "scale": self.scale,
+            "dropout": self.dropout if self.training else 0.0,
+            "engine": self.engine,
+        }
+
+    def op_arguments(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, **options: Any) -> tuple[Any, ...]:
+        """What this module would hand to the op, see `functional.op_arguments`."""
+        return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
+
+    def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
+        """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
+        (q,) = autocast(q)
+        flops = math.inf
+        if active_sequence() is None:
+            whole = spans(q.shape[0], q.shape[1], None, None)
+            of = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
+            flops = block_flops(of, self.causal, whole, q.shape)
+        return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
+
+    def extra_repr(self) -> str:
+        """The pattern and whatever differs from the defaults."""
+        return f"{self.pattern}, causal={self.causal}, dropout={self.dropout}, engine={self.engine!r}"
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
+
+    Its state dict loads nn.MultiheadAttention's (`in_proj_weight`, `in_proj_bias`, `out_proj.*`), and it can stand in
+    nn.TransformerEncoderLayer as `self_attn`. Differences: `need_weights=False` by default, since the weights are never
+    formed; `attn_mask` is refused (the pattern and `causal` say who attends to whom).
+
+    Args:
+        embed_dim: E; the head dim is E / num_heads.
+        num_heads: H.
+        pattern: who attends to whom.
+        num_kv_heads: K, dividing H; None means H.
+        causal, scale, engine: as in `dilated_attention`.
+        dropout: of attention weights, in training mode.
+        bias: of both projections.
+        sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
+        position_encoding: "none", "rotary" or "xpos", from global positions.
+        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`); None: none.
+            Causal where the layer is.
+    """
+
+    # nn.TransformerEncoderLayer reads these; the second keeps it off its fused path, which would run dense attention
+    batch_first = True
+    _qkv_same_embed_dim = False
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        pattern: DilatedPattern,
+        *,
+        num_kv_heads: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        sub_layernorm: bool = False,
+        position_encoding: Literal["none", "rotary", "xpos"] = "none",
+        rotary_base: float = 10000.0,
+        xpos_scale_base: float = 512.0,
+        kv_conv: int | None = None,
+        scale: float | None = None,
+        engine: str = "auto",
+        batch_first: bool = True,
+        device: Any = None,
+        dtype: Any = None,
+    ) -> None:
+        super().__init__()
+        self.embed_dim = integer(embed_dim, "embed_dim", 1)
+        self.num_heads = integer(num_heads, "num_heads", 1)
+        if embed_dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide embed_dim={embed_dim}.")
+        if not batch_first:
+            raise ValueError(
+                "batch_first=False is not offered: inputs are (B, N, E). Transpose them, or drop the argument."
+            )
+        self.head_dim = embed_dim // num_heads
+        self.attention = DilatedAttention(pattern, causal=causal, dropout=dropout, scale=scale, engine=engine)
+        _, self.num_kv_heads = self.attention.pattern.check_heads(num_heads, num_kv_heads)
+        self.rotary = self._positions(position_encoding, rotary_base, xpos_scale_base)
+        factory = {"device": device, "dtype": dtype}
+        rows = (num_heads + 2 * self.num_kv_heads) * self.head_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **factory))
+        self.in_proj_bias = nn.Parameter(torch.empty(rows, **factory)) if bias else None
+        channels = 2 * self.num_kv_heads * self.head_dim
+        self.kv_conv = None if kv_conv is None else ShortConvolution(channels, kv_conv, causal, **factory)
+        self.sub_norm = nn.LayerNorm(embed_dim, **factory) if sub_layernorm else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.reset_parameters()
+
+    def _positions(self, kind: str, base: float, scale_base: float) -> Rotary | None:
+        if kind not in ("none", "rotary", "xpos"):
+            raise ValueError(f"position_encoding must be none, rotary or xpos; got {kind!r}.")
+        return None if kind == "none" else Rotary(self.head_dim, base, scale_base if kind == "xpos" else None)
+
+    def reset_parameters(self) -> None:
+        """nn.MultiheadAttention's initialisation."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if self.in_proj_bias is not None:
+            nn.init.zeros_(self.in_proj_bias)
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+        *,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        positions: Tensor | RotaryTable | None = None,
+        cache: KVCache | None = None,
+    ) -> tuple[Tensor, None]:
+        """Self-attention of `query` (B, N, E), or (N, E) without a batch.
+
+        Args:
+            key, value: None, or the same tensor as `query`.
+            key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
+            need_weights, attn_mask: must stay off; `average_attn_weights` then has no meaning.
+            is_causal: True makes this call causal, as a module built with causal=True always is.
+            lengths, cu_seqlens: as in `dilated_attention`.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; if None 0..N-1, or within an
+                active `SequenceGroup` those of this rank's tokens.
+            cache: what `new_cache` made, with earlier tokens in it; the new ones are added. Causal only, on one rank.
+
+        Returns:
+            (out of query's shape, None).
+        """
+        group, given = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        self._refuse(*given) if group is None else group.guard(self._refuse, *given)
+        if query.ndim == 2:
+            mask = None if key_padding_mask is None else key_padding_mask[None]
+            out, _ = self(query[None], key_padding_mask=mask, is_causal=is_causal, lengths=lengths,
+                          cu_seqlens=cu_seqlens, positions=positions, cache=cache)  # fmt: skip
+            return out[0], None
+        if key_padding_mask is not None:
+            if lengths is not None:
+                raise ValueError("give key_padding_mask or lengths, not both.")
+            lengths = lengths_of(key_padding_mask, query.shape[:2])
+        causal = self.attention.causal or is_causal
+        if cache is not None:  # with tokens in it, new ones follow; the first call may bring the whole prompt
+            self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
+        table = self.table(query, positions, 0 if cache is None else cache.length)
+        project = Projection(self.head_dim, table, self._mix(query, lengths, cu_seqlens, cache))
+        q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
+        if cache is None:
+            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
+        else:
+            out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
+        return self.join(out), None
+
+    def _mix(
+        self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | None
+    ) -> Callable[[Tensor], Tensor] | None:
+        """The convolution of k and v of this call, None without one."""
+        if self.kv_conv is None:
+            return None
+        if cache is not None:
+            return partial(self._continued, self.kv_conv, cache)
+        group, documents = active_sequence(), (query, lengths, cu_seqlens)
+        lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
+        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens)
+
+    @staticmethod
+    def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
+        """Of new tokens behind those of the cache, which keeps what the next ones need."""
+        y, cache.recent = convolution.continued(x, cache.recent)
+        return y
+
+    def join(self, out: Tensor) -> Tensor:
+        """(B, N, E) from the heads' outputs (B, N, H, D)."""
+        out = rearrange(out, "b n h d -> b n (h d)")
+        return self.out_proj(out if self.sub_norm is None else self.sub_norm(out))
+
+    def _refuse(
+        self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any, is_causal: bool
+    ) -> None:
+        if not isinstance(query, Tensor):
+            raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
+        if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
+            raise ValueError(f"query must be (B, N, {self.embed_dim}), got {tuple(query.shape)}.")
+        for name, x in (("key", key), ("value", value)):
+            if x is not None and x is not query:
+                raise ValueError(
+                    f"{name} must be the query itself: dilated attention is self-attention. Leave {name} out."
+                )
+        if padding is not None and active_sequence() is not None:
+            raise ValueError("a rank's part of key_padding_mask does not tell the global lengths; pass lengths (B,).")
+        if need_weights:
+            raise ValueError("need_weights=True is not offered: the weights are never formed. Pass need_weights=False.")
+        if attn_mask is not None:
+            raise ValueError(
+                "attn_mask is not offered: the pattern and causal=True say who attends to whom. "
+                "For padding pass lengths or key_padding_mask, for documents cu_seqlens."
+            )
+        if is_causal and self.kv_conv is not None and not self.attention.causal:
+            raise ValueError(
+                "is_causal=True cannot make this layer causal: its kv_conv sees tokens on both sides. Build it with "
+                "causal=True."
+            )
+
+    def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
+        """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
+        if self.rotary is None:
+            return None
+        if isinstance(positions, RotaryTable):
+            return positions
+        return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
+
+    def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
+        """Raise for a call that a cache does not serve."""
+        if active_sequence() is not None:
+            raise ValueError("a cache serves one rank: decode outside of SequenceGroup.active().")
+        if not causal or packed:
+            raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
+        if self.training and self.attention.dropout > 0:
+            raise ValueError("a cache serves inference, without dropout: call .eval() first.")
+        mine, its = ((x.num_heads, x.num_kv_heads) for x in (self, cache))
+        if cache.pattern != self.attention.pattern or mine != its:
+            raise ValueError(
+                f"this cache was made for {cache.pattern} and (heads, kv heads) {its}, but the layer has "
+                f"{self.attention.pattern} and {mine}. Make it by the layer's new_cache()."
+            )
+
+    def new_cache(self) -> KVCache:
+        """An empty cache for this layer."""
+        return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads)
+
+    def extra_repr(self) -> str:
+        """Sizes."""
+        return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

@@ -1,0 +1,85 @@
+"""ActivationRecompute: less memory for activations, for some of the forward done twice."""
+
+from __future__ import annotations
+
+import lightning.pytorch as pl
+
+from lightning_dilated._device import leave_room
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.transformer import DilatedTransformer
+
+
+class ActivationRecompute(pl.Callback):
+    """Transformer blocks keep less for the backward, and compute it again; the gradients are the same.
+
+    Args:
+        policy: "block" keeps a block's input only; "attention-kept" also the output, log-sum-exp and exchanged rows of its
+            attention, so that neither attention nor communication is done twice; "none" keeps all.
+        every: with "block": keep the input of every so-many-th block only. A group is computed again before its blocks are,
+            so most blocks run forward three times.
+        offload: kept block inputs wait in pinned host memory, copied beside the computation: a fraction of them (up to 1),
+            or as many as fit into so many GiB of each rank (above 1).
+        tile: norms, feed-forward, and the loss of models over tokens run over so many tokens at a time, with explicit
+            gradients, so that nothing of tokens x hidden features or tokens x vocabulary exists. The feed-forward is then
+            computed twice with every policy.
+        head_chunks: windows of heads that attend one after another, so that q, k and v (and gradients) of all never exist
+            together. They are projected three times, four with a policy. Not with LoRA.
+
+    Raises:
+        ValueError: for other values; and when a fit starts with a LightningModule that has no TransformerBlock, or for
+            `every` and `offload`, no DilatedTransformer.
+    """
+
+    def __init__(
+        self,
+        policy: str = "block",
+        every: int = 1,
+        offload: float = 0.0,
+        tile: int | None = None,
+        head_chunks: int = 1,
+    ) -> None:
+        self.settings = MemorySettings(policy, every, offload, tile, head_chunks)
+        self._before: list[tuple[TransformerBlock | DilatedTransformer, MemorySettings]] = []
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Tell the blocks."""
+        self.teardown(trainer, pl_module, "fit")  # which Lightning does not call for a fit that failed
+        stacks = [m for m in pl_module.modules() if isinstance(m, DilatedTransformer)]
+        inside = {block for stack in stacks for block in stack.blocks}
+        alone = [m for m in pl_module.modules() if isinstance(m, TransformerBlock) and m not in inside]
+        name = type(pl_module).__name__
+        if not stacks and not alone:
+            raise ValueError(
+                f"ActivationRecompute recomputes TransformerBlocks, and {name} has none. Build it of "
+                "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
+            )
+        if alone and (self.settings.every > 1 or self.settings.offload):
+            raise ValueError(
+                f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks of its own beside. Stack "
+                "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+            )
+        told: list[TransformerBlock | DilatedTransformer] = [*stacks, *alone]
+        self._before = [(m, m.memory) for m in told]
+        for m, _ in self._before:
+            m.memory = self.settings
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Memory is taken to its end, but for what others than torch need."""
+        leave_room(trainer.strategy.root_device)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Host memory is given back: Lightning is about to move model, gradients and optimizer states there."""
+        for m, _ in self._before:
+            if isinstance(m, DilatedTransformer):
+                m.free_host_memory()
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """Likewise, so that a job which failed ends with its own error, and not for want of host memory."""
+        self.on_train_end(trainer, pl_module)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Leave the blocks as they were."""
+        for m, settings in self._before:
+            m.memory = settings
+        self._before = []

@@ -1,0 +1,1 @@
+"""Checkpoints: folders that ranks write together, their manifest and damage, and files read without running code."""

@@ -1,0 +1,270 @@
+"""A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
+
+The folder is that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and "optimizer_0",
+..., whose states bear the parameters' names; `meta.pt` holds the rest. So strategies with and without sharded parameters
+read each other's.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from typing_extensions import override
+
+from lightning_dilated.checkpoint.low_bit import put_together, read_to_host
+from lightning_dilated.checkpoint.manifest import NOT_FINITE, facts, finish, partial, prune, remove, to_load
+from lightning_dilated.checkpoint.ranks import Peers, reason
+from lightning_dilated.checkpoint.reader import METADATA, load_into, read_metadata
+from lightning_dilated.checkpoint.state import are_finite, by_number, nbytes
+from lightning_dilated.checkpoint.torch_files import load_file
+
+META = "meta.pt"
+
+
+def write(
+    tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers, parameters: Iterable[str] = ()
+) -> None:
+    """Write a checkpoint, make it `path` when it is whole, and remove older ones; every rank calls, with its own part.
+
+    Args:
+        tensors: nested, on the CPU; what several ranks give under one name is written once.
+        meta: the bytes of `meta.pt`, from rank 0.
+        parameters: names in the state dict of what has to be finite for the checkpoint to count among the `keep`.
+
+    Raises:
+        OSError: on every rank, with the reason; what was written is removed.
+    """
+    what, folder, entries = f"the checkpoint {path} could not be written", partial(path), {}
+    try:
+        peers.together(what, _make_way, folder, peers)
+        for part in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
+            entries.update(part)
+        finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], parameters)))
+        peers.together(what, _make_whole, path, step, entries, keep, peers, finite)
+    except OSError as error:
+        full = _full_disk(str(error), path.parent, sum(peers.gather(nbytes(tensors) + len(meta))), peers)
+        if peers.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        if full is None:
+            raise
+        raise OSError(f"{error}. {full}") from error
+
+
+def _make_way(folder: Path, peers: Peers) -> None:
+    """Remove what others put where a checkpoint is to be written: through a link, files would be written elsewhere."""
+    if peers.rank == 0 and os.path.lexists(folder):
+        remove(folder)
+
+
+def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | None:
+    """That the disk is full, if that is why ranks failed to write `needed` bytes in all, and the same on all ranks."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        free = needed
+    free = min(peers.gather(free))
+    # torch's archive writer says only that it is not where it should be
+    if os.strerror(errno.ENOSPC) not in error and not ("inline_container" in error and free < needed):
+        return None
+    return (
+        f"{os.strerror(errno.ENOSPC)}: {folder} has {free / 2**20:,.1f} MiB left, and a checkpoint takes "
+        f"{needed / 2**20:,.1f} MiB. The checkpoints before are whole. Make room, lower `keep`, or take another folder"
+    )
+
+
+def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
+    """This rank's files, and what the manifest says of them."""
+    writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
+    planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's, where ranks differ
+    dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
+    names = [p.name for p in folder.glob(f"__{peers.rank}_*")]
+    if peers.rank == 0:
+        with (folder / META).open("wb") as file:
+            file.write(meta)
+            file.flush()
+            os.fsync(file.fileno())
+        names += [META, ".metadata"]
+    return facts(folder, names)
+
+
+def _make_whole(
+    path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers, finite: bool
+) -> None:
+    if peers.rank == 0:
+        finish(path, step, entries, peers.size, finite)
+        prune(path.parent, keep)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+def checked(path: Path, peers: Peers) -> Path:
+    """The whole checkpoint that a folder is or holds (`saved_files.to_load`); newer ones that are damaged are told of."""
+    found, told = to_load(path, peers)
+    say_damaged(told, found)
+    return found
+
+
+def say_damaged(told: list[str], instead: Path) -> None:
+    """Warn of checkpoints that were passed over."""
+    if told:
+        kind = "checkpoints" if all(words.endswith(NOT_FINITE) for words in told) else "damaged checkpoints"
+        rank_zero_warn(f"{kind} were passed over, and {instead} is loaded: {'; '.join(told)}.")
+
+
+def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:
+    """The nested contents of the `.distcp` files, whole, on the CPU; with `below` only what lies under that name.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read.
+    """
+    listed = read_metadata(folder)
+    paths = listed.planner_data or {}
+    flat: dict[str, Any] = {}
+    for key, about in listed.state_dict_metadata.items():
+        if key.startswith(below):
+            if key not in paths:
+                raise ValueError(f"{folder / METADATA} does not say where {key} belongs. Use an earlier checkpoint.")
+            holds = isinstance(about, TensorStorageMetadata)
+            flat[key] = torch.empty(about.size, dtype=about.properties.dtype) if holds else io.BytesIO()
+    load_into(flat, folder, alone=True)
+    return _nested({paths[key]: value for key, value in flat.items()})
+
+
+def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
+    """Values by their paths, put back into mappings and, where the keys are numbers, lists."""
+    if () in flat:
+        return flat[()]
+    groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
+    for path, value in flat.items():
+        groups.setdefault(path[0], {})[path[1:]] = value
+    found = {key: _nested(part) for key, part in groups.items()}
+    # parameters' states have numbers as keys only in lists: `by_name` saw to that
+    return [found[i] for i in sorted(found)] if found and all(isinstance(k, int) for k in found) else found
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """Lightning's checkpoint without tensors of model and optimizers.
+
+    Raises:
+        FileNotFoundError, ValueError: where it is missing or cannot be read.
+    """
+    path = folder / META
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no {META}.")
+    try:
+        stored = load_file(path)
+    except Exception as error:  # whatever a file made by somebody may raise
+        raise ValueError(f"{path} cannot be read ({reason(error)}). Or use an earlier checkpoint.") from None
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds {type(stored).__name__}, no checkpoint. Use an earlier one.")
+    return stored
+
+
+def read_whole(folder: Path) -> dict[str, Any]:
+    """A folder as the dict of a Lightning checkpoint of one file, tensors on the CPU.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read.
+    """
+    meta, tensors = read_meta(folder), read_tensors(folder)
+    numbers = sorted(int(k.removeprefix("optimizer_")) for k in tensors if re.fullmatch(r"optimizer_\d{1,4}", k))
+    if not isinstance(tensors.get("state_dict", {}), dict):
+        raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
+    try:
+        states = [by_number(put_together(tensors[f"optimizer_{i}"])) for i in numbers]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"the optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one."
+        ) from None
+    return {**meta, "state_dict": tensors.get("state_dict", {}), "optimizer_states": states}
+
+
+def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
+    """Load a folder into a module whose parameters are sharded, and into its optimizers; every rank calls.
+
+    Lightning's strategy would have torch unpickle the folder.
+
+    Returns:
+        Lightning's checkpoint without these tensors.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read, on every rank.
+    """
+    state: dict[str, Any] = {"state_dict": get_model_state_dict(module)}
+    load_into(state, folder)
+    module.load_state_dict(state["state_dict"], strict=strict)
+    for i, optimizer in enumerate(optimizers):
+        name = f"optimizer_{i}"
+        state = {name: get_optimizer_state_dict(module, optimizer)}
+        load_into(state, folder)
+        options = StateDictOptions(cpu_offload=True)
+        set_optimizer_state_dict(module, optimizer, optim_state_dict=state[name], options=options)
+    return read_meta(folder)
+
+
+def load_folder_with(
+    strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
+) -> dict[str, Any]:
+    """Stands in for the `load_checkpoint` of Lightning's strategy, which would have torch unpickle a folder.
+
+    Args:
+        find: the folder of one checkpoint, checked, of a path that is a folder.
+    """
+    if not Path(checkpoint_path).is_dir():
+        return type(strategy).load_checkpoint(strategy, checkpoint_path, *args, **kwargs)
+    module = strategy.lightning_module
+    return load_sharded(find(Path(checkpoint_path)), strategy.model, strategy.optimizers, module.strict_loading)
+
+
+class FolderIO(CheckpointIO):
+    """Another CheckpointIO that also reads folders.
+
+    Args:
+        inner: does everything else.
+        find: the folder of one checkpoint, checked, of a path that is a folder.
+    """
+
+    def __init__(self, inner: CheckpointIO, find: Callable[[Path], Path]) -> None:
+        self.inner, self.find = inner, find
+
+    @override
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """The inner one's."""
+        self.inner.save_checkpoint(*args, **kwargs)
+
+    @override
+    def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """The inner one's, or a folder's."""
+        if not Path(path).is_dir():
+            read_to_host(self.inner)
+            return self.inner.load_checkpoint(path, *args, **kwargs)
+        return read_whole(self.find(Path(path)))
+
+    @override
+    def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """The inner one's."""
+        self.inner.remove_checkpoint(*args, **kwargs)
+
+    @override
+    def teardown(self) -> None:
+        """The inner one's."""
+        self.inner.teardown()

@@ -1,0 +1,240 @@
+"""Readers for torch.distributed.checkpoint that trust nothing in a folder: neither its pickles nor its sizes and names.
+
+torch unpickles `.metadata`, and every entry that is no tensor, by a pickle that may run code. These do not.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as kinds
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.serialization import _get_layout
+
+from lightning_dilated.checkpoint.ranks import reason
+from lightning_dilated.checkpoint.torch_files import load_file, words_of
+
+METADATA = ".metadata"
+#: torch's words for one rank that writes or reads alone, as was meant
+ALONE = "torch.distributed is disabled, unavailable or uninitialized"
+#: elements that a byte may hold: an optimizer's state of 4 bits is stored under the dtype that it stands for
+DENSEST = 2
+#: the records that a `.metadata` file is made of
+_RECORDS = (
+    *(Metadata, MetadataIndex, TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.ChunkStorageMetadata),
+    *(kinds.TensorProperties, kinds.StorageMeta, _StorageInfo),
+)
+
+
+def _let_in() -> dict[tuple[str, str], Any]:
+    """Each name that a `.metadata` file may use, and what stands for it.
+
+    Classes are new ones for each file, derived from torch's, as a pickle may change those that it names.
+    """
+    ours = {(c.__module__, c.__qualname__): type(c.__name__, (c,), {}) for c in _RECORDS}
+    formats = kinds._MEM_FORMAT_ENCODING
+    paths = {
+        (module, f"{system}Path"): pure
+        for module in ("pathlib", "pathlib._local")
+        for system, pure in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
+    }
+    return {
+        **ours,
+        **paths,
+        (formats.__module__, formats.__qualname__): lambda value: formats(value),
+        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),
+        ("torch", "Size"): torch.Size,
+        ("collections", "OrderedDict"): OrderedDict,
+        ("builtins", "set"): set,
+    }
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = _let_in()
+
+    def find_class(self, module: str, name: str) -> Any:
+        """What stands for a name in the file; nothing is imported."""
+        if (module, name) in self._known:
+            return self._known[module, name]
+        kind = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
+        if isinstance(kind, (torch.dtype, torch.layout, torch.memory_format)):
+            return kind
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs; it was not loaded")
+
+
+def read_metadata(folder: Path) -> Metadata:
+    """What `.metadata` says that a folder holds, compared with the files.
+
+    Raises:
+        FileNotFoundError: without that file.
+        ValueError: where it cannot be read, or does not fit the files.
+    """
+    path = Path(folder) / METADATA
+    if not path.is_file():
+        raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no {METADATA}.")
+    try:
+        return _checked(_Unpickler(path.read_bytes()).load(), Path(folder))
+    except Exception as error:  # whatever a pickle made by somebody may raise
+        raise ValueError(f"{path} cannot be read ({reason(error)}). Use an earlier checkpoint.") from None
+
+
+def _checked(stored: Any, folder: Path) -> Metadata:
+    """The same records made anew, of plain values that fit each other and the files."""
+    if not isinstance(stored, Metadata):
+        raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
+    entries = _entries(dict(stored.storage_data), folder)
+    tensors = {_text(key): _described(key, about, entries) for key, about in stored.state_dict_metadata.items()}
+    paths = None
+    if stored.planner_data is not None:
+        paths = {
+            _text(key): tuple(x if type(x) is int else _text(x) for x in path)
+            for key, path in stored.planner_data.items()
+        }
+    version = stored.version if isinstance(stored.version, str) else None
+    return Metadata(tensors, paths, entries, kinds.StorageMeta(), version)
+
+
+def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, _StorageInfo]:
+    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no two together."""
+    sizes: dict[str, int] = {}
+    entries, held = {}, 0
+    for index, info in stored.items():
+        name = _text(info.relative_path)
+        if name not in sizes:
+            sizes[name] = _file_size(folder, name)
+        offset, length = _count(info.offset), _count(info.length)
+        if offset + length > sizes[name]:
+            raise ValueError(f"{index.fqn} ends at byte {offset + length:,} of {name}, which has {sizes[name]:,}")
+        if getattr(info, "transform_descriptors", None):
+            raise ValueError(f"{index.fqn} is stored in a transformed way")
+        held += length
+        place = None if index.offset is None else _shape(index.offset)
+        hint = None if index.index is None else _count(index.index)
+        entries[MetadataIndex(_text(index.fqn), place, hint)] = _StorageInfo(name, offset, length)
+    if held > sum(sizes.values()):
+        raise ValueError(f"it lists {held:,} bytes in files of {sum(sizes.values()):,}")
+    return entries
+
+
+def _file_size(folder: Path, name: str) -> int:
+    """Bytes of a file; a name with a folder in it, a pipe or a device is refused."""
+    if PurePosixPath(name).name != name or PureWindowsPath(name).name != name:
+        raise ValueError(f"it names the file {name!r}, which is not in this folder")
+    path = folder / name
+    if not path.exists():
+        raise ValueError(f"the file {name} is missing")
+    if not path.is_file():
+        raise ValueError(f"{name} is no regular file")
+    return path.stat().st_size
+
+
+def _described(key: Any, about: Any, entries: dict[MetadataIndex, _StorageInfo]) -> Any:
+    """The record of a tensor or of another value; a tensor's parts are no larger than what the files hold of them."""
+    if isinstance(about, kinds.BytesStorageMetadata):
+        return kinds.BytesStorageMetadata()
+    if not isinstance(about, TensorStorageMetadata) or not isinstance(about.properties.dtype, torch.dtype):
+        raise ValueError(f"{key} is neither a tensor nor a value")
+    shape, total, parts = _shape(about.size), 0, []
+    for chunk in about.chunks:
+        offsets, sizes = _shape(chunk.offsets), _shape(chunk.sizes)
+        entry, elements = entries.get(MetadataIndex(key, offsets)), math.prod(sizes)
+        there = 0 if entry is None else entry.length
+        if elements > DENSEST * there:
+            raise ValueError(
+                f"{key} declares a part of {elements:,} elements, and the files hold {there:,} bytes of it"
+            )
+        total += elements
+        parts.append(kinds.ChunkStorageMetadata(offsets, sizes))
+    if math.prod(shape) > total:
+        raise ValueError(f"{key} declares the shape {tuple(shape)}, and its parts have {total:,} elements")
+    return TensorStorageMetadata(kinds.TensorProperties(dtype=about.properties.dtype), shape, parts)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.60} stands where a name belongs")
+    return value
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.60} stands where a count belongs")
+    return value
+
+
+def _shape(value: Any) -> torch.Size:
+    return torch.Size([_count(x) for x in value])
+
+
+class Reader(dcp.FileSystemReader):
+    """torch's, but runs no code that the folder names, and reads regular files inside the folder only."""
+
+    failure: Exception | None = None  # why `.metadata` could not be read; torch 2.11 reports that it is None
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """As the function `read_metadata`."""
+        try:
+            found = read_metadata(Path(self.path))
+        except Exception as error:
+            self.failure = error
+            raise
+        found.storage_meta.load_id = self.load_id
+        return found
+
+    def read_data(self, *args: Any, **kwargs: Any) -> Any:
+        """torch's, which reads tensors with `weights_only=True`; its advice to do without is left out of the error."""
+        try:
+            return super().read_data(*args, **kwargs)
+        except pickle.UnpicklingError as error:
+            raise ValueError(f"an entry of a tensor: {words_of(error)}") from None
+
+
+class Planner(dcp.DefaultLoadPlanner):
+    """torch's, but entries that are no tensors are read with `weights_only=True`."""
+
+    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
+        """Put a value where it belongs."""
+        name = read_item.dest_index.fqn
+        try:
+            found = load_file(value)
+        except Exception as error:
+            raise ValueError(f"the entry {name}: {reason(error)}") from None
+        set_element(self.original_state_dict, self.mappings[name], found)
+
+
+def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
+    """Fill a nested mapping with what a folder holds under the same names.
+
+    Args:
+        alone: whether this rank reads by itself; otherwise all ranks call.
+
+    Raises:
+        FileNotFoundError, ValueError: where files are missing or cannot be read, on every rank.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=ALONE)
+        reader = Reader(folder)
+        _translated(reader, lambda: dcp.load(state, storage_reader=reader, planner=Planner(), no_dist=alone))
+
+
+def _translated(reader: Reader, load: Callable[[], Any]) -> None:
+    """Call; CheckpointException, which is no Exception, becomes an error that names the folder and the causes."""
+    try:
+        load()
+    except CheckpointException as error:
+        words = f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
+        raise ValueError(words) from error

@@ -1,0 +1,216 @@
+"""`lightning-dilated bench links`: what an all-to-all between this machine's ranks takes, for the planner to reckon with.
+
+Every rank sends bytes to some others and receives as many, as the exchanges do, all ranks at once.
+Shape letters: R ranks, P peers that a rank sends to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import os
+import platform
+import statistics
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from lightning_dilated.cli.bench.wires import Sample, samples
+from lightning_dilated.cli.generate import check_device
+from lightning_dilated.cli.verify.workers import RanksFailed, run_ranks
+from lightning_dilated.sequence.links import VARIABLE, Links, cached
+
+SIZES = tuple(1 << n for n in range(16, 27, 2))
+#: seconds that no measured latency may fall below
+LEAST = 1e-7
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def options(p: argparse.ArgumentParser) -> None:
+    """Add the options of `bench links`."""
+    p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--ranks", type=int, help="(default all GPUs, 2 processes on a CPU; under torchrun, its own)")
+    p.add_argument(
+        "--ranks_per_node", "--ranks-per-node", type=int, help="(default all of a host; fewer pretend several nodes)"
+    )
+    p.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="bytes to a peer (default 64 KiB to 64 MiB)")
+    p.add_argument("--repeats", type=int, default=10, help="samples of a median (default %(default)s)")
+    p.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds until ranks are given up (default %(default)g)"
+    )
+    p.add_argument("--output", type=Path, help='the file (default the one that exchange="auto" reads)')
+    p.add_argument("--record", type=Path, help="append the table to this file")
+
+
+def launched() -> tuple[int, int, int] | None:
+    """(rank, ranks, ranks of a node) as torchrun tells them; None where this process is to start the ranks.
+
+    Raises:
+        ValueError: if only some of the variables are set.
+    """
+    found = [os.environ.get(name) for name in LAUNCHED]
+    if not any(found):
+        return None
+    if not all(x and x.isdigit() for x in found):
+        told = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, found, strict=True))
+        raise ValueError(
+            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {told}. Set all of them (torchrun does), or none."
+        )
+    return tuple(map(int, found))
+
+
+def checked(args: argparse.Namespace, told: tuple[int, int, int] | None) -> argparse.Namespace:
+    """The options with their defaults; raises ValueError for what cannot be measured or written, before anything is."""
+    check_device(args.device)
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 0
+    if told is not None and args.ranks not in (None, told[1]):
+        raise ValueError(f"--ranks {args.ranks}: the launcher started {told[1]} ranks; leave --ranks out.")
+    args.ranks = told[1] if told else (gpus or 2) if args.ranks is None else args.ranks
+    here = told[2] if told else args.ranks
+    args.ranks_per_node = here if args.ranks_per_node is None else args.ranks_per_node
+    if args.ranks < 2:
+        raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
+    if gpus and here > gpus:
+        raise ValueError(f"{here} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
+    if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
+        raise ValueError(f"--ranks_per_node {args.ranks_per_node} must divide the {args.ranks} ranks.")
+    for name, value in (("sizes", min(args.sizes)), ("repeats", args.repeats), ("timeout", args.timeout)):
+        if not value > 0:
+            raise ValueError(f"--{name} must be positive, got {value:g}.")
+    args.output = _writable(args.output or _default(args.device), "output")
+    args.record = args.record and _writable(args.record, "record")
+    return args
+
+
+def _default(device: str) -> Path:
+    if device == "cpu" and torch.cuda.is_available():
+        raise ValueError("--device cpu, but GPUs are here, whose runs would reckon with it: name a file with --output.")
+    return cached()
+
+
+def _writable(path: Path, option: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir() or not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--{option} {path}: cannot be written. Name another file.")
+    return path
+
+
+def reckon(found: list[Sample], source: str) -> Links:
+    """The planner's numbers out of samples; those that none tells keep their defaults, which `source` then says.
+
+    A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
+    bandwidth is that of the least squares of seconds = a constant + bytes / bandwidth, which the largest sizes decide.
+
+    Raises:
+        ValueError: where the sizes are too small to tell bytes from latency.
+    """
+    few, links = [x for x in found if x.kind == "few"], Links(source=source)
+    if len(few) > 1:
+        added = (few[-1].seconds - few[0].seconds) / (few[-1].peers - few[0].peers)
+        links = replace(links, message=max(LEAST, added))
+    links = replace(links, round=max(LEAST, few[0].seconds - links.message))
+    kept = [] if len(few) > 1 else ["message"]
+    for kind in ("near", "far"):
+        rows = [x for x in found if x.kind == kind]
+        if not rows:
+            kept.append(kind)
+            continue
+        size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
+        if len(rows) == 1:  # no slope: what is beyond the latency
+            size, took = 0.0, links.round + rows[0].peers * links.message
+        above = sum((x.seconds - took) * (x.received - size) for x in rows)
+        if above <= 0:
+            sizes = ", ".join(str(x.size) for x in rows)
+            raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
+        links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
+    return replace(links, source=f"{source}; {', '.join(kept)}: defaults") if kept else links
+
+
+def table(found: list[Sample], links: Links) -> list[str]:
+    """The samples in Markdown, beside what the planner reckons for them."""
+    lines = [
+        "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for x in found:
+        latency = links.round + x.peers * links.message
+        name, speed, reckoned = "any", "", latency
+        if x.kind != "few":
+            name, speed = x.kind, f"{x.received / x.seconds / 1e9:.4g}"
+            reckoned += x.received / getattr(links, x.kind)
+        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {reckoned * 1e3:.4f} |")
+    return lines
+
+
+def report(args: argparse.Namespace, found: list[Sample], command: str) -> tuple[Links, str]:
+    """The links, and the text that is printed and recorded."""
+    today, on_gpu = datetime.date.today(), args.device == "cuda"
+    where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
+    nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
+    links = reckon(found, f"measured on {where}{nodes}, {today}")
+    library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
+    lines = [
+        f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
+        f"`{command}`",
+        f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s are those received",
+        "",
+        *table(found, links),
+        "",
+        str(links),
+        "near and far: least squares of ms = a constant + bytes / bandwidth",
+    ]
+    if args.ranks_per_node == args.ranks:
+        lines.append("far keeps its default: all ranks are of one node")
+    return links, "\n".join([*lines, ""])
+
+
+def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True) -> None:
+    """Write the file; print and record where this rank speaks for all."""
+    links.save(args.output)
+    if not speaks:
+        return
+    print(text)
+    read = args.output == cached()
+    use = 'exchange="auto" reads it from now on' if read else f"to use it, give links={args.output} or set {VARIABLE}"
+    if read and os.environ.get(VARIABLE):
+        use = f"not read while {VARIABLE}={os.environ[VARIABLE]} is set"
+    print(f"written: {args.output} ({use})")
+    if args.record:
+        with args.record.open("a") as file:
+            file.write("\n" + text)
+
+
+def run(args: argparse.Namespace, command: str) -> None:
+    """Measure with ranks of its own or a launcher's, print the table, write the file."""
+    told = launched()
+    args = checked(args, told)
+    asked = args.ranks_per_node, tuple(args.sizes), args.repeats
+    if told is not None:
+        _among_launched(args, told, asked, command)
+        return
+    try:
+        found = run_ranks(args.ranks, samples, *asked, device=args.device, timeout=args.timeout)[0]
+    except RanksFailed as error:
+        print(f"{error}. Nothing was written.", file=sys.stderr)
+        raise SystemExit(1) from None
+    write(args, *report(args, found, command))
+
+
+def _among_launched(args: argparse.Namespace, told: tuple[int, int, int], asked: tuple, command: str) -> None:
+    """As one of a launcher's ranks; the first of each node writes, for nodes may have folders of their own."""
+    rank, _, here = told
+    local = int(os.environ.get("LOCAL_RANK", rank % here))
+    if args.device == "cuda":
+        torch.cuda.set_device(local)
+    backend, patience = "nccl" if args.device == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
+    dist.init_process_group(backend, timeout=patience)
+    try:
+        found = list(samples(rank, args.device, *asked))
+        told_all = report(args, found, command)
+        if local == 0:
+            write(args, *told_all, speaks=rank == 0)
+    finally:
+        dist.destroy_process_group()

@@ -1,0 +1,120 @@
+"""`lightning-dilated consolidate`: the weights of a checkpoint, in parts or whole, as one safetensors file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lightning_dilated.checkpoint.folder import checked, read_meta, read_tensors
+from lightning_dilated.checkpoint.ranks import Peers
+from lightning_dilated.cli.load_model import model_config, read_checkpoint
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.pretrained import (
+    config_of,
+    library_of,
+    made_of,
+    plain_arguments,
+    tensors_of,
+    write_folder,
+)
+
+SUFFIX = ".safetensors"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `consolidate`."""
+    p = argparse.ArgumentParser(
+        "lightning-dilated consolidate",
+        description="Write the weights of a checkpoint as safetensors; optimizer states are left out and never read.",
+    )
+    p.add_argument(
+        "checkpoint",
+        type=Path,
+        help="a folder that ShardedCheckpoint or ring_dilated_fsdp wrote; a folder of several, of which the newest whole "
+        "one is taken; or a .ckpt",
+    )
+    p.add_argument(
+        "--out",
+        type=Path,
+        required=True,
+        help=f"NAME{SUFFIX}: one file, with class and arguments of the model in its metadata; any other name: a folder for "
+        "from_pretrained and the hub",
+    )
+    return p
+
+
+def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
+    """(the checkpoint that a path means, its model's tensors, all else that it holds).
+
+    Raises:
+        FileNotFoundError: no such file or folder.
+        ValueError: no checkpoint, or a damaged one.
+    """
+    if not path.is_dir():
+        stored = read_checkpoint(path)
+        return path, stored["state_dict"], stored
+    found = checked(path, Peers())
+    rest = read_meta(found)
+    return found, read_tensors(found, "state_dict.").get("state_dict", {}), rest
+
+
+def described(
+    found: Path, tensors: dict[str, Tensor], rest: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(what config.json holds, each tensor once). A class that is imported here is made, to see that they fit.
+
+    Raises:
+        ValueError: for tensors that do not fit the model.
+        TypeError: for hyperparameters that JSON cannot hold.
+    """
+    config = model_config(rest)
+    module, _, name = config["class_path"].rpartition(".")
+    config["init_args"] = plain_arguments(config["init_args"], name)
+    if rest.get("classes") is not None:
+        config["classes"] = rest["classes"]
+    which = getattr(sys.modules.get(module), name, None)
+    if isinstance(which, type) and issubclass(which, DilatedModule):
+        model = made_of(which, config, tensors, f"the weights of {found} do not fit", {})
+        return config_of(model), tensors_of(model)
+    held: set[tuple[int, int]] = set()
+    once = {}
+    for key, x in tensors.items():
+        place = (x.data_ptr(), x.nbytes)
+        if x.nbytes == 0 or place not in held:
+            once[key] = x.detach().contiguous()
+        held.add(place)
+    return config, once
+
+
+def run(argv: list[str]) -> None:
+    """Parse, read, write, and say what was written.
+
+    Raises:
+        ModuleNotFoundError: without the library safetensors.
+    """
+    args = parser().parse_args(argv)
+    try:
+        library = library_of("safetensors.torch")  # before anything is read
+    except ImportError as error:
+        raise ModuleNotFoundError(str(error)) from None
+    if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
+    found, tensors, rest = weights(args.checkpoint)
+    config, tensors = described(found, tensors, rest)
+    if args.out.suffix == SUFFIX and not args.out.is_dir():
+        told = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
+        if "global_step" in rest:
+            told["global_step"] = str(rest["global_step"])
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        begun = args.out.with_name(f".{args.out.name}.partial")
+        library.save_file(tensors, begun, metadata={"format": "pt", **told})
+        begun.replace(args.out)
+    else:
+        write_folder(args.out, config, tensors)
+    size = sum(x.nbytes for x in tensors.values())
+    print(f"{args.out}: {config['class_path']}, {len(tensors)} tensors, {size:,} bytes, from {found}")

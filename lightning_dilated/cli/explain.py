@@ -1,0 +1,192 @@
+"""`lightning-dilated explain`: what a pattern can and cannot see at a length, of a recipe or of given sizes, with the fixes.
+
+Shape letters: N tokens, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import pkgutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_dilated.models import DilatedModule, LongNetClassifier
+from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.models.rotary_bases import rotary_hint, served_length
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.explain import Explanation, explain
+from lightning_dilated.pattern.layers import in_turns
+from lightning_dilated.pattern.sight import sight_table
+
+#: what the command line names, and what it is called in `Sizes`
+OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What there is to explain; None where neither recipe nor options say it."""
+
+    patterns: tuple[DilatedPattern, ...] = ()
+    seq_len: int | None = None
+    num_heads: int | None = None
+    num_kv_heads: int | None = None
+    depth: int | None = None
+    head_dim: int = 64
+    causal: bool = False
+    rotary_bases: tuple[float | None, ...] = ()
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `explain`."""
+    p = argparse.ArgumentParser("lightning-dilated explain", description="What a pattern can and cannot see.")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--segments", type=int, nargs="+", help="segment lengths of the branches")
+    p.add_argument("--dilations", type=int, nargs="+", help="their dilation rates")
+    p.add_argument("--offsets", default="interleaved", help="interleaved or blocked (default %(default)s)")
+    p.add_argument("--seq_len", "--seq-len", type=int, help="tokens")
+    p.add_argument("--heads", type=int)
+    p.add_argument("--kv_heads", "--kv-heads", type=int)
+    p.add_argument("--head_dim", "--head-dim", type=int, help="for the FLOPs (default: the recipe's, else 64)")
+    p.add_argument("--depth", type=int, help="layers")
+    p.add_argument(
+        "--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else both directions)"
+    )
+    return p
+
+
+def of_recipe(path: Path) -> Sizes:
+    """The sizes of a recipe's model and data.
+
+    Raises:
+        ValueError: naming what the recipe lacks.
+    """
+    config = yaml.safe_load(path.read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(
+            f"--config {path} has no model with a class_path: give --segments, --dilations, --heads instead."
+        )
+    model = made_model(path, config["model"], seq_len_of(path, config.get("data")))
+    if not getattr(model, "patterns", None):
+        raise ValueError(f"--config {path}: the model, {type(model).__name__}, has no pattern to explain.")
+    heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
+    rotary = getattr(getattr(model, "options", None), "position_encoding", "none") == "rotary"
+    return Sizes(
+        model.patterns, seq_len_of(path, config.get("data")), heads, model.num_kv_heads, model.depth,
+        dim // heads if dim and heads else 64, getattr(model, "causal", False), model.rotary_bases if rotary else (),
+    )  # fmt: skip
+
+
+def class_of(path: Path, class_path: Any, package: str) -> Any:
+    """The class of a class_path; names without a module are the package's own."""
+    name = str(class_path)
+    try:
+        return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
+
+
+def with_length(cls: Any, given: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
+    """A model's arguments; without `max_seq_len`, and with no base or "length", it is made for the data's N tokens."""
+    ours = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
+    names = inspect.signature(cls).parameters if ours else {}
+    takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
+    base = given.get("rotary_base")
+    follows = base is None or "length" in (base if isinstance(base, list) else [base])
+    named = given.get("max_seq_len") is not None or not follows
+    return given if not takes or named or seq_len is None else {**given, "max_seq_len": seq_len}
+
+
+def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
+    """The model of a recipe whose data have N tokens, not built, without its optimizer."""
+    cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
+    given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
+    return cls(**with_length(cls, given, seq_len))
+
+
+def seq_len_of(path: Path, data: Any) -> int | None:
+    """N of the recipe's data: its setting, else its class's default."""
+    data = data if isinstance(data, dict) else {}
+    cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
+    default = inspect.signature(cls).parameters.get("seq_len")
+    found = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
+    return found if isinstance(found, int) else None
+
+
+def settled(args: argparse.Namespace) -> Sizes:
+    """The recipe's sizes, and over them those of the command line.
+
+    Raises:
+        ValueError: naming the options that are missing.
+    """
+    sizes = of_recipe(args.config) if args.config else Sizes()
+    if (args.segments is None) != (args.dilations is None):
+        raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
+    if args.segments:
+        made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
+        sizes = replace(sizes, patterns=(made,), rotary_bases=())
+    given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
+    given |= {"head_dim": args.head_dim, "causal": args.causal}
+    if args.heads and not args.kv_heads:
+        sizes = replace(sizes, num_kv_heads=None)
+    sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
+    missing = [] if sizes.patterns else ["--segments and --dilations"]
+    missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
+    if missing:
+        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+    return sizes
+
+
+def table(sizes: Sizes, seen: Explanation) -> list[str]:
+    """The findings, one a line."""
+    of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
+    dead = [
+        f"branches[{i}]{of_layer(layer)}: {len(x)} of {seen.patterns[layer].branches[i].dilation_rate}"
+        for (layer, i), x in seen.dead_residues.items()
+    ]
+    full = "never" if seen.layers_to_full_reach is None else f"{seen.layers_to_full_reach}"
+    reach = "not searched at this length" if seen.reach is None else f"{full} ({seen.reach:.1%} in {seen.depth})"
+    layer = seen.flops(sizes.head_dim)
+    dense = seen.num_heads * seen.seq_len * (seen.seq_len + 1 if seen.causal else 2 * seen.seq_len) / 2
+    walls = f"{len(seen.walls)}, the first at position {seen.walls[0]:,}" if seen.walls else "none"
+    times = dense / max(1, seen.pairs)
+    rows = {
+        "walls": walls,
+        "dead residues": "; ".join(dead) or "none",
+        "rows without any key": f"{seen.uncovered:.1%}" if seen.uncovered else "none",
+        "layers to full reach": reach,
+        "keys per row": f"{seen.keys_per_row:,.1f}, dense {dense / seen.num_heads / seen.seq_len:,.1f}",
+        "forward FLOPs": f"{layer:.3g} a layer, {layer * seen.depth:.3g} in all, dense {times:.1f} times",
+    }
+    kind = "causal" if seen.causal else "both directions"
+    head = f"{seen.seq_len:,} tokens, {seen.num_heads} heads of {sizes.head_dim}, {seen.depth} layers, {kind}"
+    lines = [*seen.layers_in_words, head, "", *(f"  {name:<22}{value}" for name, value in rows.items())]
+    lines += [f"  {'' if i else 'sight':<22}{line}" for i, line in enumerate(sight_table(seen.sight))]
+    return lines + [f"  {'rotary range':<22}{line}" for line in rotary_table(sizes.rotary_bases)]
+
+
+def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
+    """How many tokens between a query and a key the layers' rotary bases serve, a line for each base."""
+    lines = []
+    for base in dict.fromkeys(bases):
+        layers = [str(i) for i, x in enumerate(bases) if x == base]
+        which = "all layers" if len(layers) == len(bases) else f"layers {', '.join(layers)}"
+        served = "no positions" if base is None else f"base {base:g} serves {served_length(base):,} tokens"
+        lines.append(f"{served} ({which})")
+    return lines
+
+
+def run(argv: list[str]) -> None:
+    """Parse, explain, and print the table, and what to change for each problem."""
+    sizes = settled(parser().parse_args(argv))
+    given = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
+    seen = explain(sizes.patterns, *given)
+    print("\n".join([*table(sizes, seen), ""]))
+    hints = list(seen.hints)
+    if sizes.rotary_bases:
+        layers = in_turns(sizes.patterns, len(sizes.rotary_bases))
+        hints += filter(None, [rotary_hint(sizes.rotary_bases, layers, sizes.seq_len)])
+    print("\n".join(f"  problem: {hint}" for hint in hints) or "  no problems")

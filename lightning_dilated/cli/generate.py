@@ -1,0 +1,205 @@
+"""`lightning-dilated generate`: continue a prompt with a language model from a checkpoint, over bytes or tokens."""
+
+from __future__ import annotations
+
+import argparse
+import codecs
+import itertools
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import yaml
+
+from lightning_dilated.cli.load_model import load_language_model
+from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
+from lightning_dilated.models.longnet.generation import check_sampling
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+#: bytes or tokens to add, unless told otherwise
+_COUNT = 256
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `generate`."""
+    p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
+    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; what is given beside it wins")
+    p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
+    p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
+    p.add_argument("--prompt", help="text to continue; - reads standard input")
+    p.add_argument("--max_new_bytes", type=int, help=f"bytes to add (default {_COUNT})")
+    p.add_argument(
+        "--max_new_tokens", type=int, help="with --tokenizer, tokens to add, in place of bytes (default: as many)"
+    )
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest one (default %(default)s)")
+    p.add_argument("--top_k", type=int, help="draw from the k likeliest only")
+    p.add_argument("--top_p", type=float, help="draw from the likeliest ones that hold this probability")
+    p.add_argument("--stop", help=r"ends the text: a character of one byte, such as '\n', or with --tokenizer a token")
+    p.add_argument("--stream", action="store_true", help="print the text as it is drawn")
+    p.add_argument("--seed", type=int, default=0, help="of the draws (default %(default)s)")
+    p.add_argument("--device", default="cpu", help="cpu, cuda, cuda:1, ... (default %(default)s)")
+    return p
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """The options: the parser's defaults, over them the config's, over them the command line's."""
+    p = parser()
+    given = p.parse_args(argv)
+    config = given.config
+    if config is not None:
+        values = yaml.safe_load(config.read_text())
+        known = {a.dest: a for a in p._actions if a.dest not in ("help", "config")}
+        if not isinstance(values, dict) or not set(values) <= set(known):
+            wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
+            raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
+        told = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
+        _one_count(f"--config {config}", told.get("max_new_bytes"), told.get("max_new_tokens"))
+        if given.max_new_bytes is not None or given.max_new_tokens is not None:  # wins over either of the config
+            told.update(max_new_bytes=None, max_new_tokens=None)
+        p.set_defaults(**told)
+    _one_count("generate", given.max_new_bytes, given.max_new_tokens)
+    args = p.parse_args(argv)
+    missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"generate needs {' and '.join(missing)}.")
+    return args
+
+
+def _one_count(where: str, count: int | None, tokens: int | None) -> None:
+    if count is not None and tokens is not None:
+        raise ValueError(
+            f"{where} takes one of max_new_bytes and max_new_tokens, but has both ({count} and {tokens}): leave one out."
+        )
+
+
+def _typed(config: Path, action: argparse.Action, value: object) -> object:
+    """A value of a config, as its option would read it."""
+    kind = bool if action.nargs == 0 else action.type or str
+    if isinstance(value, bool) != (kind is bool):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
+    try:
+        return kind(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.") from None
+
+
+def check_device(name: str) -> None:
+    """Raise unless the device exists here."""
+    try:
+        kind = torch.device(name).type
+    except RuntimeError:
+        raise ValueError(f"--device {name}: torch knows no such device; use cpu, cuda or cuda:1.") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"--device {name}: this machine has no CUDA device. Leave --device out to use the CPU.")
+
+
+def unescaped(text: str) -> str:
+    r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
+    try:
+        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+        found.encode()  # half a character is none
+        return found
+    except UnicodeError:
+        return ""
+
+
+def checked_text(option: str, text: str) -> str:
+    """The text. Raises: ValueError where bytes that are not UTF-8 hide in it, as the shell and standard input pass them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        code = ord(text[error.start])
+        what = f"byte 0x{code - 0xDC00:02x}" if 0xDC80 <= code <= 0xDCFF else f"half a character, U+{code:04X}"
+        raise ValueError(
+            f"{option} is not UTF-8 text: {what} after {error.start:,} characters. Convert it first, as by iconv -t UTF-8."
+        ) from None
+    return text
+
+
+def prompt_of(given: str) -> str:
+    """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
+    try:
+        prompt = checked_text("--prompt", sys.stdin.read() if given == "-" else given)
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--prompt - is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start:,} (counted from 0). "
+            "Convert it first, as by iconv -t UTF-8."
+        ) from None
+    if not prompt:
+        raise ValueError("--prompt is empty; give at least one character to continue.")
+    return prompt
+
+
+def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
+    """The token that ends the text, from what it says."""
+    if text is None:
+        return None
+    whole = tokenizer.token_to_id(text)
+    found = encode(tokenizer, unescaped(text)) if whole is None else [whole]
+    if len(found) != 1:
+        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(found)}.")
+    return found[0]
+
+
+def stop_byte(text: str | None) -> int | None:
+    """The byte that ends the text, from a character or its escape."""
+    if text is None:
+        return None
+    found = unescaped(text)
+    if len(found.encode()) != 1:
+        raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
+    return ord(found)
+
+
+def print_bytes(chunks: Iterable[bytes]) -> None:
+    """Print UTF-8 text as its bytes come; what is no text is shown as the replacement character."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    for chunk in chunks:
+        print(decoder.decode(chunk), end="", flush=True)
+    print(decoder.decode(b"", final=True))
+
+
+def count_of(args: argparse.Namespace) -> int:
+    """Bytes or tokens to add."""
+    if args.max_new_tokens is not None and args.tokenizer is None:
+        raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
+    name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
+    count = _COUNT if getattr(args, name) is None else getattr(args, name)
+    if count < 0:
+        raise ValueError(f"--{name} must be at least 0, got {count}.")
+    return count
+
+
+def run(argv: list[str]) -> None:
+    """Parse, load, generate, and print the prompt with its continuation."""
+    args = parsed(argv)
+    prompt = prompt_of(args.prompt)
+    if args.stop is not None:
+        checked_text("--stop", args.stop)
+    count = count_of(args)
+    check_sampling(args.temperature, args.top_k, args.top_p)
+    if not 0 <= args.seed < 2**63:
+        raise ValueError(f"--seed must lie in 0..2^63 - 1, got {args.seed}.")
+    tokenizer = None if args.tokenizer is None else load_tokenizer(args.tokenizer)
+    stop = stop_byte(args.stop) if tokenizer is None else stop_token(args.stop, tokenizer)
+    ids = list(prompt.encode()) if tokenizer is None else encode(tokenizer, prompt)
+    if not ids:
+        raise ValueError(f"--prompt {prompt!r} holds no token of the tokenizer; give at least one to continue.")
+    check_device(args.device)
+    model = load_language_model(args.ckpt_path, None if tokenizer is None else vocabulary_size(tokenizer)).to(
+        args.device
+    )
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    options = {name: getattr(args, name) for name in ("temperature", "top_k", "top_p")}
+    tokens = torch.tensor([ids], device=args.device)
+    drawn = (int(step) for step in model.generate_stream(tokens, count, **options, generator=generator, stop=stop))
+    if tokenizer is None:
+        following = (bytes([x]) for x in drawn)
+    else:
+        following = (text.encode() for text in decoded(tokenizer, ids, drawn))
+    parts = itertools.chain([prompt.encode()], following)
+    print_bytes(parts if args.stream else [b"".join(parts)])

@@ -1,0 +1,115 @@
+"""Reading a checkpoint safely: what it holds, as plain values and tensors, or one clear error."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+
+from lightning_dilated.checkpoint.torch_files import load_file
+from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models.file_classes import TRAINING
+
+#: ids that a vocabulary is padded by at most, as usual
+_PADDING = 1024
+
+
+def read_checkpoint(path: str | Path) -> dict[str, Any]:
+    """The checkpoint's dict, tensors left on disk until they are used; no code in the file is run.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: not a checkpoint, or one cut short.
+    """
+    if not Path(path).is_file():
+        raise FileNotFoundError(
+            f"ckpt_path {path}: no such file. Pass a .ckpt that fit wrote (run folder, checkpoints/)."
+        )
+    try:
+        stored = load_file(path, mapped=True)
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise ValueError(
+            f"ckpt_path {path} cannot be read as a checkpoint ({lines[0][:120]}). "
+            "It may be cut short or of another kind; use an earlier one."
+        ) from None
+    if not isinstance(stored, dict) or "state_dict" not in stored:
+        raise ValueError(f"ckpt_path {path} is a torch file, but not a Lightning checkpoint: it has no state_dict.")
+    return stored
+
+
+def model_config(stored: dict[str, Any]) -> dict[str, Any]:
+    """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where an older one does not name its class."""
+    hparams = {k: v for k, v in stored.get("hyper_parameters", {}).items() if not k.startswith("_")}
+    class_path = stored.get("hyper_parameters", {}).get("_class_path") or stored.get("class_path")
+    return {"class_path": class_path or "lightning_dilated.LongNetLM", "init_args": hparams}
+
+
+def load_module(path: str | Path) -> DilatedModule:
+    """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
+
+    The checkpoint's optimizer and scheduler are not read: the module has its class's own.
+
+    `path` is a .ckpt, or a folder that `save_pretrained` wrote.
+
+    Raises:
+        FileNotFoundError, ValueError: as `read_checkpoint`; also for a class that is not a known DilatedModule.
+    """
+    if (Path(path) / "config.json").is_file():
+        return DilatedModule.from_pretrained(path).eval()
+    config = model_config(read_checkpoint(path))
+    class_path = config["class_path"]
+    module, _, name = class_path.rpartition(".")
+    cls = getattr(sys.modules.get(module), name, None)
+    if not (isinstance(cls, type) and issubclass(cls, DilatedModule)):
+        raise ValueError(
+            f"ckpt_path {path} holds a {class_path}, which is not imported here. Import it and call its "
+            "load_from_checkpoint in Python."
+        )
+    defaults = inspect.signature(DilatedModule.__init__).parameters
+    own = inspect.signature(cls.__init__).parameters
+    instead = {name: own.get(name, defaults[name]).default for name in TRAINING if name in config["init_args"]}
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **instead).eval()
+
+
+def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
+    """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
+
+    A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
+    unused, or more than half, it warns; it cannot know, as a checkpoint does not hold its tokenizer. What is over bytes
+    (vocab_size 256 and bytes_per_token 1) is never padded.
+
+    Raises:
+        ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
+            with fewer tokens than the tokenizer.
+    """
+    model = load_module(path)
+    found = getattr(model, "vocab_size", None)
+    held = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {found}"
+    of_bytes = isinstance(model, LongNetLM) and found == 256 and model.bytes_per_token == 1
+    if not isinstance(model, LongNetLM) or (vocab_size is None and not of_bytes):
+        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and found == 256 else ""
+        raise ValueError(
+            f"{held}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
+            "--tokenizer with the tokenizer.json that a LongNetLM was trained with."
+        )
+    if vocab_size is None:
+        return model
+    if vocab_size > found:
+        raise ValueError(
+            f"{held}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
+        )
+    if of_bytes and vocab_size != found:
+        raise ValueError(
+            f"{held} and bytes_per_token 1, so it is over bytes, but the tokenizer has {vocab_size} tokens. Leave "
+            "--tokenizer out."
+        )
+    if found - vocab_size > min(_PADDING, found // 2):
+        rank_zero_warn(
+            f"{held}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one that "
+            "the model was trained with?"
+        )
+    return model

@@ -1,0 +1,1 @@
+"""Genomes: FASTA windows and pairs of strains."""

@@ -1,0 +1,237 @@
+"""A DataModule that serves genomes in FASTA files as windows of bases, read from either strand.
+
+Shape letters: B batch, N bases of a window (`seq_len`).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dilated.data.genome.records import LETTERS, Genome, Record
+from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
+from lightning_dilated.data.slides.splits import files_of, name_list, required_paths, split_bounds, split_fractions
+from lightning_dilated.data.values import one_of, share, whole_number
+from lightning_dilated.data.windows import GenomeWindows
+
+SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
+
+
+class GenomeDataModule(SplitDataModule):
+    """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as windows of bases that lie end to end.
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4; lower
+    case (the soft mask) counts as upper case, U as T, and other IUPAC letters as N, which an info line counts. A label is
+    the next base on the strand that is read, -100 where that is N or lies outside the split. For masked modelling the
+    labels can be left alone. What is left of a record behind its last whole window is not used; `describe` counts it.
+
+    N stands for bases that nobody knows: assembly gaps, up to megabases of them, teach nothing. So by default
+    (`n_policy="skip"`) windows with more than `max_n_fraction` of N are left out; "token" keeps every window. Either way
+    the N that stay are tokens of their own, and never labels.
+
+    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written beside the
+    file where there is none, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
+    decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
+    refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
+    reads its slice.
+
+    Args:
+        paths: files, directories (read recursively) or globs.
+        seq_len: N, bases of a window.
+        batch_size: B, windows of a batch on each device.
+        val_fraction, test_fraction: shares of each record, its last bases; null is 0.05, or 0 if `val_names` or
+            `test_names` is set.
+        val_names, test_names: records that are validation (or test) data as a whole, instead of a share of each.
+        reverse_complement: share of the training windows that are read from the other strand, from 0 to 1, decided by
+            `seed`, the epoch and the window's number alone. Validation and test are read as they stand.
+        n_policy: "skip" or "token", as above.
+        max_n_fraction: most N that a window may have under "skip", from 0 to 1.
+        short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
+        val_limit: use at most this many windows of the validation split, and of the test split; null for all.
+        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
+            missing it is made for this user alone (mode 0700); make it yourself to share it.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        seed, num_workers, pin_memory: see `SplitDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    vocab_size: int = len(LETTERS)
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        val_fraction: float | None = None,
+        test_fraction: float | None = None,
+        val_names: str | list[str] | None = None,
+        test_names: str | list[str] | None = None,
+        reverse_complement: float = 0.5,
+        n_policy: Literal["skip", "token"] = "skip",
+        max_n_fraction: float = 0.1,
+        short: Literal["error", "skip"] = "error",
+        val_limit: int | None = None,
+        cache_dir: str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.paths = required_paths("paths", paths)
+        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
+        self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
+        both = sorted({*self.names["val"]} & {*self.names["test"]})
+        if both:
+            raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
+        own = {split: bool(names) for split, names in self.names.items()}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "names")
+        self.reverse_complement = share("data.reverse_complement", reverse_complement)
+        self.max_n_fraction = share("data.max_n_fraction", max_n_fraction)
+        self.n_policy = one_of("data.n_policy", n_policy, ("skip", "token"))
+        self.short = one_of("data.short", short, ("error", "skip"))
+        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        self.cache_dir = cache_dir
+        self._genome: Genome | None = None
+
+    def check(self) -> None:
+        """Index all files, look at every base once, and see that each split asked for holds at least one window.
+
+        Raises: OSError or ValueError, saying which file and record, what was found and what to change; ImportError
+            without pyfaidx.
+        """
+        if self._genome is not None:
+            return
+        genome = Genome(files_of("paths", self.paths, SUFFIXES), self.cache_dir)
+        self._check_names(genome.records)
+        short = [record for record in genome.records if record.length < self.seq_len]
+        if short and self.short == "error":
+            raise ValueError(
+                f"{_named(short)} shorter than a window of data.seq_len = {self.seq_len}: lower data.seq_len to at most "
+                f'{min(record.length for record in short)}, or set data.short to "skip" to leave such records out'
+            )
+        datasets = {split: self._windows(genome, split) for split in SPLITS}
+        for split, windows in datasets.items():
+            if self.wanted(split) is None:
+                self._check_split(split, windows)
+        self.check_batch(len(datasets["train"]), 1)
+        self._genome = genome
+        self._tell(short)
+
+    @property
+    def genome(self) -> Genome:
+        """The records of all files; looks at them on first use."""
+        self.check()
+        assert self._genome is not None
+        return self._genome
+
+    def dataset(self, split: str) -> GenomeWindows:
+        """The windows of "train", "val" or "test". Raises ValueError for another name."""
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        return self._windows(self.genome, split)
+
+    def describe(self) -> str:
+        """One line: files, records and bases, windows of each split, and what lies in none."""
+        datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
+        counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
+        bases = sum(record.length for record in records)
+        rest = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
+        return (
+            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows of "
+            f"{self.seq_len:,}: {counts}; {rest:,} bases lie in no whole window, and "
+            f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
+        )
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        asked = split == "train" or self.names[split] or self.fractions[split] > 0
+        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        """The error where a batch needs more training windows than there are."""
+        return (
+            f"the train split has {count} windows of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
+    def _stretches(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
+        """(record's number, start, stop) of what a split has of each record that is as long as a window."""
+        found = []
+        for number, record in enumerate(records):
+            bounds = split_bounds(record.length, self.fractions)
+            for own, names in self.names.items():
+                if record.name in names:
+                    bounds = {own: (0, record.length)}
+            if split in bounds and record.length >= self.seq_len:
+                found.append((number, *bounds[split]))
+        return found
+
+    def _windows(self, genome: Genome, split: str) -> GenomeWindows:
+        max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
+        train = split == "train"
+        return GenomeWindows(
+            genome,
+            self._stretches(genome.records, split),
+            self.seq_len,
+            max_n,
+            reverse_complement=self.reverse_complement if train else 0.0,
+            seed=self.seed,
+            limit=None if train else self.val_limit,
+        )
+
+    def _check_names(self, records: list[Record]) -> None:
+        known = [record.name for record in records]
+        for split, names in self.names.items():
+            missing = [name for name in names if name not in known]
+            if missing:
+                shown = ", ".join(known[:8]) + (", ..." if len(known) > 8 else "")
+                raise ValueError(
+                    f"data.{split}_names holds {missing}, but no record is called so (a name is a header's first word). "
+                    f"There are: {shown}"
+                )
+
+    def _check_split(self, split: str, windows: GenomeWindows) -> None:
+        if len(windows):
+            return
+        if windows.left_out:
+            raise ValueError(
+                f"all {windows.left_out} windows of the {split} split hold more than {self.max_n_fraction:.0%} N: raise "
+                'data.max_n_fraction, or set data.n_policy to "token"'
+            )
+        change = (
+            f"raise data.{split}_fraction, name records in data.{split}_names, or set both to nothing to do without"
+        )
+        if split == "train":
+            change = "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names"
+        raise ValueError(
+            f"the {split} split has no stretch of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
+        )
+
+    def _tell(self, short: list[Record]) -> None:
+        """What was changed or left out, as info lines."""
+        rank_zero_info(f"data: {self.describe()}")
+        if short:
+            rank_zero_info(f"data: {_named(short)} shorter than a window and left out (data.short)")
+        others = {record.name: record.others for record in self.genome.records if record.others}
+        if others:
+            most = max(others, key=lambda name: others[name])
+            rank_zero_info(
+                f"data: {sum(others.values()):,} IUPAC letters other than A C G T U N were read as N in {len(others)} "
+                f"records, most in {most} ({others[most]:,})"
+            )
+
+
+def _named(records: list[Record]) -> str:
+    """Records in words: how many, and all names up to 20."""
+    names = ", ".join(f"{record.name} ({record.length:,})" for record in records[:20])
+    more = f" and {len(records) - 20:,} more" if len(records) > 20 else ""
+    return f"{len(records):,} record{'s' if len(records) > 1 else ''} ({names}{more}) {'are' if len(records) > 1 else 'is'}"

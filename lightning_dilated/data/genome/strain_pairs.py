@@ -1,0 +1,385 @@
+"""A DataModule of two strains side by side: the second half of a sample can be read off the first, far back.
+
+Shape letters: B batch, N bases of a sample (`seq_len`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dilated.data.genome.fasta import SUFFIXES
+from lightning_dilated.data.genome.homology import LENGTH, SAMPLED, Anchors, anchors
+from lightning_dilated.data.genome.records import Genome
+from lightning_dilated.data.module import SPLITS
+from lightning_dilated.data.slides.splits import files_of, name_list, required_paths
+from lightning_dilated.data.tasks import RuleDataModule, RuleSamples, sample_generator
+from lightning_dilated.data.values import flag, fraction, share, whole_number
+
+#: a window begins up to so many bases before its 32-mer, so that it may begin anywhere
+LEAD = 255
+#: 32-mers that are drawn at once, and how often, before all are looked at
+_SOME, _TRIES = 64, 16
+
+
+@dataclass(frozen=True)
+class Strain:
+    """One FASTA file: its records, and the 32-mers by which it is compared."""
+
+    file: str
+    genome: Genome
+    anchors: Anchors
+
+    @property
+    def bases(self) -> int:
+        """Bases of all records."""
+        return sum(record.length for record in self.genome.records)
+
+    def identity(self) -> list[tuple[int, int]]:
+        """(length, checksum) of each record, sorted: alike for the same bases under other names."""
+        return sorted((record.length, record.checksum) for record in self.genome.records)
+
+    def read(self, anchor: int, reverse: bool, start: int, stop: int) -> np.ndarray:
+        """Bases [start, stop) as read from a 32-mer on, which has position 0, on the file's strand or the other one."""
+        number, place = int(self.anchors.record[anchor]), int(self.anchors.place[anchor])
+        if not reverse:
+            return self.genome.read(number, place + start, place + stop)
+        end = place + LENGTH
+        return 3 - self.genome.read(number, end - stop, end - start)[::-1]
+
+
+class StrainPairsDataModule(RuleDataModule):
+    """Windows of two strains of a species one after the other: [window of A][the homologous window of B].
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
+    (`vocab_size` 4); a label is the next base. What A says of B's next base stands about N/2 tokens back: a model that
+    cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
+
+    A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
+    Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
+    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample is a function of
+    (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not
+    trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+
+    `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
+    two strains of a species. The memory held is about 0.4 bytes a base.
+
+    Args:
+        species: of each species its strains: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
+            them) or globs, at least two files.
+        val, test: names of species that are validation (or test) data.
+        train: names of species to train on; null is all others.
+        seq_len: N, bases of a sample.
+        batch_size: B, samples of a batch on each device.
+        boundary_range: the boundary is drawn evenly from N/2 * (1 - boundary_range) to N/2 * (1 + boundary_range); from
+            0, which fixes it, to below 1.
+        max_dropped: most of B's first bases that are left out; their number is drawn evenly from 0 on.
+        rename_bases: rename the four bases at random in each sample.
+        reverse_complement: share of the samples that are read on the other strand, from 0 to 1.
+        train_size, val_size, test_size: samples of each split; those of a split without species do not count.
+        cache_dir: see `GenomeDataModule`.
+        seed, num_workers, pin_memory: see `RuleDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges and for names that `species` does not have; data on disk
+        is looked at by `check`.
+    """
+
+    vocab_size: int = 4
+    along = ("tokens", "labels")
+
+    def __init__(
+        self,
+        species: dict[str, str | list[str]],
+        val: str | list[str] | None = None,
+        test: str | list[str] | None = None,
+        train: str | list[str] | None = None,
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        boundary_range: float = 0.1,
+        max_dropped: int = 63,
+        rename_bases: bool = True,
+        reverse_complement: float = 0.5,
+        train_size: int = 100_000,
+        val_size: int = 256,
+        test_size: int = 256,
+        cache_dir: str | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+    ) -> None:
+        self.paths = _paths(species)
+        self.names = _names(list(self.paths), {"train": train, "val": val, "test": test})
+        sizes = [train_size, val_size if self.names["val"] else 0, test_size if self.names["test"] else 0]
+        super().__init__(seq_len, batch_size, *sizes, seed, num_workers, pin_memory)
+        whole_number("data.seq_len", seq_len, 2 * LENGTH)
+        self.boundary_range = fraction("data.boundary_range", boundary_range)
+        self.max_dropped = whole_number("data.max_dropped", max_dropped, 0)
+        self.rename_bases = flag("data.rename_bases", rename_bases)
+        self.reverse_complement = share("data.reverse_complement", reverse_complement)
+        self.cache_dir = cache_dir
+        self._strains: dict[str, list[Strain]] | None = None
+        self._shared: list[tuple[float, str, str]] = []
+
+    # -- what a sample takes -----------------------------------------------------------------------------------------
+    @property
+    def boundaries(self) -> tuple[int, int]:
+        """The first and the last position at which the second strain may begin."""
+        half = self.seq_len // 2
+        move = int(half * self.boundary_range)
+        return half - move, half + move
+
+    @property
+    def lead(self) -> int:
+        """Most bases of a window before the 32-mer by which it was found."""
+        return min(LEAD, self.seq_len // 4)
+
+    @property
+    def span(self) -> int:
+        """Most bases that a sample reads of a strain from its 32-mer on, with the last label."""
+        low, high = self.boundaries
+        return max(high, self.seq_len - low + 1 + self.max_dropped)
+
+    # -- reading ------------------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Read all genomes and see that every two strains of a species share a 32-mer with room for a sample around it.
+
+        Raises: OSError or ValueError, saying which strain, what was found and what to change; ImportError without pyfaidx.
+        """
+        if self._strains is not None:
+            return
+        super().check()
+        used = [name for split in SPLITS for name in self.names[split]]
+        files = {name: files_of(f"species.{name}", self.paths[name], SUFFIXES) for name in used}
+        _refuse_shared(files)
+        strains = {name: [self._strain(name, file) for file in own] for name, own in files.items()}
+        _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
+        shared = [self._compared(*pair) for own in strains.values() for pair in itertools.combinations(own, 2)]
+        self._strains, self._shared = strains, shared
+        rank_zero_info(f"data: {self.describe()}")
+
+    def _strain(self, name: str, file: str) -> Strain:
+        try:
+            genome = Genome([file], self.cache_dir)
+        except (OSError, ValueError) as error:  # these name the option of another DataModule
+            kind = ValueError if isinstance(error, ValueError) else type(error)
+            raise kind(str(error).replace("data.paths", f"data.species.{name}")) from error
+        need, longest = self.lead + self.span, max(record.length for record in genome.records)
+        if longest < need:
+            raise ValueError(
+                f"{file} has no record longer than {longest:,} bases, but a sample takes up to {need:,} of a strain "
+                f"(data.seq_len = {self.seq_len}, data.boundary_range = {self.boundary_range}, data.max_dropped = "
+                f"{self.max_dropped}): {_shorter(longest, self.boundary_range, self.max_dropped)}leave the file out of "
+                f"data.species.{name}"
+            )
+        return Strain(file, genome, anchors(genome, self.lead, self.span))
+
+    def _compared(self, first: Strain, second: Strain) -> tuple[float, str, str]:
+        """(share of the shorter index that both have, the two files). Raises: ValueError where no sample can be made."""
+        known = len(second.anchors.find(first.anchors.kmers)[1].nonzero()[0])
+        pair = f"{first.file} and {second.file}"
+        if not known:
+            raise ValueError(
+                f"{pair} share no {LENGTH}-mer that occurs once in each (of those looked at, 1 in {SAMPLED}): are they "
+                "strains of one species? Leave one of the two out of data.species"
+            )
+        if not len(self._usable(first, second, np.arange(len(first.anchors)))[0]):
+            raise ValueError(
+                f"{pair} share {known:,} {LENGTH}-mers, but none with {self.lead} known bases (A C G T) before it and "
+                f"{self.span:,} from there on in both: lower data.seq_len = {self.seq_len}, or leave one of the two out of "
+                "data.species"
+            )
+        return known / max(1, min(len(first.anchors), len(second.anchors))), first.file, second.file
+
+    # -- samples ------------------------------------------------------------------------------------------------------
+    def dataset(self, split: str) -> RuleSamples:
+        """The samples of "train", "val" or "test". Raises ValueError for another name."""
+        self.check()
+        return super().dataset(split)
+
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
+        boundary = self._boundary(rng)
+        first, second = self._pair(rng, split)
+        dropped = int(rng.integers(0, self.max_dropped + 1))
+        i, j, reverse = self._anchor(rng, first, second)
+        turned = bool(first.anchors.flipped[i] != second.anchors.flipped[j])
+        begin = -int(rng.integers(0, self.lead + 1))
+        begin_second = begin + dropped
+        parts = (
+            first.read(i, reverse, begin, begin + boundary),
+            second.read(j, reverse != turned, begin_second, begin_second + self.seq_len - boundary + 1),
+        )
+        values = np.concatenate(parts).astype(np.int64)
+        if self.rename_bases:
+            values = rng.permutation(4)[values]
+        tokens = torch.from_numpy(values)
+        return {"tokens": tokens[:-1].clone(), "labels": tokens[1:].clone()}
+
+    def boundary(self, split: str, index: int) -> int:
+        """The position in a sample at which the second strain begins."""
+        return self._boundary(sample_generator(self.seed, split, index))
+
+    def _boundary(self, rng: np.random.Generator) -> int:
+        low, high = self.boundaries
+        return int(rng.integers(low, high + 1))
+
+    def _pair(self, rng: np.random.Generator, split: str) -> tuple[Strain, Strain]:
+        """A strain, as often as it has bases, and another one of its species."""
+        assert self._strains is not None
+        species = [self._strains[name] for name in self.names[split]]
+        all_strains = [(own, number) for own in species for number in range(len(own))]
+        ends = np.cumsum([own[number].bases for own, number in all_strains])
+        own, number = all_strains[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
+        other = (number + 1 + int(rng.integers(len(own) - 1))) % len(own)
+        return own[number], own[other]
+
+    def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
+        """(32-mer of the first strain, the same one of the second, whether the first is read on the other strand)."""
+        for _ in range(_TRIES):
+            some = rng.integers(0, len(first.anchors), _SOME)
+            here, there, reverse = self._usable(first, second, some, rng.random(_SOME) < self.reverse_complement)
+            if len(here):
+                return int(here[0]), int(there[0]), bool(reverse[0])
+        here, there, reverse = self._usable(first, second, np.arange(len(first.anchors)))
+        drawn = int(rng.integers(len(here)))
+        return int(here[drawn]), int(there[drawn]), bool(reverse[drawn])
+
+    def _usable(
+        self, first: Strain, second: Strain, some: np.ndarray, reverse: np.ndarray | None = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Those of some 32-mers (M,) that both have with room: where here, where there, and on which strand.
+
+        Args:
+            reverse: (M,) bool, on which strand each is to be read; None tries each one that `reverse_complement` allows.
+        """
+        if reverse is None:
+            ways = [
+                way for way, wanted in ((False, 1 - self.reverse_complement), (True, self.reverse_complement)) if wanted
+            ]
+            reverse, some = np.repeat(ways, len(some)), np.tile(some, len(ways))
+        there, known = second.anchors.find(first.anchors.kmers[some])
+        some, there, reverse = some[known], there[known], reverse[known]
+        turned = first.anchors.flipped[some] != second.anchors.flipped[there]
+        good = (
+            first.anchors.room[some, reverse.astype(int)] & second.anchors.room[there, (reverse != turned).astype(int)]
+        )
+        return some[good], there[good], reverse[good]
+
+    # -- words --------------------------------------------------------------------------------------------------------
+    def rule(self) -> str:
+        """What the samples depend on, in words."""
+        self.check()
+        assert self._strains is not None
+        genomes = {
+            split: {name: [strain.genome.fingerprint() for strain in self._strains[name]] for name in self.names[split]}
+            for split in SPLITS
+        }
+        return (
+            f"strain pairs of {self.seq_len:,} bases of {genomes}, boundary {self.boundaries}, dropped {self.max_dropped}, "
+            f"renamed {self.rename_bases}, reversed {self.reverse_complement}"
+        )
+
+    def describe(self) -> str:
+        """One line: strains, bases and samples of each split, and the share of 32-mers that two strains have in common."""
+        self.check()
+        assert self._strains is not None
+        strains = [strain for own in self._strains.values() for strain in own]
+        parts = []
+        for split in (split for split in SPLITS if self.names[split]):
+            words = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
+            parts.append(f"{split} {words}: {self.sizes[split]:,} samples")
+        least, first, second = min(self._shared)
+        return (
+            f"{len(strains):,} strains of {len(self._strains)} species, {sum(x.bases for x in strains):,} bases; "
+            f"{'; '.join(parts)}; two strains share {least:.0%} to {max(self._shared)[0]:.0%} of their {LENGTH}-mers "
+            f"(least: {Path(first).name} and {Path(second).name})"
+        )
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        if self.names[split]:
+            return super().wanted(split)
+        return f"data.{split} names no species; name some of data.species"
+
+
+def _paths(species: object) -> dict[str, list[str]]:
+    if not isinstance(species, Mapping) or not species or not all(isinstance(name, str) for name in species):
+        raise TypeError(
+            f"data.species is {species!r}; it must be a mapping of species to their FASTA files, such as "
+            "{aureus: [a.fa, b.fa], pylori: genomes/pylori}"
+        )
+    return {name: required_paths(f"species.{name}", paths) for name, paths in species.items()}
+
+
+def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
+    """The species of each split."""
+    names = {split: name_list(split, value) for split, value in settings.items()}
+    for split, chosen in names.items():
+        unknown = [name for name in chosen if name not in known]
+        if unknown:
+            raise ValueError(f"data.{split} holds {unknown}, but data.species has: {', '.join(known)}")
+    held_out = {*names["val"], *names["test"]}
+    if settings["train"] is None:
+        names["train"] = [name for name in known if name not in held_out]
+    for one, two in itertools.combinations(SPLITS, 2):
+        both = sorted({*names[one]} & {*names[two]})
+        if both:
+            raise ValueError(
+                f"data.{one} and data.{two} both hold {both}: a species serves one split; leave it out of one"
+            )
+    if not names["train"]:
+        raise ValueError(
+            f"data.train, data.val and data.test leave none of data.species ({', '.join(known)}) to train on: add a "
+            "species, or take one out of data.val or data.test"
+        )
+    return {split: list(dict.fromkeys(chosen)) for split, chosen in names.items()}
+
+
+def _refuse_shared(files: dict[str, list[str]]) -> None:
+    """Each species has two strains, and each file serves one species."""
+    seen: dict[str, str] = {}
+    for name, own in files.items():
+        if len(own) < 2:
+            raise ValueError(
+                f"data.species.{name} has one strain ({own[0]}), and a pair takes two: add a FASTA file, or take {name} "
+                "out of data.species"
+            )
+        for file in own:
+            before = seen.setdefault(os.path.realpath(file), name)
+            if before != name:
+                raise ValueError(f"{file} is in data.species.{before} and in data.species.{name}: leave it out of one")
+
+
+def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
+    """No strain is there twice, and no record in two splits."""
+    for name, own in strains.items():
+        for first, second in itertools.combinations(own, 2):
+            if first.identity() == second.identity():
+                raise ValueError(
+                    f"{first.file} and {second.file} hold the same bases, so one would be copied from the other: leave one "
+                    f"out of data.species.{name}"
+                )
+    seen: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, own in strains.items():
+        for strain in own:
+            for record in strain.identity():
+                split, before = seen.setdefault(record, (split_of[name], strain.file))
+                if split != split_of[name]:
+                    raise ValueError(
+                        f"{before} and {strain.file} hold the same record of {record[0]:,} bases, one for data.{split} and "
+                        f"one for data.{split_of[name]}: leave one of the two out of data.species"
+                    )
+
+
+def _shorter(longest: int, boundary_range: float, max_dropped: int) -> str:
+    """What `seq_len` would fit, where there is one."""
+    fits = int(2 * (longest - LEAD - max_dropped - 2) / (1 + boundary_range)) - 2
+    return f"lower data.seq_len to at most {fits}, or " if fits >= 2 * LENGTH else "lower data.seq_len, or "

@@ -1,0 +1,1 @@
+"""Slides from h5 and .pt files, with labels."""

@@ -1,0 +1,364 @@
+"""A DataModule of whole slides: tile features and coordinates from .h5 or .pt files, with labels from a csv.
+
+Shape letters: B batch, N positions of a slide (its tiles, and one for the class token), F features of a tile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.utilities import rank_zero_info
+
+from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.paths import collect_files, path_list
+from lightning_dilated.data.sampler import ResumableLoader
+from lightning_dilated.data.slides.checks import (
+    Found,
+    about_slides,
+    by_name,
+    check_sizes,
+    each,
+    inspected,
+    matched,
+    one_tile_size,
+)
+from lightning_dilated.data.slides.coordinates import comparable, coordinate_faults, grid_faults, tile_step
+from lightning_dilated.data.slides.files import BLOCK, H5, PT, Slide, SlideReader
+from lightning_dilated.data.slides.labels import (
+    Columns,
+    Row,
+    check_groups,
+    class_numbers,
+    numbers_of,
+    read_rows,
+    split_groups,
+    warn_of_one_class,
+    warn_of_untrained,
+)
+from lightning_dilated.data.slides.sequences import SlideSequences, collate_slides
+from lightning_dilated.data.values import flag, fraction, one_of, share, whole_number
+from lightning_dilated.sequence.batch_spec import SequenceSpec
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class SlideDataModule(SplitDataModule):
+    """Slides as .h5 files with `features` (N, F) and `coords` (N, 2), as CLAM and TRIDENT write them, or .pt files.
+
+    Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label": (B,) int64 of
+    classes or float32, "index": (B,), "slide_id": list of B names}, padded on the right with features 0 and coords -1.
+    A slide's name is that of its file without the ending. With `class_token` a blank row of the same kind comes first,
+    which `lengths` counts: a slide of T tiles has T + 1 positions, tile t at position t + 1. Under "ring_dilated" a rank
+    reads the tiles of its part only (for B > 1, of its part of the positions of the longest slide).
+
+    Args:
+        paths: slide files, directories (read recursively) or globs. A .pt file holds a tensor (N, F), or a dict of tensors;
+            features may be (1, N, F).
+        labels_csv: a csv with a line for each slide; null for none, as in pretraining.
+        labels: "classes" (whole numbers or words; see `classes`), "numbers" (regression) or "none"; null is "classes" with
+            a csv and "none" without.
+        slide_column: column of the slide's id, which is the file's name; the ending of a file may follow.
+        label_column: column of the label.
+        split_column: column of train, val or test; "auto" is one called `split` where there is one; null splits by
+            fractions.
+        group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts them
+            into several is an error.
+        classes: the labels in the order of their numbers; null sorts those there are.
+        val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
+            depends on `seed`; each split has its share of every class (see `slide_labels.split_groups`). With
+            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are there to be
+            tested or predicted, and none to train on.
+        unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning, and
+            slides without a tile too.
+        batch_size: B, slides of a batch on each device.
+        class_token: put a blank row first.
+        max_tiles: the most tiles of a slide; null for no limit.
+        over: what to do with longer slides: "error", or "sample", a random subset, new in each epoch of training.
+        order: "file", or "raster", by rows of the slide from its top, from left to right.
+        features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
+        feature_dtype: "float32", "float16" or "bfloat16".
+        tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
+            takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
+            model's.
+        check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
+            again whenever they are read. Coordinates of all slides are.
+        seed: fixes the training order, the splits and the subsets.
+        num_workers: processes that load batches; 0 loads in the main process.
+        pin_memory: copy batches to page-locked memory, so that nothing waits for them (null: where there is a GPU). Slides
+            are large, and what is page-locked is not given back.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    collate = staticmethod(collate_slides)
+    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["lengths", "label", "index", "slide_id"])
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        labels_csv: str | None = None,
+        labels: str | None = None,
+        slide_column: str = "slide_id",
+        label_column: str = "label",
+        split_column: str | None = "auto",
+        group_column: str | None = None,
+        classes: list[str] | None = None,
+        val_fraction: float = 0.1,
+        test_fraction: float = 0.1,
+        unmatched: str = "error",
+        batch_size: int = 1,
+        class_token: bool = True,
+        max_tiles: int | None = None,
+        over: str = "error",
+        order: str = "file",
+        features_name: str = "features",
+        coords_name: str | None = "coords",
+        feature_dtype: str = "float32",
+        tile_size: int | None = None,
+        check_values: str = "first",
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = False,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.paths = about_slides(path_list, [] if paths is None else paths)
+        self.labels_csv = labels_csv
+        kinds = ("classes", "numbers", "none")
+        self.labels = one_of("data.labels", labels or ("none" if labels_csv is None else "classes"), kinds)
+        if labels_csv is None and (self.labels != "none" or group_column):
+            raise ValueError("data.labels and data.group_column need data.labels_csv, a csv with a line for each slide")
+        label = None if self.labels == "none" else label_column
+        self.columns = Columns(slide_column, label, split_column, group_column)
+        self.classes_wanted = None if classes is None else [str(x) for x in classes]
+        self.val_fraction = fraction("data.val_fraction", val_fraction)
+        self.test_fraction = share("data.test_fraction", test_fraction)
+        if self.val_fraction + self.test_fraction > 1:
+            raise ValueError(
+                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} are above 1 together: lower one "
+                "(to test or predict all slides, set data.val_fraction to 0 and data.test_fraction to 1)"
+            )
+        self.unmatched = one_of("data.unmatched", unmatched, ("error", "leave_out"))
+        self.class_token = flag("data.class_token", class_token)
+        self.max_tiles = None if max_tiles is None else whole_number("data.max_tiles", max_tiles, 1)
+        self.over = one_of("data.over", over, ("error", "sample"))
+        self.order = one_of("data.order", order, ("file", "raster"))
+        if coords_name is None and order == "raster":
+            raise ValueError(
+                "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
+            )
+        dtype = DTYPES[one_of("data.feature_dtype", feature_dtype, tuple(DTYPES))]
+        self.reader = SlideReader(features_name, coords_name, dtype)
+        self.tile_size = None if tile_size is None else whole_number("data.tile_size", tile_size, 1)
+        self.check_values = one_of("data.check_values", check_values, ("first", "all"))
+        self._found: Found | None = None
+        self._said_unchecked = False
+
+    # -- what was found ----------------------------------------------------------------------------------------------
+    def check(self) -> None:
+        """Look at every file's head, the csv, splits and labels, and at the values of the slides that `check_values` says.
+
+        Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and what to change.
+        """
+        if self._found is not None:
+            return
+        files = about_slides(collect_files, self.paths, [*H5, *PT])
+        rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
+        files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
+        slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
+        check_sizes(slides, self.max_tiles if self.over == "error" else None)
+        self.tile_size = one_tile_size(slides, self.tile_size)
+        labels, classes = self._numbers(rows)
+        splits, by_column = self._splits(slides, rows, None if classes is None else labels)
+        found = Found(slides, splits, by_column, labels, classes)
+        for split in SPLITS:
+            if split not in found.splits and self.wanted(split, found) is None:
+                raise ValueError(
+                    f"the {split} split has none of the {len(slides)} slides: change data.val_fraction and "
+                    "data.test_fraction, or add slides (or groups)"
+                )
+        if found.classes is not None and "train" in found.splits:
+            warn_of_untrained(found.classes, found.labels or [], found.splits)
+        if found.classes is not None:
+            warn_of_one_class(found.classes, found.labels or [], found.splits, by_column)
+        first = [slides[found.splits.index(split)] for split in SPLITS if split in found.splits]
+        each(
+            "slides hold values that cannot be used",
+            self._check_values,
+            slides if self.check_values == "all" else first,
+        )
+        if self.reader.coords is not None:
+            found.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
+        if "train" in found.splits:
+            self.check_batch(found.splits.count("train"), 1)
+        self._found = found
+
+    @property
+    def found(self) -> Found:
+        """The slides with their splits and labels; looks them up on first use."""
+        self.check()
+        assert self._found is not None
+        return self._found
+
+    @property
+    def feature_dim(self) -> int:
+        """F."""
+        return self.found.slides[0].width
+
+    @property
+    def classes(self) -> list[str] | None:
+        """The classes in the order of their numbers; None without classes."""
+        return self.found.classes
+
+    @property
+    def longest(self) -> int:
+        """The most positions of a slide."""
+        return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
+
+    def dataset(self, split: str) -> SlideSequences:
+        """The slides of "train", "val" or "test". Raises ValueError for another name."""
+        one_of("split", split, SPLITS)
+        found = self.found
+        self._say_unchecked(None)
+        mine = [i for i, word in enumerate(found.splits) if word == split]
+        labels = None if found.labels is None else [found.labels[i] for i in mine]
+        slides, sample = [found.slides[i] for i in mine], (self.class_token, self.max_tiles, self.order, self.seed)
+        return SlideSequences(self.reader, slides, labels, *sample)
+
+    def describe(self) -> str:
+        """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
+        found = self.found
+        tiles = [s.tiles for s in found.slides]
+        counts = ", ".join(f"{found.splits.count(split):,} {split}" for split in SPLITS)
+        text = f"{len(tiles):,} slides of {min(tiles):,} to {max(tiles):,} tiles, {self.feature_dim} features: {counts}"
+        if found.classes is not None:
+            text += "; classes " + ", ".join(
+                f"{i} = {name} ({(found.labels or []).count(i):,})" for i, name in enumerate(found.classes)
+            )
+        return text
+
+    def wanted(self, split: str, found: Found | None = None) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        found = found or self.found
+        if split in found.splits:
+            return None
+        if split == "train":  # asked for, unless every slide was meant for testing
+            only = set(found.splits) == {"test"} and (found.by_column or self.test_fraction == 1)
+            return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
+        if found.by_column:
+            return f"no line of {self.labels_csv} has the split {split!r}"
+        return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
+
+    def train_dataloader(self) -> ResumableLoader:
+        """The training slides; raises ValueError where none was asked for."""
+        missing = self.wanted("train")
+        if missing is not None:
+            raise ValueError(f"there is no train split to fit on: {missing}")
+        return super().train_dataloader()
+
+    def check_places(self, tile_size: int, grid: int | None = None) -> None:
+        """Compare the coordinates of all slides with the cells of a model, and say in one line what could not be compared.
+
+        A `SlideEncoder` that is trained or run with this module calls it. Files are read where neither they nor
+        `data.tile_size` state a tile size; where one is stated, it must be the model's.
+
+        Args:
+            tile_size: side of a cell, in pixels of the coordinates.
+            grid: cells along an axis; None for no limit.
+
+        Raises:
+            ValueError: naming the file, what was found and what to set.
+        """
+        found = self.found
+        if self.reader.coords is None:
+            raise ValueError(
+                "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
+                "in the slides, or train a LongNetClassifier, which needs none"
+            )
+        if self.tile_size not in (None, tile_size):
+            raise ValueError(
+                f"the model has tile_size={tile_size}, but the data's is {self.tile_size}: set the model's tile_size to "
+                f"{self.tile_size}."
+            )
+        what, few = "slides do not fit the model", 0
+        if self.tile_size is None:
+            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), found.slides)
+            few = enough.count(False)
+        elif grid is not None:
+            beyond = [s for s, most in zip(found.slides, found.largest, strict=True) if most // tile_size >= grid]
+            each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
+        self._say_unchecked(tile_size, few)
+
+    # -- the parts of check --------------------------------------------------------------------------------------------
+    def _splits(self, slides: list[Slide], rows: list[Row] | None, labels: list[int] | None) -> tuple[list[str], bool]:
+        """(split of each slide, whether the csv says them)."""
+        group = None if rows is None else self.columns.group
+        if rows is not None and rows[0].split is not None:
+            if group is not None:
+                column = "split" if self.columns.split == "auto" else str(self.columns.split)
+                check_groups(str(self.labels_csv), rows, column, group)
+            return [str(row.split) for row in rows], True
+        groups = [slide.name for slide in slides] if group is None else [str(row.group) for row in rows or ()]
+        return split_groups(groups, labels, self.val_fraction, self.test_fraction, self.seed), False
+
+    def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
+        """(labels, classes)."""
+        if rows is None or self.labels == "none":
+            return None, None
+        if self.labels == "numbers":
+            return numbers_of(str(self.labels_csv), rows), None
+        classes, numbers = class_numbers(str(self.labels_csv), rows, self.classes_wanted)
+        return numbers, classes
+
+    def _check_values(self, slide: Slide) -> None:
+        """Read a slide; raise ValueError for values that are not finite."""
+        for start in range(0, slide.tiles, BLOCK):
+            self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
+
+    def _check_coords(self, slide: Slide) -> int:
+        """The largest coordinate of a slide; raise ValueError where they look wrong."""
+        coords = self.reader.read_coords(slide.path)
+        size = self.tile_size or tile_step(coords) or 1
+        faults = coordinate_faults(coords, size, extent=slide.extent)
+        if faults:
+            raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
+        return int(coords.max())
+
+    def _check_grid(self, slide: Slide, tile_size: int, grid: int) -> None:
+        """Raise ValueError for a slide that reaches beyond the grid."""
+        faults = grid_faults(self.reader.read_coords(slide.path), tile_size, grid)
+        if faults:
+            raise ValueError(f"{slide.path}: {' '.join(faults)}")
+
+    def _say_unchecked(self, tile_size: int | None, few: int = 0) -> None:
+        """One line for all slides, once, about what the coordinates could not be compared with."""
+        if self._said_unchecked or self.reader.coords is None:
+            return
+        self._said_unchecked = True
+        slides, parts = self.found.slides, []
+        if self.tile_size is None and tile_size is None:
+            parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")
+        if few:
+            parts.append(
+                f"whether {few:,} of {len(slides):,} slides were cut at a larger tile_size than the model's {tile_size}, as "
+                "they have few neighbouring tiles and state no size"
+            )
+        without = sum(slide.extent is None for slide in slides)
+        if without:
+            parts.append(
+                f"whether x and y are swapped in {without:,} of {len(slides):,} slides, which do not state the slide's size"
+            )
+        if parts:
+            rank_zero_info(f"data: not checked of the coordinates: {'; '.join(parts)}")
+
+    def _compared(self, slide: Slide, tile_size: int, grid: int | None) -> bool:
+        """Whether the tiles' distances could show that the model's tile_size is too small; ValueError where they do."""
+        coords = self.reader.read_coords(slide.path)
+        faults = coordinate_faults(coords, tile_size, grid)
+        if faults:
+            raise ValueError(
+                f"{slide.path}: {' '.join(faults)} (the model has tile_size={tile_size}; neither the file nor "
+                "data.tile_size states one)"
+            )
+        return comparable(coords)

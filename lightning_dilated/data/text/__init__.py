@@ -1,0 +1,1 @@
+"""Bytes, tokens, and two versions of a text."""

@@ -1,0 +1,217 @@
+"""A DataModule that serves any files as one stream of bytes cut into sequences of any length.
+
+Shape letters: B batch, N tokens of a sequence (`seq_len`).
+"""
+
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dilated.data.content import MARK
+from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.paths import HINT, collect_files, path_list
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
+from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.text.bigram import bigram_counts, bits_per_byte
+from lightning_dilated.data.values import file_suffixes, fraction, whole_number
+
+
+class ByteSequences(Dataset):
+    """Sequences of N tokens from bytes [start, stop) of a stream; sequence i begins at byte start + i * N.
+
+    Args:
+        stream: the bytes.
+        start, stop: the range of the stream, in bytes.
+        seq_len: N, tokens of a sequence.
+        limit: use at most this many sequences.
+    """
+
+    def __init__(self, stream: ByteStream, start: int, stop: int, seq_len: int, limit: int | None = None) -> None:
+        self.stream = stream
+        self.start = start
+        self.seq_len = seq_len
+        count = max(0, stop - start - 1) // seq_len
+        self.count = count if limit is None else min(count, limit)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fingerprint(self) -> str:
+        """Differs where the bytes do, as far as names, sizes and some blocks of the files tell."""
+        return (
+            f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
+        )
+
+    def read(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Read positions [start, stop) of sequence `index`: (stop - start,) int64 byte values.
+
+        Positions run from 0 to N, as the label of the last token is the byte at position N. No other byte is read.
+
+        Raises: IndexError if there is no such sequence or position.
+        """
+        if not 0 <= index < self.count:
+            raise IndexError(f"sequence {index} was asked for, but there are {self.count}")
+        if not 0 <= start <= stop <= self.seq_len + 1:
+            raise IndexError(f"positions [{start}, {stop}) were asked for, but a sequence has 0 to {self.seq_len}")
+        begin = self.start + index * self.seq_len
+        return torch.from_numpy(self.stream.read(begin + start, begin + stop)).long()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (N,) int64, "labels": (N,) int64 the byte after each token, "index": the sequence's number}."""
+        return self.read_ranges(index, (range(self.seq_len),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only: of each range its bytes are read, and one more for the last label."""
+        values = [self.read(index, x.start, x[-1] + 2) for x in ranges if x]
+        parts = [(v[:-1][:: x.step], v[1:][:: x.step]) for v, x in zip(values, (x for x in ranges if x), strict=True)]
+        tokens, labels = (
+            (torch.cat(x) for x in zip(*parts, strict=True)) if parts else torch.empty(2, 0, dtype=torch.int64)
+        )
+        return {"tokens": tokens, "labels": labels, "index": index}
+
+
+class ByteDataModule(SplitDataModule):
+    """Text or binary files as one byte stream: the first part for training, then validation, then test.
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
+    `vocab_size` is 256. Labels never leave the split. Training order depends on `seed` and the epoch alone and is
+    continued exactly from a checkpoint; validation and test come in file order.
+
+    Args:
+        paths: files, directories (read recursively) or globs; null reads Python's own standard library.
+        seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
+        batch_size: B, sequences of a batch on each device.
+        val_fraction: share of the bytes for validation, from 0 (none) to below 1.
+        test_fraction: share of the bytes for test, likewise.
+        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        seed: fixes the training order.
+        num_workers: processes that load batches; 0 loads in the main process.
+        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        suffixes: which files of a directory to take, such as ['.txt']; null for all.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    vocab_size: int = 256
+
+    def __init__(
+        self,
+        paths: str | list[str] | None = None,
+        seq_len: int = 4096,
+        batch_size: int = 1,
+        val_fraction: float = 0.05,
+        test_fraction: float = 0.05,
+        val_limit: int | None = None,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        suffixes: list[str] | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.paths = path_list(paths)
+        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
+        self.val_fraction = fraction("data.val_fraction", val_fraction)
+        self.test_fraction = fraction("data.test_fraction", test_fraction)
+        if self.val_fraction + self.test_fraction >= 1:
+            raise ValueError(
+                f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to 1 or more, "
+                "which leaves nothing to train on: lower one of them"
+            )
+        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        self.suffixes = file_suffixes("data.suffixes", suffixes)
+        self._stream: ByteStream | None = None
+        self._bigram: dict[str, Any] = {}
+
+    def check(self) -> None:
+        """Look up all files and sizes and see that each split that is asked for holds at least one sequence.
+
+        Raises: FileNotFoundError, PermissionError or ValueError, saying what was found and what to change.
+        """
+        if self._stream is not None:
+            return
+        stream = ByteStream(collect_files(self.paths, self.suffixes))
+        if len(stream) == 0:
+            raise ValueError(f"all files of data.paths are empty; {HINT}")
+        for split, (start, stop) in self._bounds(len(stream)).items():
+            if self.wanted(split) is None:
+                self._check_split(split, stop - start, len(stream))
+        self.check_batch(len(self._sequences(stream, "train")), 1)
+        self._stream = stream
+
+    @property
+    def stream(self) -> ByteStream:
+        """The bytes of all files; looks them up on first use."""
+        self.check()
+        assert self._stream is not None
+        return self._stream
+
+    def dataset(self, split: str) -> ByteSequences:
+        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        return self._sequences(self.stream, split)
+
+    def bigram_bits_per_byte(self, split: str = "val") -> float:
+        """Bits per byte of an add-one bigram model of the training bytes on the pairs that the split's loader serves.
+
+        Raises: ValueError for an unknown split or one without sequences.
+        """
+        if split not in self._bigram:
+            dataset = self.dataset(split)
+            if len(dataset) == 0:
+                raise ValueError(f"the {split} split has no sequences: set data.{split}_fraction above 0")
+            if "counts" not in self._bigram:
+                self._bigram["counts"] = bigram_counts(self.stream, *self._bounds(len(self.stream))["train"])
+            # windows lie end to end, so their pairs are those of one range
+            pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
+            self._bigram[split] = bits_per_byte(self._bigram["counts"], pairs)
+        return self._bigram[split]
+
+    def describe(self) -> str:
+        """One line: number of files, bytes, and sequences of each split."""
+        counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
+        return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        return (
+            None
+            if split == "train" or getattr(self, f"{split}_fraction") > 0
+            else f"data.{split}_fraction is 0; set it above 0"
+        )
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        """The error where a batch needs more training sequences than there are."""
+        return (
+            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
+    def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
+        val, test = int(total * self.val_fraction), int(total * self.test_fraction)
+        train = total - val - test
+        return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+
+    def _sequences(self, stream: ByteStream, split: str) -> ByteSequences:
+        start, stop = self._bounds(len(stream))[split]
+        return ByteSequences(stream, start, stop, self.seq_len, None if split == "train" else self.val_limit)
+
+    def _check_split(self, split: str, size: int, total: int) -> None:
+        if size > self.seq_len:
+            return
+        change = "lower data.val_fraction or data.test_fraction"
+        if split != "train":
+            change = f"raise data.{split}_fraction, or set it to 0 to do without"
+        shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
+        raise ValueError(
+            f"the {split} split has {size} of the {total} bytes, but one sequence of data.seq_len = {self.seq_len} "
+            f"needs {self.seq_len + 1}: pass more data in data.paths{shorter}, or {change}"
+        )

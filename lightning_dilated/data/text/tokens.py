@@ -1,0 +1,282 @@
+"""A DataModule that serves files of token ids as one stream cut into sequences, with documents where a token ends them.
+
+Shape letters: B batch, N tokens of a sequence (`seq_len`), D documents of a sequence.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from lightning_dilated.data.content import MARK
+from lightning_dilated.data.module import SPLITS, SplitDataModule
+from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
+from lightning_dilated.data.slides.splits import files_of, required_paths, split_bounds, split_fractions
+from lightning_dilated.data.text.bytes import ByteSequences
+from lightning_dilated.data.text.token_files import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, scan, token_file
+from lightning_dilated.data.values import flag, whole_number
+
+
+class TokenSequences(ByteSequences):
+    """Sequences of N tokens from tokens [start, stop) of a stream; sequence i begins at token start + i * N.
+
+    Args:
+        stream, start, stop, seq_len, limit: as in `ByteSequences`, in tokens.
+        vocab_size: tokens of this size or larger are an error.
+        eos_token, ends: the token that ends a document, and its positions in the stream, sorted; None without documents.
+    """
+
+    def __init__(
+        self,
+        stream: TokenStream,
+        start: int,
+        stop: int,
+        seq_len: int,
+        vocab_size: int,
+        limit: int | None = None,
+        eos_token: int | None = None,
+        ends: np.ndarray | None = None,
+    ) -> None:
+        super().__init__(stream, start, stop, seq_len, limit)  # type: ignore[arg-type]
+        self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
+
+    def fingerprint(self) -> str:
+        """Differs where the tokens do, as far as names, sizes and some blocks of the files tell, or where documents end
+        otherwise."""
+        place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
+        return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
+
+    def read(self, index: int, start: int, stop: int) -> torch.Tensor:
+        """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
+        tokens = super().read(index, start, stop)
+        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # unscanned files, or changed since
+        if len(wrong):
+            at = int(wrong[0])
+            found = self.start + index * self.seq_len + start + at
+            path, position = self.stream.where(found)  # type: ignore[attr-defined]
+            raise ValueError(out_of_range(int(tokens[at]), path, position, self.vocab_size))
+        return tokens
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only, and of documents the bounds in the whole sequence.
+
+        A document's last token, the one that ends it, has no next token: its label is -100.
+        """
+        sample = super().read_ranges(index, ranges)
+        if self.eos_token is not None:
+            sample["labels"][sample["tokens"] == self.eos_token] = -100
+            sample["cu_seqlens"] = self.cu_seqlens(index)
+        return sample
+
+    def cu_seqlens(self, index: int) -> torch.Tensor:
+        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; nothing is read for it.
+
+        A document that reaches over an end of the sequence is cut there.
+        """
+        assert self.ends is not None
+        begin = self.start + index * self.seq_len
+        first, last = np.searchsorted(self.ends, [begin, begin + self.seq_len])
+        bounds = self.ends[first:last] + 1 - begin
+        inner = bounds[bounds < self.seq_len]
+        return torch.from_numpy(np.concatenate([[0], inner, [self.seq_len]]).astype(np.int32))
+
+
+def collate_documents(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of one sample; `cu_seqlens` gets no batch dimension, as the attention takes it."""
+    (sample,) = samples
+    row = {name: value for name, value in sample.items() if name != "cu_seqlens"}
+    return {**torch.utils.data.default_collate([row]), "cu_seqlens": sample["cu_seqlens"]}
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A split: tokens [start, stop) of a stream, and where documents end in the stream."""
+
+    stream: TokenStream
+    start: int
+    stop: int
+    ends: np.ndarray
+
+
+class TokenDataModule(SplitDataModule):
+    """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes them) as one stream cut into sequences.
+
+    Batches are {"tokens": (B, N), "labels": (B, N) the next token, "index": (B,)}, all int64. With `eos_token`, B is 1,
+    and "cu_seqlens" (D + 1,) int32 on the CPU holds the bounds of the documents in the whole sequence, on every rank; a
+    document ends after its `eos_token`, whose label is -100. Labels never leave the split. A rank reads its slice of a
+    sequence; but `check` looks at every token once, in every process, to find those that the vocabulary does not have and
+    where documents end (about two seconds of a core for a gigabyte of uint16; `scan` false does without).
+
+    Args:
+        paths: files, directories (read recursively, .npy and .bin) or globs. A .npy holds one row of uint16, uint32, int32
+            or int64; a .bin holds numbers of `dtype` after `header` bytes.
+        seq_len: N, tokens of a sequence (each sample reads N + 1).
+        vocab_size: number of different tokens; the data is checked against it, and the model too.
+        batch_size: B, sequences of a batch on each device.
+        val_paths, test_paths: files for validation and for test, instead of a share of `paths`.
+        val_fraction, test_fraction: shares of the tokens of `paths`, the last ones; null is 0.05, or 0 if `val_paths` or
+            `test_paths` is set.
+        dtype: of .bin files: uint8 (bytes), uint16, uint32, int32 or int64; null is uint16, refused where it looks like
+            uint32.
+        header: of .bin files: bytes before the first token (llm.c has 1024).
+        eos_token: the token that ends a document; null takes everything as one text.
+        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        scan: look at every token before training; false checks only what is served, and cannot find documents.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
+            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
+            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        seed, num_workers, pin_memory: see `SplitDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        seq_len: int,
+        vocab_size: int,
+        batch_size: int = 1,
+        val_paths: str | list[str] | None = None,
+        test_paths: str | list[str] | None = None,
+        val_fraction: float | None = None,
+        test_fraction: float | None = None,
+        dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None,
+        header: int = 0,
+        eos_token: int | None = None,
+        val_limit: int | None = None,
+        scan: bool = True,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        seq_len_schedule: dict[int, int] | None = None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
+        self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
+        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
+        self.vocab_size = whole_number("data.vocab_size", vocab_size, 1)
+        own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
+        if dtype is not None and dtype not in RAW_DTYPES:
+            raise ValueError(f"data.dtype is {dtype!r}; it must be one of {', '.join(RAW_DTYPES)}, or null for uint16")
+        self.dtype, self.header = dtype, whole_number("data.header", header, 0)
+        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        self.scan = flag("data.scan", scan)
+        self.eos_token = None if eos_token is None else whole_number("data.eos_token", eos_token, 0)
+        if self.eos_token is not None:
+            self._check_documents(self.eos_token)
+            self.collate = collate_documents
+        self._parts: dict[str, _Part] | None = None
+
+    def _check_documents(self, eos_token: int) -> None:
+        if eos_token >= self.vocab_size:
+            raise ValueError(f"data.eos_token is {eos_token}; it must be below data.vocab_size = {self.vocab_size}")
+        if self.batch_size != 1:
+            raise ValueError(
+                f"data.batch_size is {self.batch_size}, but packed documents (data.eos_token) take 1: raise data.seq_len, "
+                "accumulate gradients (trainer.accumulate_grad_batches), or leave data.eos_token out"
+            )
+        if not self.scan:
+            raise ValueError("data.eos_token needs data.scan: true, which finds where documents end")
+
+    def check(self) -> None:
+        """Open all files, look at every token once, and see that each split asked for holds at least one sequence.
+
+        Raises: OSError or ValueError, saying which file, what was found and what to change.
+        """
+        if self._parts is not None:
+            return
+        files = {name: files_of(name, paths, SUFFIXES) for name, paths in self.paths.items()}
+        _refuse_shared(files)
+        streams = {name: self._stream(found) for name, found in files.items()}
+        ends = self._scanned(streams)
+        parts = {}
+        for split, (start, stop) in split_bounds(len(streams["paths"]), self.fractions).items():
+            own = f"{split}_paths"
+            name = own if own in streams else "paths"
+            start, stop = (0, len(streams[own])) if own in streams else (start, stop)
+            parts[split] = _Part(streams[name], start, stop, ends[name])
+            if self.wanted(split) is None:
+                self._check_split(split, stop - start, len(streams[name]))
+        self.check_batch(len(self._sequences(parts["train"], "train")), 1)
+        self._parts = parts
+
+    def dataset(self, split: str) -> TokenSequences:
+        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
+        if split not in SPLITS:
+            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        self.check()
+        assert self._parts is not None
+        return self._sequences(self._parts[split], split)
+
+    def describe(self) -> str:
+        """One line: files, tokens, and sequences of each split."""
+        counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
+        streams = {id(part.stream): part.stream for part in (self._parts or {}).values()}.values()
+        files, tokens = sum(len(x.files) for x in streams), sum(len(x) for x in streams)
+        return f"{files:,} files, {tokens:,} tokens; sequences of {self.seq_len:,}: {counts}"
+
+    def wanted(self, split: str) -> str | None:
+        """None where a split was asked for, else the setting that says it was not."""
+        asked = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
+        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        """The error where a batch needs more training sequences than there are."""
+        return (
+            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
+    def _stream(self, files: list[str]) -> TokenStream:
+        return TokenStream([token_file(path, os.path.getsize(path), self.dtype, self.header) for path in files])
+
+    def _scanned(self, streams: dict[str, TokenStream]) -> dict[str, np.ndarray]:
+        """Where documents end in each stream, after a look at every token."""
+        if not self.scan:
+            return {name: np.empty(0, dtype=np.int64) for name in streams}
+        # streams of their own, so that what is served is counted apart
+        ends = {name: scan(TokenStream(x.files), self.vocab_size, self.eos_token) for name, x in streams.items()}
+        if self.eos_token is not None and not any(map(len, ends.values())):
+            raise ValueError(
+                f"data.eos_token = {self.eos_token} occurs nowhere in the data, so no document would end: set it to the "
+                "token that the tokenizer puts between documents, or leave it out"
+            )
+        return ends
+
+    def _sequences(self, part: _Part, split: str) -> TokenSequences:
+        limit = None if split == "train" else self.val_limit
+        documents: dict[str, Any] = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
+        return TokenSequences(part.stream, part.start, part.stop, self.seq_len, self.vocab_size, limit, **documents)
+
+    def _check_split(self, split: str, size: int, total: int) -> None:
+        if size > self.seq_len:
+            return
+        own = f"{split}_paths" in self.paths
+        change = f"raise data.{split}_fraction, or set it to 0 to do without"
+        if own or split == "train":
+            change = f"pass more data in data.{split}_paths" if own else "lower data.val_fraction or data.test_fraction"
+        shorter = f"lower data.seq_len to at most {size - 1}, " if size > 1 else ""
+        raise ValueError(
+            f"the {split} split has {size} of {total} tokens, but one sequence of data.seq_len = {self.seq_len} needs "
+            f"{self.seq_len + 1}: pass more data, {shorter}or {change}"
+        )
+
+
+def _refuse_shared(files: dict[str, list[str]]) -> None:
+    """No file may serve two splits."""
+    seen: dict[str, str] = {}
+    for name, found in files.items():
+        for path in found:
+            before = seen.setdefault(os.path.realpath(path), name)
+            if before != name:
+                raise ValueError(
+                    f"{path} is in data.{before} and in data.{name}: a file may serve one split only; leave it out of one"
+                )

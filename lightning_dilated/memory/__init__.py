@@ -1,0 +1,1 @@
+"""Training in less memory: recomputation, offloading, and work over chunks of tokens or heads."""

@@ -1,0 +1,225 @@
+"""Attention over some of the heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
+
+Kept for the backward are the input (before its norm), the output of all heads, the log-sum-exp and the rows received; q, k
+and v of a window of heads are projected again when its backward comes.
+Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.memory.chunked_linear import products, products_backward, products_dtype
+from lightning_dilated.memory.rng_state import Replay
+from lightning_dilated.memory.token_chunks import backward_tiles, check_whole, read_again, step_of, trained, weights
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence.exchange.head_parallel import windows
+
+
+@dataclass(frozen=True)
+class HeadChunks:
+    """Which heads are attended with together.
+
+    Args:
+        heads, kv_heads, head_dim: H, K, D.
+        chunks: windows of heads, of whole groups of query heads that share a kv head.
+
+    Raises:
+        ValueError: for more chunks than kv heads.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    chunks: int
+
+    def __post_init__(self) -> None:
+        if integer(self.chunks, "head_chunks", 1) > self.kv_heads:
+            raise ValueError(
+                f"head_chunks={self.chunks} must be at most the {self.kv_heads} kv heads, whose query heads stay together."
+            )
+
+    @property
+    def windows(self) -> list[tuple[int, int]]:
+        """(first, stop) query heads of each."""
+        return windows(self.heads, self.kv_heads, self.chunks)
+
+    def rows(self, window: tuple[int, int]) -> list[slice]:
+        """Rows of the joint projection's weight that make q, k and v of a window."""
+        group, dim = self.heads // self.kv_heads, self.head_dim
+        first, stop = window
+        kv = [(self.heads + i * self.kv_heads) * dim for i in range(2)]
+        return [
+            slice(first * dim, stop * dim),
+            *(slice(at + first // group * dim, at + stop // group * dim) for at in kv),
+        ]
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What attention in windows of heads is made of.
+
+    Attributes:
+        norm: of (x, dtype) what is projected, in that dtype; each token's from that token alone.
+        modules: whose parameters `norm` reads.
+        arguments: of (q, k, v, window=...) q, k, v and the op's other arguments, see `functional.op_arguments`.
+        tile: tokens of all samples that are normed and projected at a time; None: all.
+    """
+
+    norm: Callable[[Tensor, torch.dtype], Tensor]
+    modules: tuple[nn.Module, ...]
+    arguments: Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
+    tile: int | None = None
+
+
+@torch.compiler.disable
+def attend_in_chunks(
+    chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
+) -> Tensor:
+    """The heads' output (B, N, H, D) of an input x (B, N, E) whose norm is projected to q, k and v by weight and bias.
+
+    `tables` are `RotaryTable.rows()`, or none.
+    """
+    check_whole(pieces.modules)
+    return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
+        ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
+        ctx.weights = weights(pieces.modules)
+        state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
+        out, kept, ctx.rest = None, [], []
+        projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
+        for window in chunks.windows:
+            torch.set_rng_state(state)
+            q, k, v = projection.forward(window, x, weight, bias, more[:count])
+            q, k, v, rest = pieces.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
+            rest = *rest[:-2], any(ctx.needs_input_grad), rest[-1]
+            part, *saved = torch.ops.lightning_dilated.attention(q, k, v, *rest)
+            del q, k, v
+            if out is None:
+                out = part.new_empty(*part.shape[:2], chunks.heads, chunks.head_dim)
+            out[:, :, slice(*window)] = part
+            kept += saved
+            ctx.rest.append(rest)
+        ctx.save_for_backward(x, weight, bias, out, *kept, *more)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        x, weight, bias, out, *kept = ctx.saved_tensors
+        chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
+        count = 3 * len(chunks.windows)
+        tables = kept[count : count + ctx.count]
+        parameters = read_again(pieces.modules, ctx.weights)
+        wants_x, *wants = ctx.needs_input_grad[3:6]
+        totals = [torch.empty_like(y) if want else None for y, want in zip((weight, bias), wants, strict=True)]
+        # the gradient of the normed rows, until all windows are done
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_x or parameters else None
+        for i, window in enumerate(chunks.windows):
+            with ctx.replay.again(grad=False):
+                made = projection.forward(window, x, weight, bias, tables)
+            mine = slice(*window)
+            grads = _backward(grad[:, :, mine], made, out[:, :, mine], kept[3 * i : 3 * i + 3], ctx.rest[i])
+            del made
+            with ctx.replay.again(grad=False):
+                projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
+            del grads
+        norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
+        made, sums = dx if wants_x else None, []
+        if dx is not None:
+            with ctx.replay.again():
+                sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [made])
+        return None, None, None, made, *totals, *[None] * ctx.count, *sums
+
+
+@dataclass(frozen=True)
+class _Projection:
+    """From x (B, N, E) to q, k and v of a window of heads, and back."""
+
+    chunks: HeadChunks
+    pieces: Pieces
+    dtype: torch.dtype
+    step: int
+
+    def _groups(self, window: tuple[int, int], turned: bool) -> list[list[slice]]:
+        """Rows of the weight that are multiplied with together: of q and k where both are turned, and v's."""
+        q, k, v = self.chunks.rows(window)
+        return [[q, k], [v]] if turned else [[q], [k], [v]]
+
+    def _norm(self, x: Tensor) -> Tensor:
+        return self.pieces.norm(x, self.dtype)
+
+    def _some(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
+        """Of a weight or bias, for each group."""
+        return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
+
+    def forward(
+        self, window: tuple[int, int], x: Tensor, weight: Tensor, bias: Tensor | None, tables: Sequence[Tensor]
+    ) -> tuple[Tensor, ...]:
+        """q (B, N, h, D), k and v (B, N, k, D)."""
+        groups = self._groups(window, bool(tables))
+        made = products(self._norm, x, self._some(weight, groups), self._some(bias, groups), self.step)
+        heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in made]
+        if not tables:
+            return tuple(heads)
+        return *RotaryTable.of_rows(tables).split(heads[0], window[1] - window[0]), heads[1]
+
+    def backward(
+        self,
+        window: tuple[int, int],
+        grads: list[Tensor],
+        x: Tensor,
+        weight: Tensor,
+        tables: Sequence[Tensor],
+        totals: list[Tensor | None],
+        dx: Tensor | None,
+        add: bool,
+    ) -> None:
+        """From gradients of q, k and v (a list, emptied) to those of weight and bias (`totals`) and of the norm (`dx`); None
+        is not asked for."""
+        groups = self._groups(window, bool(tables))
+        if tables:
+            dq, dk = grads[0], grads.pop(1)
+            grads[0] = RotaryTable.of_rows(tables).split_backward(dq, dk)
+            del dq, dk
+        found = [y.flatten(2) for y in grads]
+        grads.clear()
+        some, trained = self._some(weight, groups), totals[0] is not None
+        sums = products_backward(self._norm, x, some, found, dx, self.step, add, trained)
+        for group, grad, part in zip(groups, found, sums, strict=True):
+            if part is not None:
+                _put(totals[0], group, part)
+            if totals[1] is not None:
+                _put(totals[1], group, grad.sum((0, 1), dtype=torch.promote_types(self.dtype, torch.float32)))
+
+
+def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:
+    """Each row belongs to one window."""
+    for r, some in zip(rows, part.split([r.stop - r.start for r in rows]), strict=True):
+        total[r] = some
+
+
+def _backward(
+    grad: Tensor, made: tuple[Tensor, ...], out: Tensor, kept: list[Tensor], rest: tuple[Any, ...]
+) -> list[Tensor]:
+    """dq, dk, dv in the dtypes of q, k and v as they were projected."""
+    lse, received, number = kept
+    lengths, cu_seqlens, seed, *more, sequence, needs_grad, window = rest
+    dtype = out.dtype
+    some = (received, number) if sequence else (None, None)
+    inputs = (y.detach().to(dtype) for y in made)
+    found = torch.ops.lightning_dilated.attention_backward(
+        grad.to(dtype), *inputs, out, lse, *some, lengths, cu_seqlens, seed, *more, sequence, needs_grad, window
+    )
+    return [g.to(y.dtype) for g, y in zip(found, made, strict=True)]

@@ -1,0 +1,168 @@
+"""Activation recomputation: a block's input is kept, the rest is computed again when the backward comes.
+
+Shape letters: B batch, N tokens, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
+from lightning_dilated.memory.offload import Host
+
+#: "none" keeps all that the backward needs; "block" the block's input only; "attention-kept" also what the op gave (output,
+#: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
+POLICIES = ("none", "attention-kept", "block")
+
+_running = threading.local()  # a backward on a GPU runs in a thread of its own
+
+
+def check_policy(name: str) -> str:
+    """`name`, or an error that lists the policies."""
+    if name not in POLICIES:
+        raise ValueError(f"the recompute policy must be one of {', '.join(POLICIES)}; got {name!r}.")
+    return name
+
+
+def result_is_unused() -> bool:
+    """Whether a checkpointed piece now runs again for what it saves on its way: nothing reads what it returns."""
+    return getattr(_running, "unused", False)
+
+
+class _ResultUnused(AbstractContextManager):
+    """Tells `result_is_unused`; may be entered again, as torch does in each backward of a graph that is retained."""
+
+    def __init__(self, unused: bool) -> None:
+        self._unused, self._before = unused, []
+
+    def __enter__(self) -> None:
+        self._before.append(result_is_unused())
+        _running.unused = self._unused
+
+    def __exit__(self, *about: object) -> None:
+        _running.unused = self._before.pop()
+
+
+def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """A compiled block, past a fault of torch before 2.13: an assertion that the number of rows that other ranks sent is no
+    negative one stops the compilation of a backward that keeps them."""
+    if torch.__version__ >= "2.13":  # a TorchVersion, which compares by numbers
+        return compiled
+
+    def run(*args: object, **kwargs: object) -> Tensor:
+        if torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        with torch._dynamo.config.patch(do_not_emit_runtime_asserts=True):
+            return compiled(*args, **kwargs)
+
+    return run
+
+
+def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Around a piece's first run, and around the one in the backward."""
+    return _ResultUnused(False), _ResultUnused(True)
+
+
+def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
+    """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it.
+
+    `marked`: `result_is_unused` tells of the second run; not to be compiled then. For policy "block".
+    """
+    if policy == "block":
+        more = {"context_fn": _contexts} if marked else {}
+        return checkpoint(run, x, use_reentrant=False, **more)
+    # torch.compile takes nothing but torch's own contexts, and keeps for each backward by itself
+    kept = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    context_fn = kept if torch.compiler.is_compiling() else partial(_keeping, kept)
+    return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
+
+
+def _keeping(contexts: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager, AbstractContextManager]:
+    first, second = contexts()
+    return first, _Retained(second)
+
+
+class _Retained(AbstractContextManager):
+    """torch's mode of the second run, which takes out what was kept; of a graph that is retained it is put back, for the
+    backwards still to come."""
+
+    def __init__(self, mode: Any) -> None:
+        self._mode, self._before = mode, []
+
+    def __enter__(self) -> None:
+        retained = torch._C._autograd._get_current_graph_task_keep_graph()
+        self._before.append({op: copy.copy(found) for op, found in self._mode.storage.items()} if retained else {})
+        self._mode.__enter__()
+
+    def __exit__(self, *about: object) -> None:
+        self._mode.__exit__(*about)
+        self._mode.storage.update(self._before.pop())
+
+
+def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
+    """The layers one after another; only the input of every `every`-th is kept, and some of these by the host.
+
+    Each layer recomputes itself; a group of them is computed again, too, before its layers are, one at a time.
+
+    Args:
+        layers: (B, N, E) to (B, N, E) each.
+        every: layers of a group.
+    """
+    starts = range(0, len(layers), every)
+    for number, first in enumerate(starts):
+        group = layers[first : first + every]
+        later = len(group) > 1 and not torch.compiler.is_compiling()  # which knows no such hooks
+        with host.keeping(x, number, len(starts), later):
+            # by its last layer's gradient a group is all there again: what the next one needs comes beside its first layer's
+            ahead = partial(_beside_gradient, partial(host.ahead, number)) if later else None
+            x = _group(group, x, ahead) if len(group) > 1 else group[0](x)
+    return x
+
+
+def _beside_gradient(then: Callable[[], None], x: Tensor) -> None:
+    """Run `then` when the gradient of x is there."""
+    if x.requires_grad:
+        x.register_hook(lambda grad: then())
+
+
+def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, made_first: Callable[[Tensor], None] | None) -> Tensor:
+    # torch before 2.13 gives each layer's own checkpoint a tensor of the default dtype, which Trainer(precision="bf16-true")
+    # changes for the forward only, and then finds another dtype in the second run
+    more = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
+    more = {} if torch.compiler.is_compiling() else more
+    return checkpoint(partial(_run, layers, made_first), x, use_reentrant=False, **more)
+
+
+def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return _DefaultDtype(dtype), _DefaultDtype(dtype)
+
+
+class _DefaultDtype(AbstractContextManager):
+    """torch's default dtype; may be entered again, as in each backward of a graph that is retained."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype, self._before = dtype, []
+
+    def __enter__(self) -> None:
+        self._before.append(torch.get_default_dtype())
+        torch.set_default_dtype(self._dtype)
+
+    def __exit__(self, *about: object) -> None:
+        torch.set_default_dtype(self._before.pop())
+
+
+def _run(layers: list[Callable[[Tensor], Tensor]], made_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:
+    for number, layer in enumerate(layers):
+        x = layer(x)
+        if number == 0 and made_first is not None:
+            made_first(x)
+    return x

@@ -1,0 +1,1 @@
+"""Models over tokens: causal, masked, and classifiers."""

@@ -1,0 +1,206 @@
+"""LongNetMLM: a bidirectional masked language model with dilated attention.
+
+Shape letters: B batch, N tokens (a rank's own, on many ranks), V vocabulary, M masked tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.memory.token_chunks import tiled
+from lightning_dilated.models.blocks import working
+from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.models.longnet.masking import Masking, sample_numbers
+from lightning_dilated.models.longnet.token_loss import IGNORE, loss_tile, token_nats
+from lightning_dilated.models.metrics import TokenMean
+from lightning_dilated.models.module import STAGES
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import sequence_sum
+
+
+class LongNetMLM(TokenModel):
+    """Finds masked tokens (bytes by default, or a genome's) from both sides.
+
+    Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
+    `cu_seqlens` as in `dilated_attention`; `labels` are not used. The masks are a hash of `mask_seed`, the sample's number,
+    the token's global position and, in training, the optimizer step; so they are the same on any number of ranks and
+    workers, new in every step, and fixed in validation and test. In predict they are a hash of `mask_seed` and the position
+    alone: see `predict_step`.
+
+    Args:
+        pattern, vocab_size: as of `TokenModel`.
+        mask_token: what stands for a masked token: one of the V tokens; None embeds one more.
+        mask_fraction: share of the tokens that the loss counts.
+        mask_span: mean length of the stretches that are masked together, in tokens; see `masking.Masking`.
+        keep_fraction, random_fraction: shares of those that the model sees unchanged, and as a random token.
+        ignore_tokens: tokens that are never masked, such as a genome's N; nor is `mask_token` where the data has it.
+        mask_seed: of the masks.
+        options: all others of `TokenModel` but `bytes_per_token`.
+
+    Logged beside the mean loss: bits per token, and at validation and test the accuracy over all masked tokens.
+
+    Raises:
+        ValueError, TypeError: when made, naming the argument.
+    """
+
+    causal = False
+    _settled = ("bytes_per_token",)
+
+    def __init__(
+        self,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
+        vocab_size: int = 256,
+        mask_token: int | None = None,
+        mask_fraction: float = 0.15,
+        mask_span: float = 1,
+        keep_fraction: float = 0.1,
+        random_fraction: float = 0.1,
+        ignore_tokens: list[int] | None = None,
+        mask_seed: int = 0,
+        **options: Any,
+    ) -> None:
+        super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
+        if self.options.position_encoding == "xpos":
+            raise ValueError("position_encoding='xpos' decays to the past and grows to the future; use rotary or none.")
+        for name, token in (("mask_token", mask_token), *(("ignore_tokens", x) for x in ignore_tokens or ())):
+            if token is not None and integer(token, name, 0) >= vocab_size:
+                raise ValueError(
+                    f"{name}: {token} is none of the vocab_size={vocab_size} tokens, 0 to {vocab_size - 1}."
+                )
+        self.mask_token = vocab_size if mask_token is None else mask_token
+        never = sorted({*(ignore_tokens or ()), *(() if mask_token is None else (mask_token,))})
+        self.masking = Masking(
+            mask_fraction, mask_span, keep_fraction, random_fraction, self.mask_token, vocab_size, tuple(never),
+            integer(mask_seed, "mask_seed", 0),
+        )  # fmt: skip
+        right = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
+        self.accuracy: Mapping[str, TokenMean] = right  # type: ignore[assignment]  # as `mean_loss`
+
+    @property
+    def embedded_tokens(self) -> int:
+        """Rows of the embedding: V, and one for a mask token that is none of them."""
+        return max(self.vocab_size, self.mask_token + 1)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        at: Tensor | None = None,
+        positions: Tensor | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Logits (B, N, V) from tokens (B, N), in which `self.mask_token` stands for what is to be found.
+
+        With `at`, (B, N) bool, those of these tokens only: (M, V).
+        """
+        self.configure_model()
+        x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
+        return self._logits(x if at is None else x[at])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        # the embedding may have a row more, which is no answer
+        x = self.transformer.norm(working(x, self.head.weight))
+        return nn.functional.linear(x, self.head.weight[: self.vocab_size])
+
+    def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(what the model sees, which tokens it has to find) of this rank's part of a batch: (B, N) int64 and bool.
+
+        In training mode the masks are those of the Trainer's step (0 without a Trainer), else the fixed ones.
+
+        Raises:
+            ValueError: for tokens that are not (B, N), or without `index` (B,).
+            TypeError: for an `index` that does not hold integers.
+        """
+        tokens, index = batch["tokens"], batch.get("index")
+        if tokens.ndim != 2:
+            raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}.")
+        if index is None or torch.as_tensor(index).shape != tokens.shape[:1]:
+            found = "none" if index is None else tuple(torch.as_tensor(index).shape)
+            raise ValueError(
+                f"a batch needs index (B,), each sample's number, for masks that do not depend on ranks; got {found}. Let "
+                'the dataset return {"tokens": ..., "index": index}.'
+            )
+        index = sample_numbers(index)
+        positions = token_positions(0, tokens.shape[1])
+        stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
+        return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
+
+    def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
+        """(nats, at least fp32; whether the likeliest token is the true one; the sample in the batch), each (M,)."""
+        x, chosen = self._states(batch)
+        x = x[chosen]
+        tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
+        terms = tiled(self._terms, (self.transformer.norm, self.head), tile, x[None], labels[None])[0]
+        return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
+
+    def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
+        """(1, M, 2): nats, and 1 where the likeliest token is the true one, of hidden states (1, M, E) and labels (1, M)."""
+        logits, labels = self._logits(x[0]), labels[0]
+        losses = token_nats(logits, labels, self.compile_blocks)
+        return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
+
+    def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(sum of nats over the masked tokens, their number)."""
+        if type(self).masked_terms is not _MASKED_TERMS or "masked_terms" in vars(self):
+            losses, right, _ = self.masked_terms(batch)
+            return losses.sum(), torch.full((), len(right), device=losses.device)
+        x, chosen = self._states(batch)
+        labels = batch["tokens"].masked_fill(~chosen, IGNORE)
+        if self.vocab_size > self.dim:  # else logits of all tokens take less than waiting for how many are masked
+            x, labels = x[chosen][None], labels[chosen][None]
+        return self._losses(x, labels, summed=True), chosen.sum()
+
+    def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
+        """(hidden states before the last norm (B, N, E), which tokens are to be found (B, N))."""
+        self.configure_model()
+        seen, chosen = self.masked(batch)
+        return self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
+
+    def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
+        """Bits per masked token."""
+        return {"bits_per_token": loss / math.log(2)}
+
+    def _evaluate(self, stage: str, batch: Any) -> None:
+        losses, right, _ = self.masked_terms(batch)
+        self.mean_loss[stage].update(losses.sum(), len(right))
+        self.accuracy[stage].update(right.sum(), len(right))
+
+    def _report(self, stage: str) -> None:
+        super()._report(stage)
+        self._log_of_all(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
+        self.accuracy[stage].reset()
+
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
+        """How well the model finds some tokens of every sample: how many were masked, bits of each, and accuracy, (B,) each
+        (NaN where none is masked), beside its `index`.
+
+        Every sample is masked at the same positions. So a sequence has the same numbers whatever its row, its batch and the
+        number of ranks, and two sequences that differ in a few tokens are asked for the same positions. This is no
+        likelihood of the sequence, and no score of a variant: those need the variant's own position masked,
+        `model(tokens with mask_token there, at=...)`.
+        """
+        # the sample's number would give equal sequences unequal masks
+        same = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
+        losses, right, sample = self.masked_terms(same)
+        terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
+        sums = terms.new_zeros(3, len(batch["tokens"])).index_add(1, sample, terms)
+        total, correct, counted = sequence_sum(sums)
+        bits = total / counted / math.log(2)
+        return {
+            "index": batch["index"],
+            "masked": counted.long(),
+            "bits_per_token": bits,
+            "accuracy": correct / counted,
+        }
+
+
+#: that of the class, by which one that someone put in its place is known
+_MASKED_TERMS = LongNetMLM.masked_terms

@@ -1,0 +1,163 @@
+"""State dicts of torchscale's LongNet decoder (microsoft/torchscale, LongNetDecoder) as weights of a LongNetLM.
+
+Shape letters: V vocabulary, E embedding dim, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.checkpoint.torch_files import load_file
+from lightning_dilated.models.released import check_depth, check_finite, check_layer_shapes, check_names, layers_of
+from lightning_dilated.pattern.branch import integer
+
+#: our name <- theirs, in a layer; `.weight` and `.bias` follow
+LAYER = {
+    "attention_norm": "self_attn_layer_norm",
+    "attention.out_proj": "self_attn.out_proj",
+    "ffn_norm": "final_layer_norm",
+    "ffn.fc1": "ffn.fc1",
+    "ffn.fc2": "ffn.fc2",
+}
+#: the same where the decoder has sub-layer norms
+SUB_NORMS = {"attention.sub_norm": "self_attn.inner_attn_ln", "ffn.norm": "ffn.ffn_layernorm"}
+#: parts of names that stand for what this model does not have
+FOREIGN = (
+    "embed_positions.weight",
+    "layernorm_embedding",
+    "relative_position",
+    "encoder_attn",
+    "moe_layer",
+    ".A.",
+    ".B.",
+)
+#: buffers that hold no weights
+BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
+
+
+def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The decoder's tensors by torchscale's own names; no code in a file is run.
+
+    `source` is a state dict, or a file of one, alone or under "model" as fairseq writes it; names may have a prefix.
+    """
+    stored: Any = source
+    if not isinstance(source, Mapping):
+        if not Path(source).is_file():
+            raise FileNotFoundError(f"{source}: no such file; from_torchscale takes a .pt file or a state dict.")
+        try:
+            stored = load_file(source)
+        except Exception as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            raise ValueError(
+                f"{source} cannot be read as plain tensors ({lines[0][:120]}). Where it holds other objects too, load it "
+                "where it was made and save its state dict alone: torch.save(state_dict, path)."
+            ) from None
+    stored = stored["model"] if isinstance(stored, Mapping) and isinstance(stored.get("model"), Mapping) else stored
+    if not isinstance(stored, Mapping):
+        raise ValueError(
+            f"from_torchscale takes a state dict, or {{'model': state dict}}; got {type(stored).__name__}."
+        )
+    check_names(stored, "the state dict" if isinstance(source, Mapping) else source)
+    found = [k.removesuffix("embed_tokens.weight") for k in stored if k.endswith("embed_tokens.weight")]
+    prefixes = [p for p in found if f"{p}output_projection.weight" in stored] if len(found) > 1 else found
+    if len(prefixes) != 1:
+        raise ValueError(
+            f"a LongNet decoder has one embed_tokens.weight, this state dict has {len(found)}; "
+            f"its names begin with {', '.join(list(stored)[:4]) or 'nothing'}."
+        )
+    return {k.removeprefix(prefixes[0]): v for k, v in stored.items() if k.startswith(prefixes[0])}
+
+
+def convert(
+    theirs: Mapping[str, Tensor],
+    num_heads: int | None = None,
+    scale_embedding: bool = False,
+    asked: int | None = None,
+    where: str | Path = "the state dict",
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(arguments of LongNetLM that the tensors tell, its state dict).
+
+    Args:
+        asked: layers that it must have, if the caller knows.
+        where: the file, for messages.
+
+    With xPos, torchscale turns neighbouring channels and this package halves of a head, so rows of q and k change places.
+
+    Raises:
+        ValueError: for missing tensors, for parts that a LongNetLM does not have, and for heads that do not fit.
+    """
+    foreign = [k for k in theirs if any(part in k for part in FOREIGN)]
+    if foreign:
+        raise ValueError(f"this decoder has parts that a LongNetLM does not compute: {', '.join(foreign[:5])}.")
+    numbers = [m[1] for k in theirs if (m := re.match(r"layers\.([0-9]+)\.", k))]
+    depth = layers_of(numbers, len(theirs), where) if numbers else 0
+    integer(depth, "the number of layers", 1)
+    check_depth(depth, asked, None, where)
+    sub = "layers.0.self_attn.inner_attn_ln.weight" in theirs
+    scale = theirs.get("layers.0.self_attn.xpos.scale")
+    args = {"depth": depth, "sub_layernorm": sub, "position_encoding": "none" if scale is None else "xpos"}
+    names = _names(depth, sub)
+    _check(theirs, names)
+    used = {x: theirs[x] for of in names.values() for x in of}
+    check_layer_shapes(used, where)
+    check_finite(used, where)
+    vocab, dim = theirs["embed_tokens.weight"].shape
+    if num_heads is None and scale is not None:
+        num_heads = dim // (2 * len(scale))
+    if num_heads is None:
+        raise ValueError("num_heads cannot be told from the weights of a decoder without xPos; give num_heads.")
+    num_heads = integer(num_heads, "num_heads", 1)
+    if dim % num_heads or (scale is not None and dim // num_heads != 2 * len(scale)):
+        told = "" if scale is None else f", which xPos says are {dim // (2 * len(scale))}"
+        raise ValueError(f"num_heads={num_heads} does not fit dim={dim}{told}.")
+    args |= {"vocab_size": vocab, "dim": dim, "num_heads": num_heads, "ffn_dim": len(theirs["layers.0.ffn.fc1.bias"])}
+    ours = {
+        name: torch.cat([_rows(theirs[x], x, num_heads, scale is not None) for x in of]) for name, of in names.items()
+    }
+    tied = torch.equal(ours["embedding.weight"], ours["head.weight"]) and not scale_embedding
+    if scale_embedding:  # E ** 0.5 times the embedding, as if it had been learned so
+        ours["embedding.weight"] = ours["embedding.weight"] * dim**0.5
+    return {**args, "tie_embeddings": tied}, ours
+
+
+def _names(depth: int, sub: bool) -> dict[str, list[str]]:
+    """Our name of each tensor -> the names of theirs that stand above each other in it."""
+    names = {"embedding.weight": ["embed_tokens.weight"], "head.weight": ["output_projection.weight"]}
+    for kind in ("weight", "bias"):
+        names[f"transformer.norm.{kind}"] = [f"layer_norm.{kind}"]
+        for i in range(depth):
+            here, there = f"transformer.blocks.{i}", f"layers.{i}"
+            qkv = [f"{there}.self_attn.{x}_proj.{kind}" for x in "qkv"]
+            names[f"{here}.attention.in_proj_{kind}"] = qkv
+            for ours, theirs in {**LAYER, **(SUB_NORMS if sub else {})}.items():
+                names[f"{here}.{ours}.{kind}"] = [f"{there}.{theirs}.{kind}"]
+    return names
+
+
+def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
+    """Raise for tensors that are missing, and report those that nobody reads."""
+    used = {x for of in names.values() for x in of}
+    missing = sorted(used - set(theirs))
+    if missing:
+        hint = (
+            " Only decoders that normalise before each part have layer_norm." if "layer_norm.weight" in missing else ""
+        )
+        raise ValueError(f"the state dict lacks {len(missing)} tensors: {', '.join(missing[:5])}.{hint}")
+    more = sorted(k for k in set(theirs) - used if not BUFFERS.search(k))
+    if more:
+        warnings.warn(f"from_torchscale does not use {len(more)} tensors: {', '.join(more)}.", stacklevel=4)
+
+
+def _rows(x: Tensor, name: str, num_heads: int, xpos: bool) -> Tensor:
+    """A tensor of theirs; of q and k with xPos, each head's even rows before its odd ones."""
+    if not xpos or not re.search(r"self_attn\.[qk]_proj\.", name):
+        return x
+    heads = x.unflatten(0, (num_heads, -1))
+    return torch.cat([heads[:, ::2], heads[:, 1::2]], 1).flatten(0, 1)

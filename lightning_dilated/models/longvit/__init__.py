@@ -1,0 +1,1 @@
+"""Whole images as patches, and released weights."""

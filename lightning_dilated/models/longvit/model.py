@@ -1,0 +1,311 @@
+"""LongViT: dilated attention over the patches of whole images (arXiv 2312.03558), for embeddings and fine-tuning.
+
+Shape letters: B images, C channels, H x W pixels, P pixels of a patch's side, N patches, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+from torch import Tensor, nn
+
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.longvit.image_patches import image_patches, table_positions
+from lightning_dilated.models.longvit.weights import PUBLISHED, load_longvit, read_longvit
+from lightning_dilated.models.pooled_model import PooledModule, guarded, mean_token
+from lightning_dilated.models.released import check_depth, missing_file
+from lightning_dilated.models.slides.backbone import RELEASED_RATES
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import SequenceSpec, active_sequence
+
+RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those of 1024
+    1024: (64, 128, 256, 512, 1024),
+    4096: (1024, 2048, 4096, 8192, 16384),
+    8192: (1024, 4096, 8192, 16384, 65536),
+    16384: (1024, 4096, 16384, 65536, 262144),
+    32768: (1024, 4096, 32768, 262144, 1048576),
+}
+#: patches that are copied out of an image at a time
+CHUNK = 4096
+
+
+class LongViT(PooledModule):
+    """LongViT: patches of an image, embedded linearly, with learned positions; the mean over the patches is the embedding.
+
+    Called with images it returns embeddings, see `forward`. Trained, its batches are mappings with `label` (B,) and either
+    `image` (B, C, H, W), or, under this package's strategies and for images of unlike size, `patches` (B, N, C P P), padded
+    on the right, with `grid` (B, 2), rows and columns of patches: what `image_patches` makes.
+
+    Args:
+        image_size: pixels along a side of the square images that the table of positions is for; others are interpolated.
+        patch_size, in_channels: P and C.
+        dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 dim. The defaults are those of longvit_small_patch32_1024.
+        segment_lengths, dilation_rates: of the branches; None: the releases', which depend on image_size (one that no
+            release is for gets the segments of 1024, whose largest is 1,024 patches).
+        padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
+            last segment take part in the softmax).
+        dropout, drop_path, attention_dropout, engine: see `models.blocks.BlockOptions`.
+        norm_at: where the last norm stands: "mean", on the mean over the patches (fine-tuned releases), or "patches", on
+            each of them before the mean (the pretrained release).
+        task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see
+            `models.pooled.PooledModule`.
+        compile_blocks: compile every block by torch.compile when it is first run.
+        pretrained: a released file to start from, see `from_longvit`.
+        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
+            a layer; in place of segment_lengths, dilation_rates and padding.
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    Raises:
+        ValueError, TypeError: when made, naming the argument.
+    """
+
+    sequence_spec = SequenceSpec({"patches": 1}, whole=["image", "grid", "label", "index"])
+    input_layers = ("patch_embed.", "pos_embed")
+    host_entries = ("grid",)
+
+    def __init__(
+        self,
+        image_size: int = 1024,
+        patch_size: int = 32,
+        in_channels: int = 3,
+        dim: int = 384,
+        depth: int = 12,
+        num_heads: int = 16,
+        ffn_dim: int | None = None,
+        segment_lengths: list[int] | None = None,
+        dilation_rates: list[int] | None = None,
+        padding: Literal["masked", "attended"] = "masked",
+        dropout: float = 0.0,
+        drop_path: float = 0.1,
+        attention_dropout: float = 0.0,
+        engine: str = "auto",
+        norm_at: Literal["mean", "patches"] = "mean",
+        task: Literal["classification", "regression", "ordinal"] | None = None,
+        num_classes: int | None = None,
+        regression_loss: Literal["mse", "smooth_l1"] = "mse",
+        layer_decay: float = 1.0,
+        freeze_encoder: bool = False,
+        lora_rank: int | None = None,
+        lora_alpha: float | None = None,
+        compile_blocks: bool = False,
+        pretrained: str | None = None,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        super().__init__(
+            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
+            optimizer, lr_scheduler,
+        )  # fmt: skip
+        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
+        self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
+        self.image_size = integer(image_size, "image_size", 1)
+        if image_size % patch_size:
+            raise ValueError(f"patch_size={patch_size} must divide image_size={image_size}.")
+        if dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        if norm_at not in ("mean", "patches"):
+            raise ValueError(f"norm_at must be mean or patches, got {norm_at!r}.")
+        if pretrained is not None and not Path(pretrained).is_file():
+            raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
+        self.norm_at, self.pretrained, self.compile_blocks = norm_at, pretrained, self._compiled(compile_blocks)
+        self.ffn_dim = 4 * dim if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
+        if pattern is None:
+            usual = RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
+            segments = usual if segment_lengths is None else segment_lengths
+            rates = RELEASED_RATES if dilation_rates is None else dilation_rates
+            released = DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
+            self._choose_layers(released, depth, num_heads)
+            self.released_pattern = True
+        else:
+            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
+        self.options = BlockOptions(
+            norm="layernorm", ffn="gelu", bias=True, dropout=dropout, attention_dropout=attention_dropout,
+            sub_layernorm=True, position_encoding="none", engine=engine, drop_path=drop_path,
+        )  # fmt: skip
+        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+            self._transformer(depth=1)
+
+    @classmethod
+    def from_longvit(
+        cls,
+        path: str | Path,
+        compat: bool = True,
+        num_heads: int = 16,
+        image_size: int | None = None,
+        norm_at: Literal["mean", "patches"] | None = None,
+        **options: Any,
+    ) -> LongViT:
+        """A model in eval mode with released weights (longvit_small_patch32_1024.pth, say); sizes are read from the tensors.
+
+        Images are to be RGB in [0, 1], less (0.485, 0.456, 0.406), divided by (0.229, 0.224, 0.225).
+
+        Args:
+            path: `{"model": state_dict}` (or under "teacher", "module" or "state_dict") or a bare state dict, of the
+                pretrained or of a fine-tuned model; loaded with `weights_only=True`.
+            compat: the released attention, whose zero pads take part (`padding="attended"`); False masks them.
+            num_heads: which leaves no trace in weights; the release has 16.
+            image_size: pixels of the images' side, if it is not the file's: its table of positions is then resized for
+                good, as the release does it for fine-tuning (which rounds it to half precision; here it is not), and the
+                segments become those of the size. Larger images of a model made without it have the file's segments.
+            norm_at: None: where the file's last norm stands. "mean" with a pretrained file begins with a fresh norm, as its
+                authors fine-tune.
+            options: other arguments of `LongViT`. With `task="classification"` and the file's own number of classes, a
+                fine-tuned file's head is loaded.
+
+        Raises:
+            FileNotFoundError, ValueError: naming what the file lacks. Entries of no use are reported in one line.
+        """
+        file = read_longvit(path)
+        if norm_at is None:
+            norm_at = "mean" if "mean" in file.norms else "patches"
+        sizes = file.sizes()
+        known = PUBLISHED.get((sizes["in_channels"], sizes["patch_size"], sizes["dim"]))
+        check_depth(sizes["depth"], options.get("depth"), known, path, "the published LongViT")
+        found: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
+        found |= {"padding": "attended" if compat else "masked"}
+        found |= {} if image_size is None else {"image_size": image_size}
+        model = cls(**{**found, **options}, pretrained=str(path))
+        model.configure_model()
+        return model.eval()
+
+    def _transformer(self, depth: int) -> DilatedTransformer:
+        made = DilatedTransformer(
+            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
+        )
+        made.norm = nn.Identity()  # the only last norm is that of `norm_at`
+        return made
+
+    def build(self) -> None:
+        """Patch embedding, table of positions, blocks, norm and head, with fresh weights or those of `pretrained`."""
+        self.patch_embed = nn.Linear(self.in_channels * self.patch_size**2, self.dim)
+        self.pos_embed = nn.Parameter(torch.zeros(1, (self.image_size // self.patch_size) ** 2, self.dim))
+        self.dropout = nn.Dropout(self.options.dropout)
+        self.transformer = self._transformer(self.depth)
+        self.norm = nn.LayerNorm(self.dim, eps=1e-6 if self.norm_at == "patches" else 1e-5)
+        self.head = self._make_head()
+        init_weights(self, self.depth, self.dim)
+        if self.pretrained is not None:
+            load_longvit(self, self.pretrained)
+        if self.compile_blocks:
+            self.transformer.compile_blocks()
+
+    # -- from images ---------------------------------------------------------------------------------------------------
+    def forward(self, images: Tensor | Iterable[Tensor]) -> Tensor:
+        """(B, E) embeddings of images.
+
+        Args:
+            images: (B, C, H, W), floating point, H and W multiples of P; on any device, since strips of it are moved. Or an
+                iterator of such strips of the same images from top to bottom, of any height each: then one strip and the
+                patches' embeddings (twice N x E while they are put together) are all that is held. A list is refused.
+
+        Raises:
+            TypeError, ValueError: for another shape or dtype.
+        """
+        x = self._embedded(images)
+        return self._pooled(x, torch.arange(x.shape[1]), None)
+
+    def hidden_states(self, images: Tensor | Iterable[Tensor]) -> Tensor:
+        """(B, N, E), patches row by row, before the mean; normalised if `norm_at` is "patches". Images as in `forward`."""
+        return self._encoded(self._embedded(images), None)
+
+    def _embedded(self, images: Tensor | Iterable[Tensor]) -> Tensor:
+        """(B, N, E): patches with their positions."""
+        self.configure_model()
+        group = active_sequence()
+        if group is not None and group.ranks > 1:
+            raise ValueError("images are embedded on one rank; several take patches and grid of models.image_patches.")
+        if isinstance(images, (list, tuple)):
+            raise TypeError("images come stacked (B, C, H, W); strips of the same images come from an iterator.")
+        found = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
+        if not found or not len(found[0][0]):
+            raise ValueError("there is no image: got an empty batch, or no strips.")
+        sizes = [(len(x), columns) for x, columns in found]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"strips must be of the same images: got (images, patches in a row) of {sizes}.")
+        x, columns = torch.cat([x for x, _ in found], 1), found[0][1]
+        placed = table_positions(self.pos_embed, x.shape[1] // columns, columns, torch.arange(x.shape[1]))
+        return x + placed.to(x.device, self.pos_embed.dtype)
+
+    def _strips(self, images: Tensor) -> Iterable[Tensor]:
+        if images.ndim != 4:
+            self._check_pixels(images)
+        return images.split(self.patch_size * max(1, CHUNK * self.patch_size // max(1, images.shape[3])), 2)
+
+    def _check_pixels(self, images: Any) -> None:
+        if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != self.in_channels:
+            found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise ValueError(f"images must be (images, {self.in_channels}, height, width), got {found}.")
+        if not images.is_floating_point():
+            raise TypeError(
+                f"images are {images.dtype}: scale them to [0, 1] and normalise them as the weights were trained "
+                "(x.float() / 255, then less the channels' mean, divided by their standard deviation)."
+            )
+
+    def _strip(self, strip: Tensor) -> tuple[Tensor, int]:
+        """(embedded patches (B, N, E), patches in a row) of a strip of images."""
+        self._check_pixels(strip)
+        weight = self.patch_embed.weight
+        patches, _ = image_patches(strip, self.patch_size)
+        return self.patch_embed(patches.to(weight.device, weight.dtype)), strip.shape[3] // self.patch_size
+
+    # -- from batches --------------------------------------------------------------------------------------------------
+    def embed(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E) from a batch as training has it, on every rank of the sequence."""
+        self.configure_model()
+        guarded(self._check_entries, batch)
+        if "image" in batch:
+            return self(batch["image"])
+        patches, grids = batch["patches"], torch.as_tensor(batch["grid"]).tolist()
+        positions, group = token_positions(0, patches.shape[1]), active_sequence()
+        seq_len = patches.shape[1] if group is None else group.agreed.seq_len  # type: ignore[union-attr]
+        lengths = guarded(_lengths, grids, seq_len)
+        tables = {(r, c): table_positions(self.pos_embed, r, c, positions) for r, c in set(map(tuple, grids))}
+        placed = torch.stack([tables[r, c] for r, c in grids])
+        x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
+        return self._pooled(x + placed.to(x.device, self.pos_embed.dtype), positions, lengths)
+
+    def _check_entries(self, batch: Mapping[str, Any]) -> None:
+        if "image" in batch and "patches" not in batch:
+            return
+        if "patches" not in batch or "grid" not in batch or "image" in batch:
+            raise ValueError(
+                f"the batch holds {list(batch)}, but a LongViT takes either `image`, or `patches` with `grid` (see "
+                "models.image_patches)."
+            )
+        x, grid, width = batch["patches"], torch.as_tensor(batch["grid"]), self.in_channels * self.patch_size**2
+        if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
+            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"patches must be floating point (B, N, {width}), see models.image_patches; got {found}.")
+        if grid.shape != (len(x), 2) or grid.is_floating_point():
+            found = f"{grid.dtype} of shape {tuple(grid.shape)}"
+            raise ValueError(f"grid must be integers ({len(x)}, 2), rows and columns of patches; got {found}.")
+
+    # -- to embeddings -------------------------------------------------------------------------------------------------
+    def _encoded(self, x: Tensor, lengths: Tensor | None) -> Tensor:
+        x = self.transformer(self.dropout(x), lengths=lengths)
+        return self.norm(x) if self.norm_at == "patches" else x
+
+    def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
+        found = mean_token(self._encoded(x, lengths), positions, lengths)
+        return found if self.norm_at == "patches" else self.norm(found)
+
+
+def _lengths(grids: list[list[int]], seq_len: int) -> Tensor | None:
+    """(B,) patches of each image; None where none is padded."""
+    lengths = [rows * columns for rows, columns in grids]
+    if min(min(g) for g in grids) < 1 or max(lengths) != seq_len:
+        raise ValueError(
+            f"patches has {seq_len} rows an image, but the grids are {grids}: each must be (rows, columns) of patches, at "
+            f"least 1 x 1, and the largest image must have {seq_len} of them."
+        )
+    return None if min(lengths) == seq_len else torch.tensor(lengths)

@@ -1,0 +1,1 @@
+"""Whole slides: the encoder, its pretraining, and released weights."""

@@ -1,0 +1,218 @@
+"""SlideBackbone: from the tile features of slides to hidden states, what the slide encoder and its pretraining share.
+
+Shape letters: B slides, T tiles, N = 1 + T rows (the class token's in front), L rows of this rank, F features,
+E embedding dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._device import send
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.pooled_model import guarded
+from lightning_dilated.models.slides.grid_positions import BLANK, GridPositions, cells_of, check_coords
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.layers import LayersLike
+
+RELEASED_RATES = (1, 2, 4, 8, 16)
+#: tiles along an axis of the largest slide that GigaPath's segments are made for
+RELEASED_SIDE = 1024
+
+
+def released_segments(max_wsi_size: int, tile_size: int, branches: int = 5) -> list[int]:
+    """Segment lengths as GigaPath derives them: 2^linspace(10, floor(log2 T), branches), rounded down.
+
+    Args:
+        max_wsi_size: pixels along an axis of the largest slide; T = (max_wsi_size // tile_size)^2 tiles.
+        tile_size: pixels of a tile.
+    """
+    side = integer(max_wsi_size, "max_wsi_size", 1) // integer(tile_size, "tile_size", 1)
+    if side < 32:
+        raise ValueError(
+            f"max_wsi_size={max_wsi_size} of tiles of {tile_size} pixels has {side} tiles along an axis; segments start at "
+            "1,024 tiles, which takes 32. Raise it, or give segment_lengths."
+        )
+    steps = max(1, branches - 1)
+    last = int(math.log2(side * side))
+    return [int(2 ** (10 + (last - 10) * i / steps)) for i in range(branches)]
+
+
+def released_pattern(
+    segment_lengths: Sequence[int] | None,
+    dilation_rates: Sequence[int] | None,
+    max_wsi_size: int | None,
+    tile_size: int,
+    padding: str,
+) -> DilatedPattern:
+    """GigaPath's pattern for these settings of a slide model; None is the release's. Raises: ValueError."""
+    rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
+    if segment_lengths is None:
+        size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
+        segment_lengths = released_segments(size, tile_size, len(rates))
+    elif max_wsi_size is not None:
+        raise ValueError("give segment_lengths or max_wsi_size, not both: each says how long the segments are.")
+    return DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
+
+
+class SlideBackbone:
+    """To be inherited beside a DilatedModule, and before it; `_configure_slide` belongs into its __init__, `_build_backbone`
+    into its build.
+
+    Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
+    """
+
+    input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
+
+    def _configure_slide(
+        self,
+        feature_dim: int,
+        dim: int,
+        depth: int,
+        num_heads: int,
+        ffn_dim: int | None,
+        segment_lengths: Sequence[int] | None,
+        dilation_rates: Sequence[int] | None,
+        max_wsi_size: int | None,
+        tile_size: int,
+        grid: int,
+        padding: str,
+        options: BlockOptions,
+        pattern: LayersLike | None = None,
+    ) -> None:
+        self.feature_dim, self.dim = integer(feature_dim, "feature_dim", 1), integer(dim, "dim", 1)
+        if dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        self.ffn_dim, self.options = ffn_dim, options
+        self.tile_size, self.grid = integer(tile_size, "tile_size", 1), integer(grid, "grid", 1)
+        if pattern is None:
+            released = released_pattern(segment_lengths, dilation_rates, max_wsi_size, self.tile_size, padding)
+            self._choose_layers(released, depth, num_heads)
+            self.released_pattern = True
+        else:
+            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
+            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
+        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+            self._transformer(depth=1)
+        GridPositions(dim, grid)
+
+    def _transformer(self, depth: int) -> DilatedTransformer:
+        return DilatedTransformer(
+            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
+        )
+
+    def setup(self, stage: str) -> None:
+        """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""
+        super().setup(stage)
+        data = getattr(self._trainer, "datamodule", None)
+        for name in ("feature_dim", "tile_size"):
+            there, here = getattr(data, name, None), getattr(self, name)
+            if there is not None and there != here:
+                raise ValueError(
+                    f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
+                )
+
+        check_places = getattr(data, "check_places", None)  # SlideDataModule's
+        if callable(check_places):
+            check_places(self.tile_size, self.grid)
+
+    def _check_entries(self, batch: Any) -> None:
+        missing = [name for name in ("features", "coords") if name not in batch]
+        if missing:
+            raise ValueError(
+                f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs (a "
+                "LongNetClassifier does without coords)."
+            )
+
+    def _build_backbone(self) -> None:
+        self.patch_embed = nn.Linear(self.feature_dim, self.dim)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, self.dim))
+        self.grid_positions = GridPositions(self.dim, self.grid)
+        self.dropout = nn.Dropout(self.options.dropout)
+        self.transformer = self._transformer(self.depth)
+        self.norm = nn.LayerNorm(self.dim, eps=1e-6)
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+    def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
+        """Projected tiles (B, L, E) with their positions added, in the dtype of the parameters; checks coordinates."""
+        guarded(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
+        cells = cells_of(coords, counted.to(coords.device), self.tile_size)
+        return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
+
+    def _project(self, features: Tensor) -> Tensor:
+        return self.patch_embed(features.to(self.patch_embed.weight.dtype))
+
+    def tile_tokens(self, features: Tensor, coords: Tensor, lengths: Tensor | None) -> Tensor:
+        """(B, 1 + T, E): the class token and the tiles, from tiles alone (B, T, F); `lengths` (B,) are in tiles."""
+        self._check_shapes(features, coords)
+        counted = _within(torch.arange(features.shape[1]), lengths, len(features))
+        x = self._placed(self._project(features), coords, counted)
+        return torch.cat([self.cls_token.to(x.dtype).expand(len(x), -1, -1), x], 1)
+
+    def row_tokens(
+        self,
+        features: Tensor,
+        coords: Tensor,
+        lengths: Tensor | None,
+        change: Callable[[Tensor, Tensor], Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """(tokens (B, L, E), positions (L,)) from this rank's rows of batches, whose first row is blank.
+
+        Args:
+            features: (B, L, F).
+            coords: (B, L, 2), -1 in the blank row.
+            lengths: (B,), rows of the whole slides, the blank one too.
+            change: called with the projected tiles (B, L, E) and positions (L,) before the tiles get their positions.
+        """
+        guarded(self._check_shapes, features, coords)
+        positions = token_positions(0, features.shape[1])
+        guarded(_check_blank, coords, positions)
+        counted = _within(positions, lengths, len(features)) & (positions > 0)
+        x = self._project(features)
+        x = self._placed(x if change is None else change(x, positions), coords, counted)
+        # torch.where and no assignment: on ranks without the class token its gradient is 0, but there is one
+        return torch.where(send(positions == 0, x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
+
+    def _check_shapes(self, features: Any, coords: Any) -> None:
+        for name, x in (("features", features), ("coords", coords)):
+            if not isinstance(x, Tensor) or x.ndim != 3:
+                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                raise ValueError(
+                    f"{name} must be a tensor (slides, tiles, {'F' if name == 'features' else 2}), got {found}."
+                )
+        if not features.is_floating_point():
+            raise TypeError(f"features must be floating point, got {features.dtype}.")
+        if coords.shape != (*features.shape[:2], 2):
+            raise ValueError(
+                f"coords must be {(*features.shape[:2], 2)}, an (x, y) for each tile of features "
+                f"{tuple(features.shape)}; got {tuple(coords.shape)}."
+            )
+        if features.shape[2] != self.feature_dim:
+            raise ValueError(
+                f"the features are {features.shape[2]} wide, but the model takes feature_dim={self.feature_dim}: set it to "
+                f"{features.shape[2]}, or give features of the tile encoder that the weights were trained with."
+            )
+
+
+def _check_blank(coords: Tensor, positions: Tensor) -> None:
+    if bool((positions[:1] == 0).any()) and not bool((coords[:, 0].double() == BLANK).all()):
+        raise ValueError(
+            "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted "
+            f"in lengths. The first row has coords {coords[0, 0].tolist()}. SlideDataModule adds it; the model called with "
+            "tiles alone does, too."
+        )
+
+
+def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:
+    """(B, L) bool: rows that are not padding."""
+    if lengths is None:
+        return torch.ones(samples, len(positions), dtype=torch.bool)
+    return positions < lengths[:, None]

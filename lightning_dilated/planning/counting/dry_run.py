@@ -1,0 +1,212 @@
+"""Trial: a training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
+
+Shape letters: B batch, L tokens of a rank, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lightning_dilated.memory import chunked_linear as products
+from lightning_dilated.memory import chunked_loss as tile_sums
+from lightning_dilated.memory import head_chunks as chunks
+from lightning_dilated.memory import token_chunks as tiles
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.planning.counting.compiled import Pieces
+from lightning_dilated.planning.counting.fake_gpu import as_on_gpu
+from lightning_dilated.planning.counting.inductor import Graphs
+from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS
+from lightning_dilated.planning.counting.trace import Tape
+from lightning_dilated.sequence import group
+
+#: dtype of parameters by the Trainer's precision, and that of products
+PRECISIONS = {
+    "bf16-mixed": (torch.float32, torch.bfloat16),
+    "16-mixed": (torch.float32, torch.float16),
+    "bf16-true": (torch.bfloat16, None),
+    "16-true": (torch.float16, None),
+    "32-true": (torch.float32, None),
+}
+#: the stack of blocks whose depth a count varies, and whose parts have no name in front
+MAIN = "transformer"
+#: loops over tiles, by where they are called
+LOOPS = [
+    (tiles, "forward_tiles"),
+    (tile_sums, "forward_tiles"),
+    (tiles, "backward_tiles"),
+    (tile_sums, "sum_tiles"),
+    (chunks, "products"),
+    (chunks, "products_backward"),
+    (chunks, "backward_tiles"),
+]
+
+
+class _Marked(nn.Module):
+    """A block that tells the tape when its forward and its backward begin; `stack` is the name of its stack."""
+
+    def __init__(self, block: TransformerBlock, number: int, tape: Tape, stack: str) -> None:
+        super().__init__()
+        self.block, self.number, self.tape, self.stack = block, number, tape, stack
+
+    def _enter(self, *part: Any) -> None:
+        self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        """The block's."""
+        if self.tape.returning:  # computed again
+            return self.block(x, **options)
+        if self.number == 0:
+            self.tape.hidden[self.stack] = x.nbytes
+            if x.requires_grad:
+                x.register_hook(lambda grad: self._enter("first"))
+        self._enter("forward", self.number)
+        y = self.block(x, **options)
+        self._enter("behind", self.number)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self._enter("backward", self.number))
+        return y
+
+
+def step(
+    make: Callable[[], DilatedModule],
+    batch: Callable[[], Any],
+    precision: str,
+    memory: MemorySettings,
+    graphs: Graphs | None = None,
+) -> Tape:
+    """What a step held, with the gradients of the step before, without the optimizer's states.
+
+    Args:
+        make: the model, not yet built and not compiled; of any depth.
+        batch: its batch, made under fake tensors.
+        precision: the Trainer's.
+        memory: settings; `offload` is not looked at.
+        graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+
+    Raises:
+        RuntimeError: within `torch.device(...)`.
+    """
+    if torch._C._len_torch_function_stack():
+        # seen with torch 2.13: the process then ends in a later garbage collection
+        raise RuntimeError(
+            "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
+        )
+    dtype, products = PRECISIONS[precision]
+    tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
+    with FakeTensorMode(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
+            warnings.filterwarnings("ignore", message=said)
+        with _default(dtype), _not_moved():
+            model = make()
+            model.configure_model()
+        model.train()
+        data, found = batch(), stacks(model)
+        for stack in found.values():
+            stack.memory = memory
+        context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
+        if graphs is not None:
+            graphs.tape = tape
+            _compile(model, data, context, graphs)
+        for name, stack in found.items():
+            stack.blocks = nn.ModuleList(_Marked(b, i, tape, name) for i, b in enumerate(stack.blocks))
+        with _tiles_apart(tape):
+            _run(model, data, context, tape)
+    del tape.pieces[0]
+    return tape
+
+
+def stacks(model: DilatedModule) -> dict[str, DilatedTransformer]:
+    """The stacks of blocks of a model that is built, by name."""
+    return {name: m for name, m in model.named_children() if isinstance(m, DilatedTransformer)}
+
+
+def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, graphs: Graphs) -> None:
+    """Put compiled pieces into the blocks, made for this batch."""
+    named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
+    pieces = [Pieces(block, graphs, name) for block, name in named]
+    patterns = {block.attention.attention.pattern for block, _ in named}
+    key = model.transformer.memory, frozenset(patterns), tuple((k, x.shape) for k, x in data.items())
+    if key not in graphs.ready:
+        with context, torch.no_grad():
+            model.token_mean(data)
+    with context:
+        for piece in pieces:
+            piece.trace()
+    graphs.ready.add(key)
+
+
+def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextManager, tape: Tape) -> None:
+    """Forward and backward, as Lightning has them."""
+    tape.parameters = list(model.parameters())
+    for p in tape.parameters:
+        p.grad = torch.empty_like(p) if p.requires_grad else None
+    with tape:
+        tape.track(tape.parameters, PARAMETERS)
+        tape.track((p.grad for p in tape.parameters), GRADIENTS)
+        tape.enter("embedding")
+        with context:
+            loss, _ = model.token_mean(data)
+        tape.enter("between")
+        model.zero_grad(set_to_none=True)
+        tape.returning = True
+        tape.enter("head")
+        loss.backward()
+        del loss
+        tape.enter("after")
+    tape.close()
+
+
+@contextlib.contextmanager
+def _tiles_apart(tape: Tape) -> Iterator[None]:
+    """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
+    with contextlib.ExitStack() as stack:
+        for module in (tiles, tile_sums, products):
+            stack.enter_context(mock.patch.object(module, "cuts", _few))
+        for module, name in LOOPS:
+            stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+        yield
+
+
+def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = tiles.cuts) -> list[slice]:
+    found = cuts(length, step)
+    return found if len(found) < 4 else [*found[:2], found[-1]]
+
+
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """Within, nothing of a run that goes on meanwhile is noticed: its sequence, its gradients' mode."""
+    with (
+        mock.patch.object(group, "_active", []),
+        mock.patch.object(group, "_groups", {}),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+    ):
+        yield
+
+
+def _not_moved() -> contextlib.AbstractContextManager[Any]:
+    """Within, modules stay as they are made, in the default dtype: torch cannot move those of fake tensors, as peft asks to
+    where updates and their weights are alike already."""
+    return mock.patch.object(nn.Module, "to", lambda self, *where, **how: self)
+
+
+@contextlib.contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    """Within, parameters are made in a dtype, as Lightning's precision plugins have it."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

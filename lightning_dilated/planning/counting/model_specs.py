@@ -1,0 +1,200 @@
+"""Subjects: what to count of a model, found from the model itself.
+
+Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longnet.classifier import LongNetClassifier
+from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
+from lightning_dilated.models.longnet.mlm import LongNetMLM
+from lightning_dilated.models.longvit.model import LongViT
+from lightning_dilated.models.pooled_model import PooledModule
+from lightning_dilated.models.slides.encoder import SlideEncoder
+from lightning_dilated.models.slides.mae import SlidePretrainer
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import in_turns, shortest_cycle
+from lightning_dilated.planning.counting.dry_run import PRECISIONS
+from lightning_dilated.planning.counting.fake_gpu import real
+from lightning_dilated.planning.counting.footprint import Decoder, Subject
+from lightning_dilated.planning.counting.workspace import OpCall
+
+#: arguments of a model that change nothing of its memory, or that a plan sets by itself
+LEFT_OUT = ("pretrained", "optimizer", "lr_scheduler", "compile_blocks")
+#: patches in a row of the images that are counted
+WIDE = 1024
+
+
+def subject_of(
+    model: DilatedModule,
+    precision: str = "bf16-mixed",
+    memory: MemorySettings | None = None,
+    compile_blocks: bool | None = None,
+    capability: tuple[int, int] = (9, 0),
+) -> Subject:
+    """What to count of a model; only its hyperparameters are looked at.
+
+    Args:
+        model: a LongNetLM, LongNetMLM (counted as if all tokens had a loss), LongNetClassifier, SlideEncoder,
+            SlidePretrainer (tokens are the rows of a slide: its tiles and the class token's; as many are hidden as in the
+            mean) or LongViT (tokens are the patches of an image, in batches of `patches` and `grid`).
+        precision: the Trainer's.
+        memory: settings; None: all is kept.
+        compile_blocks: None: as the model has it.
+        capability: of the GPU.
+
+    Raises:
+        ValueError: for another precision, or a model that cannot be counted.
+    """
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}.")
+    _check_trained(model)
+    make = _make(model, {k: v for k, v in model.hparams.items() if k not in LEFT_OUT})
+    dtype, products = PRECISIONS[precision]
+    heads = model.num_heads
+    kv, causal = getattr(model, "num_kv_heads", None) or heads, getattr(model, "causal", False)
+    options = getattr(model, "options", None)
+    first, *others = shortest_cycle(model.patterns)
+    call = OpCall(
+        first, heads, kv, model.dim // heads, causal, 1, products or dtype,
+        dropout=getattr(options, "attention_dropout", 0.0) > 0, engine=getattr(options, "engine", "auto"),
+        capability=capability, others=tuple(others),
+    )  # fmt: skip
+    compiled = getattr(model, "compile_blocks", False) if compile_blocks is None else compile_blocks
+    if compiled and getattr(model, "lora_rank", None) is not None:
+        raise ValueError("blocks with low-rank updates are not compiled: leave --compile out beside lora_rank.")
+    return Subject(
+        make, partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled), call, _grain(model),
+        _decoder(model, make, call),
+    )  # fmt: skip
+
+
+def blank(make: Callable[[int], DilatedModule]) -> DilatedModule:
+    """A model of one block, built without memory."""
+    with torch.device("meta"):
+        found = make(1)
+        found.configure_model()
+    return found
+
+
+def _check_trained(model: DilatedModule) -> None:
+    """Raise where not all of the model is trained."""
+    if not isinstance(model, PooledModule):
+        return
+    name = type(model).__name__
+    if model.task is None:
+        raise ValueError(f"this {name} has no task, so it is not trained: give it a task to plan for.")
+    if model.freeze_encoder:
+        raise ValueError(
+            f"a {name} with freeze_encoder trains only some of its weights, and a step is counted as it goes back through "
+            "all blocks: it would be told too high. Leave freeze_encoder out of the recipe to plan full training, which "
+            "takes more."
+        )
+
+
+def _make(model: DilatedModule, given: dict[str, Any]) -> Callable[[int], DilatedModule]:
+    """How to make the model at a depth."""
+
+    def plain(depth: int) -> DilatedModule:
+        return type(model)(**{**given, **_layers_of(model, depth), "depth": depth})
+
+    if isinstance(model, LongNetMLM):
+        return _as_lm(model)
+    if isinstance(model, SlidePretrainer):
+        return lambda depth: _hiding(plain(depth))
+    if isinstance(model, (TokenModel, LongNetClassifier, SlideEncoder, LongViT)):
+        return plain
+    raise ValueError(
+        "memory is counted for LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder, SlidePretrainer and LongViT, not for "
+        f"{type(model).__name__}. Give --dim, --depth, --heads and --segments of its transformer instead of --config."
+    )
+
+
+def _layers_of(model: DilatedModule, depth: int) -> dict[str, Any]:
+    """What the model's layers are made by, for a model of another depth."""
+    if not isinstance(model, (TokenModel, LongNetClassifier)):
+        released = model.hparams.get("pattern") is None
+        return {} if released else {"pattern": in_turns(model.patterns, depth)}
+    # all layers are counted as if they had positions where some do: those hold more
+    usual = next((base for base in model.rotary_bases if base is not None), "none")
+    bases = [usual if base is None else base for base in in_turns(model.rotary_bases, depth)]
+    shifts = {"shift_layers": "none", "shift_below": None} if isinstance(model, TokenModel) else {}
+    return {"pattern": in_turns(model.patterns, depth), "rotary_base": bases, **shifts}
+
+
+def _hiding(model: SlidePretrainer) -> SlidePretrainer:
+    """The model, hiding as many tiles as it does in the mean: which ones follows from values, which fake tensors do not
+    have."""
+
+    def rows(hidden: Tensor) -> Tensor:
+        return torch.zeros(round(model.hiding.p * hidden.numel()), dtype=torch.int64)
+
+    model.hidden_rows = rows
+    return model
+
+
+def _decoder(model: DilatedModule, make: Callable[[int], DilatedModule], call: OpCall) -> Decoder | None:
+    if not isinstance(model, SlidePretrainer):
+        return None
+    own = replace(call, head_dim=model.decoder_dim // model.num_heads, dropout=False)
+    block = sum(p.numel() for p in blank(make).decoder.blocks[0].parameters())
+    return Decoder("decoder", model.decoder_depth, own, block)
+
+
+def _as_lm(model: LongNetMLM) -> Callable[[int], DilatedModule]:
+    """A language model of the same sizes: which tokens are masked depends on values, which fake tensors do not have."""
+
+    def make(depth: int) -> DilatedModule:
+        names = "vocab_size", "dim", "num_heads", "num_kv_heads", "ffn_dim", "tie_embeddings"
+        options = {k: v for k, v in vars(model.options).items() if k != "drop_path"}
+        sizes = {n: getattr(model, n) for n in names}
+        found = LongNetLM(**{**options, **sizes, **_layers_of(model, depth), "depth": depth})
+        found.causal = model.causal
+        return found
+
+    return make
+
+
+def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
+    """A batch of one sequence; features are in the dtype that Lightning's precision plugins give them."""
+    whole = lambda *shape: torch.zeros(1, *shape, dtype=torch.int64)  # noqa: E731
+    if isinstance(model, TokenModel):
+        return {"tokens": whole(tokens), "labels": whole(tokens)}
+    rows = lambda width: torch.zeros(1, tokens, width, dtype=dtype)  # noqa: E731
+    if isinstance(model, SlidePretrainer):
+        return {"features": rows(model.feature_dim), "coords": whole(tokens, 2), "index": whole()}
+    label = torch.zeros(1, model.num_classes or 1) if model.task == "regression" else whole()
+    if isinstance(model, SlideEncoder):
+        return {"features": rows(model.feature_dim), "coords": whole(tokens, 2), "label": label}
+    if isinstance(model, LongViT):
+        with real():  # stays on the host, where it is read
+            grid = torch.tensor([[tokens // _grain(model), _grain(model)]])
+        return {"patches": rows(model.in_channels * model.patch_size**2), "grid": grid, "label": label}
+    return (
+        {"tokens": whole(tokens), "label": label}
+        if model.input == "tokens"
+        else {"features": rows(model.width), "label": label}
+    )
+
+
+def _grain(model: DilatedModule) -> int:
+    """Tokens that a length is a multiple of. Of an image: patches in a row, not those of its table of positions, which are
+    then interpolated as for images of any other size; that holds no less than taking the table as it is."""
+    if not isinstance(model, LongViT):
+        return 1
+    return 2 * WIDE if model.image_size // model.patch_size == WIDE else WIDE
+
+
+def language_model(pattern: DilatedPattern, **sizes: Any) -> LongNetLM:
+    """A LongNetLM of given sizes, not built."""
+    return LongNetLM(pattern, **sizes)

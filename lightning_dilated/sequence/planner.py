@@ -1,0 +1,339 @@
+"""How much of a call is about segments that cross a cut: (query, key) pairs of each rank, and rows."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.branch import integer
+from lightning_dilated.sequence import strided
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.exchange.head_parallel import windows
+from lightning_dilated.sequence.exchange.program import Round, count
+from lightning_dilated.sequence.exchange.row_ops import FEW
+from lightning_dilated.sequence.exchange.switch import Switched, owned
+from lightning_dilated.sequence.links import Links
+from lightning_dilated.sequence.ranges import intersect
+from lightning_dilated.sequence.requirements import (
+    Document,
+    Problem,
+    crosses,
+    residues,
+    served,
+    straddling,
+    wants,
+    wide_segments,
+)
+from lightning_dilated.sequence.shard import Shard
+
+
+def pairs(problem: Problem, exchange: str, rank: int) -> int:
+    """The pairs of a rank; those of narrower segments are the same with every exchange, and left out."""
+    if exchange == "switch":
+        if strided.serves(problem):
+            return strided.pairs(problem, rank, owner=True)
+        return sum(task.pairs for owner, task in owned(problem, rank) if owner == rank)
+    return joint_pairs(problem, rank) + _own(problem, rank)
+
+
+def joint_pairs(problem: Problem, rank: int) -> int:
+    """The pairs of a rank's wants: those with rows beyond one run of its own consecutive positions."""
+    if strided.serves(problem):
+        return strided.pairs(problem, rank)
+    return sum(want.pairs for want in wants(problem, rank))
+
+
+def _own(problem: Problem, rank: int) -> int:
+    """Pairs of a rank's own rows with each other, where they follow one another; else wants hold them."""
+    found = 0
+    for piece in problem.shard.ranges(rank):
+        for segment in wide_segments(problem, piece) if piece.step == 1 else ():
+            for head in served(problem, segment.branch):
+                n = len(intersect(residues(problem, segment, head), piece))
+                found += segment.document.samples * (n * (n + 1) // 2 if problem.causal else n * n)
+    return found
+
+
+def few(problem: Problem) -> bool:
+    """Whether at most `FEW` of a rank's rows belong to such segments (of all branches together)."""
+    length, heads = problem.shard.longest, range(*problem.heads)
+    wide = [b for b in problem.pattern.branches if b.segment_length is None or b.segment_length > length or b.shift]
+    rows = sum(len([h for h in heads if b.heads is None or h in b.heads]) / b.dilation_rate for b in wide)
+    return rows <= FEW * len(heads)
+
+
+#: of more ranks than this, so many evenly spread ones are priced
+PRICED = 8
+#: FLOP/s of attention, forward and backward, and bytes/s of memory, of an H200: they weigh ranks that wait for a busier one,
+#: and the fp32 copies of a switch, in bytes a number of q, against rows that travel
+FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
+#: how much longer causal attention takes over a whole long sequence, as the owners of a switch do it, than in the pieces
+#: that ranks of a zigzag have; 931 and 867 ms for 524,288 tokens on four H200
+WHOLE = 1.08
+#: "auto" leaves out exchanges that would keep more than this many times the rank's own rows of K and V
+KEPT = 4
+#: what prices are reckoned with unless told otherwise
+DEFAULTS = Links()
+
+
+@dataclass(frozen=True)
+class Price:
+    """The most that a priced rank receives with one exchange, forward and backward, and what that costs.
+
+    Attributes:
+        forward, backward: bytes received; `far` are those of both passes that came from other nodes.
+        rounds, messages: collectives of both passes, and messages received in them.
+        kept: bytes of received rows that stay for the backward.
+        seconds: both passes, nothing hidden behind computation.
+        waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and that
+            copies of whole tensors take, which only the switch makes where few rows cross.
+    """
+
+    exchange: str
+    forward: int
+    backward: int
+    far: int
+    rounds: int
+    messages: int
+    kept: int
+    seconds: float
+    waiting: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
+    the links that the prices are reckoned with (None: there are none)."""
+
+    problem: Problem
+    exchange: str | None
+    prices: tuple[Price, ...] = ()
+    rejected: tuple[tuple[str, str], ...] = ()
+    links: Links | None = None
+
+    def __str__(self) -> str:
+        if self.exchange is None:
+            return "no segment crosses a shard: nothing is exchanged"
+        lines = [f"exchange: {self.exchange}"]
+        lines.append(
+            f"{'':24}{'forward':>12}{'backward':>12}{'far':>12}{'kept':>12}{'rounds':>8}{'messages':>10}{'ms':>9}{'waiting':>9}"
+        )
+        for p in self.prices:
+            sizes = "".join(f"{x / 1e6:>9.2f} MB" for x in (p.forward, p.backward, p.far, p.kept))
+            lines.append(
+                f"  {p.exchange:<22}{sizes}{p.rounds:>8}{p.messages:>10}{p.seconds * 1e3:>9.3f}{p.waiting * 1e3:>9.3f}"
+            )
+        lines += [f"links: {self.links}"] if self.links else []
+        lines += [f"  {name}: not taken, {reason}" for name, reason in self.rejected]
+        waits = max((p.waiting for p in self.prices if p.exchange != "switch"), default=0.0)
+        late = self.problem.causal and self.problem.shard.layout == "contiguous"
+        if late and self.prices and waits > min(p.seconds for p in self.prices):
+            lines.append(
+                f"the last ranks have most keys to see: where rows travel, the others wait {waits * 1e3:.3f} ms for them; "
+                "layout='zigzag' gives every rank an early and a late part"
+            )
+        return "\n".join(lines)
+
+
+def check_exchange(name: str) -> str:
+    """`name`, or an error that lists the exchanges."""
+    if not isinstance(name, str) or (name != "auto" and name not in EXCHANGES):
+        raise ValueError(f"exchange must be one of auto, {', '.join(EXCHANGES)}; got {name!r}.")
+    return name
+
+
+def make_problem(
+    pattern: DilatedPattern,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int | None = None,
+    *,
+    ranks: int,
+    layout: str = "contiguous",
+    causal: bool = False,
+    cu_seqlens: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    batch: int = 1,
+    head_size: int = 1,
+    head_rank: int = 0,
+) -> Problem:
+    """The problem that `ranks` ranks solve together; with head-parallel groups, that of the ranks with one `head_rank`."""
+    num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
+    if integer(ranks, "ranks", 1) % integer(head_size, "head_size", 1):
+        raise ValueError(f"head_size={head_size} must divide ranks={ranks}.")
+    shard = Shard(seq_len, ranks // head_size, layout, head_size)
+    if cu_seqlens is not None:
+        documents = [Document(0, 1, a, b) for a, b in itertools.pairwise(cu_seqlens) if b > a]
+    elif lengths is not None:
+        documents = [Document(i, 1, 0, n) for i, n in enumerate(lengths) if n]
+    else:
+        documents = [Document(0, batch, 0, seq_len)] if batch and seq_len else []
+    window = windows(num_heads, num_kv_heads, head_size)[head_rank]
+    return Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), window)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Bytes that one rank sends to and receives from others in a pass, and messages it sends."""
+
+    sent: int
+    received: int
+    messages: int
+
+
+def moved(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
+) -> tuple[Moved, Moved]:
+    """Exactly what the exchange of a call moves on one rank, (forward, backward), without head-parallel groups.
+
+    Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
+    """
+    found = steps(problem, exchange, rank, per_node, head_dim, element_size)
+    return _moved(found[0], rank), _moved(found[1], rank)
+
+
+#: (what moves, its round, bytes of a row)
+Steps = list[tuple[str, Round, int]]
+
+
+def steps(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
+) -> tuple[Steps, Steps]:
+    """The collectives of a call on one rank, (forward, backward), under the names that `exchange.wire` posts them by."""
+    wide = max(4, element_size)
+    found = EXCHANGES[exchange].program(problem, rank, per_node)
+    flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
+    row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
+    if isinstance(found, Switched):
+        keys, queries = found.keys, found.queries
+        unit = head_dim * element_size
+        forward = [("rows", keys, row), ("queries", queries, unit), ("outputs", flip(queries), (head_dim + 1) * wide)]
+        backward = [("outputs", queries, 2 * unit), ("outputs", queries, wide)]
+        backward += [("gradients", flip(queries), head_dim * wide), ("gradients", flip(keys), wide_row)]
+    elif found.keep:
+        forward = [("rows", step, row) for step in found.rounds]
+        backward = [("gradients", flip(step), wide_row) for step in found.rounds]
+    else:  # the first round and the first way home are copies of a rank's own rows
+        forward = [("rows", step, row) for step in found.rounds[1:]]
+        backward = forward + [("gradients", step, wide_row) for step in found.returns[1:]]
+    return forward, backward
+
+
+def _moved(found: Steps, rank: int) -> Moved:
+    total = lambda side: sum(  # noqa: E731
+        size * count(message)
+        for _, step, size in found
+        for peer, message in getattr(step, side).items()
+        if peer != rank
+    )
+    messages = sum(peer != rank for _, step, _ in found for peer in step.sends)
+    return Moved(total("sends"), total("receives"), messages)
+
+
+def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
+    """The price of an exchange: the dearest of the priced ranks, and of the windows of a head-parallel group."""
+    ranks = problem.shard.ranks
+    chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
+    sizes = per_node, head_dim, element_size, links
+    found = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in chosen), key=_seconds)
+    done = [[pairs(x, exchange, r) for r in chosen] for x in _windows(problem)]
+    slower = WHOLE if exchange == "switch" and problem.causal else 1
+    waiting = max(slower * max(x) - sum(x) / len(x) for x in done) * 14 * head_dim / FLOPS
+    if exchange == "switch":
+        rows = max(d.samples for d in problem.documents) * problem.shard.longest
+        heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if few(x)), default=0)
+        waiting += COPIED * rows * heads * head_dim / MEMORY
+    return replace(found, waiting=waiting)
+
+
+def _windows(problem: Problem) -> list[Problem]:
+    """The problem of every member of a head-parallel group: all have to choose one exchange, whatever their own heads."""
+    cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
+    return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
+
+
+def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
+    """The first reason of any window."""
+    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in _windows(problem))
+    return next((reason for reason in reasons if reason), None)
+
+
+def _seconds(x: Price) -> float:
+    return x.seconds + x.waiting
+
+
+def _price(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int, links: Links
+) -> Price:
+    found = EXCHANGES[exchange].count(problem, rank, per_node)
+    size = {key: units.bytes(head_dim, element_size) for key, units in found.units.items()}
+    of = lambda *names: round(sum(n for key, n in size.items() if any(name in key for name in names)))  # noqa: E731
+    seconds = of("near") / links.near + of("far") / links.far
+    seconds += found.rounds * links.round + found.messages * links.message
+    kept = round(found.kept * head_dim * element_size)
+    return Price(exchange, of("forward"), of("backward"), of("far"), found.rounds, found.messages, kept, seconds)
+
+
+@functools.lru_cache(maxsize=1024)
+def plan(
+    problem: Problem,
+    exchange: str = "auto",
+    *,
+    ranks_per_node: int | None = None,
+    head_dim: int = 64,
+    element_size: int = 2,
+    links: Links = DEFAULTS,
+) -> Plan:
+    """The exchange of a problem: the one named, or the cheapest.
+
+    Args:
+        problem: see `make_problem`.
+        exchange: "auto" or a name of `EXCHANGES`.
+        ranks_per_node: ranks that share fast links; None: all of them.
+        head_dim, element_size: D, and bytes of an element of q, k and v.
+        links: the speeds to reckon with.
+
+    Raises:
+        ValueError: if the exchange that is named cannot serve the problem, with the condition that fails.
+    """
+    check_exchange(exchange)
+    if not crosses(problem):
+        return Plan(problem, None)
+    per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
+    if exchange != "auto":
+        reason = _why_not(problem, exchange, per_node)
+        if reason:
+            able = [x for x in EXCHANGES if _why_not(problem, x, per_node) is None]
+            raise ValueError(f"exchange={exchange!r} cannot serve this call: {reason}. Use auto, {', '.join(able)}.")
+        return Plan(problem, exchange)
+    whole = (0, problem.shard.seq_len)
+    if any((d.start, d.stop) != whole for d in problem.documents):
+        others = tuple(
+            (x, "documents differ from batch to batch; name it to use it") for x in EXCHANGES if x != "gather"
+        )
+        return Plan(problem, "gather", (), others)
+    return _cheapest(problem, per_node, head_dim, element_size, links)
+
+
+def _cheapest(problem: Problem, per_node: int, head_dim: int, element_size: int, links: Links) -> Plan:
+    prices, rejected = [], {}
+    for exchange in EXCHANGES.values():
+        reason = _why_not(problem, exchange.name, per_node)
+        if reason is None:
+            prices.append(price(problem, exchange.name, per_node, head_dim, element_size, links))
+        else:
+            rejected[exchange.name] = reason
+    samples = max(d.samples for d in problem.documents)
+    kv_heads = max(x.kv_heads[1] - x.kv_heads[0] for x in _windows(problem))
+    own = 2 * samples * problem.shard.longest * kv_heads * head_dim * element_size
+    fits = [p for p in prices if p.kept <= KEPT * own]
+    best = min(fits, key=_seconds)
+    for p in prices:
+        if p not in fits:
+            rejected[p.exchange] = f"keeps {p.kept / 1e6:.1f} MB, more than {KEPT} times the rank's own K and V"
+        elif p is not best:
+            rejected[p.exchange] = f"takes {_seconds(p) * 1e3:.3f} ms, {best.exchange} {_seconds(best) * 1e3:.3f} ms"
+    return Plan(problem, best.exchange, tuple(prices), tuple(rejected.items()), links)
