@@ -1,12 +1,15 @@
 """Which models a tokenizer goes with."""
 
+import json
 import warnings
 from pathlib import Path
 
+import lightning.pytorch as pl
 import pytest
+import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.cli.load_model import load_language_model
+from lightning_dilated.cli.load_model import load_language_model, load_module
 
 #: vocab_size and bytes_per_token of the model, size of the tokenizer (None without), what is said
 CASES = {
@@ -42,3 +45,25 @@ def test_a_tokenizer_goes_with_the_model(tmp_path: Path, name: str) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*tokenizer")
             assert load_language_model(tmp_path, tokens).vocab_size == vocab_size
+
+
+@pytest.mark.parametrize("kind", ["folder", "file"])
+def test_a_class_that_stood_elsewhere(tmp_path: Path, kind: str) -> None:
+    """Files written before the models moved name the modules of that time."""
+    model = LongNetLM(DilatedPattern.longnet([16], [1]), dim=8, depth=1, num_heads=1)
+    before = "lightning_dilated.models.longnet_lm.LongNetLM"
+    if kind == "folder":
+        model.save_pretrained(tmp_path)
+        config = json.loads((tmp_path / "config.json").read_text())
+        assert config["class_path"] == "lightning_dilated.LongNetLM"
+        (tmp_path / "config.json").write_text(json.dumps({**config, "class_path": before}))
+        loaded = load_module(tmp_path)
+    else:
+        model.configure_model()
+        stored = {"state_dict": model.state_dict(), "hyper_parameters": dict(model.hparams), "class_path": before}
+        stored["pytorch-lightning_version"] = pl.__version__
+        torch.save(stored, tmp_path / "before.ckpt")
+        loaded = load_module(tmp_path / "before.ckpt")
+    assert type(loaded) is LongNetLM
+    for name, x in model.state_dict().items():
+        torch.testing.assert_close(loaded.state_dict()[name], x, rtol=0, atol=0)

@@ -12,6 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning_dilated.checkpoint.torch_files import load_file
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.file_classes import TRAINING
+from lightning_dilated.models.pretrained import current_class_path
 
 #: ids that a vocabulary is padded by at most, as usual
 _PADDING = 1024
@@ -45,7 +46,7 @@ def model_config(stored: dict[str, Any]) -> dict[str, Any]:
     """{"class_path", "init_args"} of the model in a checkpoint; LongNetLM where an older one does not name its class."""
     hparams = {k: v for k, v in stored.get("hyper_parameters", {}).items() if not k.startswith("_")}
     class_path = stored.get("hyper_parameters", {}).get("_class_path") or stored.get("class_path")
-    return {"class_path": class_path or "lightning_dilated.LongNetLM", "init_args": hparams}
+    return {"class_path": current_class_path(class_path or "lightning_dilated.LongNetLM"), "init_args": hparams}
 
 
 def load_module(path: str | Path) -> DilatedModule:

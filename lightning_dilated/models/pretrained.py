@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from typing import Self
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
+PACKAGE = __name__.partition(".")[0]
 
 
 class Pretrained:
@@ -114,9 +115,21 @@ def made_of(
 
 
 def class_path(model: Any) -> str:
-    """The name of a model's class; `fully_shard` gives a model a class of its own, which nobody could import."""
+    """The name of a model's class; `fully_shard` gives a model a class of its own, which nobody could import.
+
+    The package's own models go by their public name, so that files do not depend on where a class stands.
+    """
     cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
-    return f"{cls.__module__}.{cls.__qualname__}"
+    return current_class_path(f"{cls.__module__}.{cls.__qualname__}")
+
+
+def current_class_path(path: str) -> str:
+    """A class's name in a file; for the package's own models, wherever they stood, the public one."""
+    package, _, rest = path.partition(".")
+    name = rest.rpartition(".")[2]
+    if package == PACKAGE and isinstance(getattr(sys.modules[PACKAGE], name, None), type):
+        return f"{PACKAGE}.{name}"
+    return path
 
 
 def config_of(model: Any) -> dict[str, Any]:
@@ -230,7 +243,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 def _class(cls: type, class_path: str, folder: Path) -> type:
     """The class to make: `cls`, or a subclass of it that the config names and that is imported."""
-    module, _, name = class_path.rpartition(".")
+    module, _, name = current_class_path(class_path).rpartition(".")
     if name == cls.__name__:
         return cls
     named = getattr(sys.modules.get(module), name, None)

@@ -82,12 +82,12 @@ SOURCES = ["parts", "parts/step-00000002", "lightning.ckpt"]
 def test_a_file(request, cli, tmp_path, kind, source):
     folder, want = request.getfixturevalue(kind)
     result = cli("consolidate", folder / source, "--out", tmp_path / "a" / "b.safetensors")
-    assert result.code == 0 and "b.safetensors: lightning_dilated.models.longnet.lm.LongNetLM" in result.out, result.err
+    assert result.code == 0 and "b.safetensors: lightning_dilated.LongNetLM" in result.out, result.err
     assert [p.name for p in (tmp_path / "a").iterdir()] == ["b.safetensors"]
     check_file(tmp_path / "a" / "b.safetensors", want)
     with safe_open(tmp_path / "a" / "b.safetensors", "pt") as file:
         told = file.metadata()
-    assert (told["class_path"], told["global_step"]) == ("lightning_dilated.models.longnet.lm.LongNetLM", "2")
+    assert (told["class_path"], told["global_step"]) == ("lightning_dilated.LongNetLM", "2")
     twin = LongNetLM(**json.loads(told["init_args"]))
     assert not twin.load_state_dict(load_file(tmp_path / "a" / "b.safetensors"), strict=False).unexpected_keys
     assert all(torch.equal(v, want[k]) for k, v in twin.state_dict().items())

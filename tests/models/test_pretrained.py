@@ -58,7 +58,7 @@ def test_tied_embeddings_are_saved_once(tied, tmp_path):
 def test_config_is_readable(tmp_path):
     LongNetLM(PATTERN, **SIZES, shift_layers="odd").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
-    assert config["class_path"] == "lightning_dilated.models.longnet.lm.LongNetLM"
+    assert config["class_path"] == "lightning_dilated.LongNetLM"
     assert config["init_args"]["pattern"] == PATTERN.to_dict() and config["init_args"]["shift_layers"] == "odd"
     assert (
         config["init_args"]["dim"] == 16

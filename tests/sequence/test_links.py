@@ -5,8 +5,7 @@ import json
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import Links, make_problem
-from lightning_dilated.sequence import planner as plan
+from lightning_dilated.sequence import Links, make_problem, plan
 from lightning_dilated.sequence.links import NUMBERS, VARIABLE, cached
 
 OURS = Links(1.5e9, 2.5e8, 1 / 3, 1e-5, "measured on two tin cans")

@@ -17,8 +17,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models import LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, loss_sum, make_problem
-from lightning_dilated.sequence import planner as plan
+from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
 
 #: (pattern, query heads, kv heads)
 PATTERNS = {

@@ -1,1 +1,3 @@
 """Genomes: FASTA windows and pairs of strains."""
+
+__all__: list[str] = []

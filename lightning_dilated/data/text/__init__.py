@@ -1,1 +1,3 @@
 """Bytes, tokens, and two versions of a text."""
+
+__all__: list[str] = []

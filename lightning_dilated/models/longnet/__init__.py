@@ -1,1 +1,3 @@
 """Models over tokens: causal, masked, and classifiers."""
+
+__all__: list[str] = []

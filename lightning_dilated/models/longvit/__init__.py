@@ -1,1 +1,3 @@
 """Whole images as patches, and released weights."""
+
+__all__: list[str] = []

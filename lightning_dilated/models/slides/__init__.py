@@ -1,1 +1,3 @@
 """Whole slides: the encoder, its pretraining, and released weights."""
+
+__all__: list[str] = []
