@@ -277,7 +277,7 @@ def test_traceback_on_demand(cli, monkeypatch):
     """The variable that the help names shows where a wrong setting was noticed."""
     monkeypatch.setenv("LIGHTNING_DILATED_TRACEBACK", "1")
     result = cli("fit", *TINY, "--model.dim", "30")
-    assert result.code == 1 and "Traceback" in result.err and "longnet_lm.py" in result.err
+    assert result.code == 1 and "Traceback" in result.err and "longnet/lm.py" in result.err
 
 
 def test_nothing_is_written_by_a_refused_run(cli, tmp_path):
