@@ -1,4 +1,4 @@
-"""Sending small tensors from the CPU to a GPU beside the host's work."""
+"""Memory of a GPU: small tensors sent to it beside the host's work, and how its allocator takes it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Padding masks of torch's own layers, read as lengths.
+"""Modules: DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a drop-in for nn.MultiheadAttention.
 
-Shape letters: B batch, N tokens.
+With them the joint projection of q, k and v, and padding masks of torch's own layers, read as lengths.
+Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._compat.cpython import with_room
-from lightning_dilated.attention import run as sharded
+from lightning_dilated.attention import run
 from lightning_dilated.attention.resolve import Inputs, Options, Saved
 
-run_forward, run_backward = with_room(sharded.run_forward), with_room(sharded.run_backward)
+run_forward, run_backward = with_room(run.run_forward), with_room(run.run_backward)
 
 NAME = "lightning_dilated::attention"
 

@@ -1,5 +1,6 @@
-"""The turn of rotary positions: as plain torch, and as one op over the projection that holds q and k.
+"""Rotary position embedding, with xPos's decay as an option, from global positions: plain torch, and one op over q and k.
 
+Angles are taken in float64: at position 1,000,000 a float32 angle is off by up to 0.06.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
 

@@ -1,4 +1,4 @@
-"""Stochastic depth: whole branches of a block dropped for whole samples, alike on all ranks of a sequence.
+"""The pre-norm transformer block: attention, feed-forward, stochastic depth, and how it trains in little memory.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """

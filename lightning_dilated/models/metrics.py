@@ -1,5 +1,6 @@
-"""TokenMean, the mean over all tokens of an epoch, and EpochScores, all its predictions: exact on any number of ranks.
+"""TokenMean, the mean over all tokens of an epoch; EpochScores, all its predictions; Newest, a step's number.
 
+The first two are exact on any number of ranks; the third reaches the host without waiting for the GPU.
 Shape letters: B batch, C scores of a sample, S samples of an epoch.
 """
 

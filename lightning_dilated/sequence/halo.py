@@ -1,6 +1,6 @@
-"""sequence_halo: a rank's tokens with their neighbours on other ranks, for convolutions and other functions of near tokens.
+"""sequence_halo: a rank's tokens with their neighbours on other ranks; SequenceConv1d, a convolution over all of them.
 
-Shape letters: B batch, L tokens of this rank, S stretches (runs of consecutive positions) of a rank.
+Shape letters: B batch, L tokens of this rank, E channels, S stretches (runs of consecutive positions) of a rank.
 """
 
 from __future__ import annotations

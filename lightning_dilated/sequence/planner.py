@@ -1,4 +1,8 @@
-"""How much of a call is about segments that cross a cut: (query, key) pairs of each rank, and rows."""
+"""The plan of a sharded call: bytes, rounds, time, work and kept memory of every exchange, and the cheapest.
+
+Integers and stated link speeds only; nothing here touches a device or another process.
+Shape letters: N tokens, H query heads, D head dim, R ranks.
+"""
 
 from __future__ import annotations
 

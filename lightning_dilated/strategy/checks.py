@@ -1,4 +1,4 @@
-"""What ranks have in common: the data that the ranks of a sequence read, and how many batches all of them have."""
+"""Checks before training: data and batches alike on all ranks, callbacks and modules that go wrong on shards."""
 
 from __future__ import annotations
 

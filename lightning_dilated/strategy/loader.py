@@ -1,7 +1,8 @@
-"""The order of training samples: that of the loader, where Lightning puts in a sampler for several ranks.
+"""Sharding along the data loader: each worker hands over this rank's tokens only, in the order that the loader says.
 
-Lightning's sampler shuffles the training data of every strategy for several processes, also where the loader was made with
-shuffle=False or a sampler of its own. A run would then see other batches than on one device.
+Datasets that can read ranges (`read_ranges`) read nothing else; samples of others are cut when a batch was collated, still
+in the worker, before it is pinned and copied. Lightning's sampler shuffles the training data of every strategy for several
+processes, also where the loader was made with shuffle=False or a sampler of its own; `keep_order` prevents that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Names that the strategies' options take."""
+"""Parameters sharded over all ranks with torch's fully_shard, and the names of their precisions."""
 
 from __future__ import annotations
 

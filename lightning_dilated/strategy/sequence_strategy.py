@@ -23,7 +23,7 @@ from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
 from lightning_dilated.sequence.shard import check_layout
-from lightning_dilated.strategy import checks as alike
+from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.equivalence_check import check_first_batch, computed_in
 from lightning_dilated.strategy.loader import Loaders, keep_order
@@ -202,17 +202,17 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         loader, spec = super().process_dataloader(dataloader), self._spec()
         sharded, facts, error = loader, {}, None
         try:
-            facts, sharded = alike.loader_facts(loader), self._loaders.shard(loader, spec)
+            facts, sharded = checks.loader_facts(loader), self._loaders.shard(loader, spec)
         except Exception as raised:  # the other ranks, who wait to compare, have to know
             facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
-        batches = alike.number_of_batches(sharded, self.lightning_module.trainer, stage)
+        batches = checks.number_of_batches(sharded, self.lightning_module.trainer, stage)
         try:
-            found = alike.compare_loaders(facts, batches, self.sizes)
+            found = checks.compare_loaders(facts, batches, self.sizes)
         except ValueError as told:
             raise (error or told) from None
         # how many batches several training loaders make together shows at the first step
         if stage != "train" or 0 in found:
-            unlike = alike.unlike_batches(found, stage, self.sizes, self.deals_parameters)
+            unlike = checks.unlike_batches(found, stage, self.sizes, self.deals_parameters)
             self._unlike |= {stage: unlike} if unlike else {}
         return sharded
 
@@ -225,8 +225,8 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         """
         spec = self._spec()
         if spec is not None and self.sequence.ranks > 1:
-            for part in alike.batches_of_loaders(self.lightning_module.trainer, batch):
-                facts = self.sequence.guard(alike.batch_facts, part, spec)
+            for part in checks.batches_of_loaders(self.lightning_module.trainer, batch):
+                facts = self.sequence.guard(checks.batch_facts, part, spec)
                 self.sequence.agree({"call": "batch_to_device", **facts})
         return super().batch_to_device(batch, *args, **kwargs)
 
@@ -256,7 +256,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         self._check_first_batch(kwargs.get("batch", args[0] if args else None))
         if not self._compared:
             self._compared = True
-            alike.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
+            checks.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
             leave_room(self.root_device)  # after what NCCL has taken so far
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():

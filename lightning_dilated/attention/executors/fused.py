@@ -1,6 +1,8 @@
-"""How a span is cut into stretches that no narrow segment crosses, so that few parts are held at a time; integers only.
+"""Attention over a rank's own blocks with each output row written once: parts of the branches, then one kernel.
 
-Shape letters: H query heads, w segment length, r dilation rate.
+The sequence is cut into chunks that no narrow segment crosses, done one after another, so that only the parts of a chunk,
+and the thin ones of wide segments, are held with the results.
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, w segment length, r dilation rate.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from lightning_dilated.attention.backends.base import Engine
 from lightning_dilated.attention.dropout import BatchDropout
 from lightning_dilated.attention.executors.blockwise import Call
 from lightning_dilated.attention.executors.merge import attend_pads
-from lightning_dilated.sequence.exchange import row_ops as exchanged
+from lightning_dilated.sequence.exchange import row_ops
 from lightning_dilated.sequence.exchange.indices import Batch
 from lightning_dilated.sequence.exchange.row_ops import add_at, take, take_apart
 
@@ -60,7 +60,7 @@ def _merges(out: Tensor, lse: Tensor, part: Tensor) -> bool:
 
 def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor) -> None:
     """Merge parts (..., D) and their log-sum-exp (...) into flat rows (...) of out and lse; no row may occur twice."""
-    if rows.numel() >= exchanged.MANY and _merges(out, lse, part):
+    if rows.numel() >= row_ops.MANY and _merges(out, lse, part):
         from lightning_dilated.kernels.rows import merge
 
         part, part_lse = (x if rows.dim() > 1 else x[None] for x in (part, part_lse))

@@ -1,6 +1,7 @@
-"""The table that tells the combining kernels where each output row's parts lie, made from blocks; integers only.
+"""Tables that kernels read, made from blocks: where each output row's parts lie, and the work of a grouped launch.
 
-Shape letters: H heads.
+Integers only; built once for all layers and both passes.
+Shape letters: N tokens, H query heads, K kv heads, n rows of a block.
 """
 
 from __future__ import annotations

@@ -15,10 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lightning_dilated.memory import chunked_linear as products
-from lightning_dilated.memory import chunked_loss as tile_sums
-from lightning_dilated.memory import head_chunks as chunks
-from lightning_dilated.memory import token_chunks as tiles
+from lightning_dilated.memory import chunked_linear, chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
@@ -42,13 +39,13 @@ PRECISIONS = {
 MAIN = "transformer"
 #: loops over tiles, by where they are called
 LOOPS = [
-    (tiles, "forward_tiles"),
-    (tile_sums, "forward_tiles"),
-    (tiles, "backward_tiles"),
-    (tile_sums, "sum_tiles"),
-    (chunks, "products"),
-    (chunks, "products_backward"),
-    (chunks, "backward_tiles"),
+    (token_chunks, "forward_tiles"),
+    (chunked_loss, "forward_tiles"),
+    (token_chunks, "backward_tiles"),
+    (chunked_loss, "sum_tiles"),
+    (head_chunks, "products"),
+    (head_chunks, "products_backward"),
+    (head_chunks, "backward_tiles"),
 ]
 
 
@@ -171,14 +168,14 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 def _tiles_apart(tape: Tape) -> Iterator[None]:
     """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
-        for module in (tiles, tile_sums, products):
+        for module in (token_chunks, chunked_loss, chunked_linear):
             stack.enter_context(mock.patch.object(module, "cuts", _few))
         for module, name in LOOPS:
             stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
         yield
 
 
-def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = tiles.cuts) -> list[slice]:
+def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token_chunks.cuts) -> list[slice]:
     found = cuts(length, step)
     return found if len(found) < 4 else [*found[:2], found[-1]]
 

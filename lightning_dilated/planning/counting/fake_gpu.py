@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from lightning_dilated.attention import rotary as turn
+from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.longnet import token_loss
 
@@ -36,7 +36,7 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
     """
 
     def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        return turn.turn(joint, table.cos, table.sin, table.scale, heads)
+        return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
 
     plain, layer_norm = torch.rms_norm, torch.layer_norm
 

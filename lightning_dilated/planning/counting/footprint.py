@@ -14,7 +14,7 @@ from typing import Any
 
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.planning.counting import dry_run as trial
+from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.inductor import Graphs
 from lightning_dilated.planning.counting.trace import Piece, Tape
 from lightning_dilated.planning.counting.workspace import OpCall, workspace
@@ -140,7 +140,7 @@ class Footprint:
     @property
     def parameter_size(self) -> int:
         """Bytes of a parameter."""
-        return trial.PRECISIONS[self.subject.precision][0].itemsize
+        return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
         """Bytes that the op needs beside its results; where layers differ, the most."""
@@ -190,12 +190,12 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
         moments.append(Moment(key, one, held, (one.static, three.static)))
     hidden = tapes[0][0].hidden
     inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
-    return Footprint(subject, depths, sizes, hidden[trial.MAIN] // sizes[0], tuple(moments), inner)
+    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:
     make, batch = (lambda: subject.make(depth)), (lambda: subject.batch(tokens))
-    return trial.step(make, batch, subject.precision, subject.memory, graphs)
+    return dry_run.step(make, batch, subject.precision, subject.memory, graphs)
 
 
 def _named(found: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple, Piece]]:
