@@ -70,7 +70,7 @@ def strains(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iter
         species, val="pylori", seq_len=seq_len, batch_size=size, train_size=steps * size, val_size=steps, seed=a.seed
     )
     data.check()
-    return batches(data, split, size, workers=2 if split == "train" else 0)
+    return batches(data, split, size, workers=6 if split == "train" else 0)
 
 
 def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Iterator[Batch]:
