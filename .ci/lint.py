@@ -1,4 +1,4 @@
-"""Checks every file of the package without running it: who imports whom, circles, docstrings, relative imports.
+"""Checks every file of the package without running it: who imports whom, circles, relative imports, numbers of files.
 
 `python .ci/lint.py [FOLDER]` prints each finding as `file:line message` and exits with 1 if there is any.
 FOLDER is the package's; left out, that of this checkout.
@@ -7,57 +7,29 @@ FOLDER is the package's; left out, that of this checkout.
 import ast
 import graphlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-#: what a folder (or a file of the top folder) may import besides itself; a new one says here where it stands
-MAY = {
-    "_compat": set(),
-    "_device": set(),
-    "pattern": set(),
-    "kernels": {"_device"},
-    "sequence": {"pattern", "kernels"},
-    "attention": {"_compat", "_device", "pattern", "kernels", "sequence"},
-    "memory": {"_device", "pattern", "sequence", "attention"},
-    "data": {"pattern", "sequence"},
-    "checkpoint": set(),
-    "models": {"_device", "pattern", "sequence", "attention", "memory", "checkpoint"},
-    "strategy": {"_device", "pattern", "kernels", "sequence", "attention", "data", "checkpoint"},
-    "planning": {"_device", "pattern", "kernels", "sequence", "attention", "memory", "data", "models", "strategy"},
-    "callbacks": {
-        *(
-            "_device",
-            "pattern",
-            "kernels",
-            "sequence",
-            "attention",
-            "memory",
-            "data",
-            "checkpoint",
-            "models",
-            "strategy",
-        ),
-        "planning",
-    },
-    "cli": {
-        *(
-            "_device",
-            "pattern",
-            "sequence",
-            "attention",
-            "memory",
-            "data",
-            "checkpoint",
-            "models",
-            "strategy",
-            "planning",
-        ),
-        *("callbacks", ""),
-    },
-    "__main__": {"cli"},
-    "": {"pattern", "sequence", "attention", "data", "models", "strategy", "planning", "callbacks"},
-}
+#: a folder (or a file of the top folder) imports only from those before it; "" is the package itself
+ORDER = (
+    *(
+        "_compat",
+        "_device",
+        "_validation",
+        "pattern",
+        "kernels",
+        "sequence",
+        "attention",
+        "memory",
+        "data",
+        "checkpoint",
+    ),
+    *("models", "strategy", "planning", "callbacks", "", "cli", "__main__"),
+)
+#: most files in a folder, and in the package
+FOLDER, PACKAGE = 15, 180
 
 
 class Finding(NamedTuple):
@@ -94,9 +66,15 @@ def read(root: Path) -> dict[str, Module]:
         parts = (root.name, *path.relative_to(root).with_suffix("").parts)
         name = ".".join(parts).removesuffix(".__init__")
         tree = ast.parse(path.read_text(), str(path))
-        imported = [node for node in ast.walk(tree) if isinstance(node, (ast.Import, ast.ImportFrom))]
+        hints = {node for block in ast.walk(tree) if is_for_hints(block) for node in ast.walk(block)}
+        imported = [n for n in ast.walk(tree) if isinstance(n, (ast.Import, ast.ImportFrom)) and n not in hints]
         modules[name] = Module(name, path, tree, imported)
     return modules
+
+
+def is_for_hints(node: ast.AST) -> bool:
+    """`if TYPE_CHECKING:`, what no run imports."""
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
 
 
 def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, int]]:
@@ -112,36 +90,27 @@ def imports(module: Module, modules: dict[str, Module]) -> Iterator[tuple[str, i
         yield from ((name, node.lineno) for name in sorted(names) if name.split(".")[0] == root)
 
 
-def lines_that_run_later(tree: ast.Module) -> set[int]:
-    """Lines of functions, and of `if TYPE_CHECKING`: what is imported there closes no circle."""
-    later: set[int] = set()
-    for node in ast.walk(tree):
-        checked = isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-        if checked or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
-            later |= set(range(node.lineno, node.end_lineno + 1))
-    return later
-
-
 def wrong_imports(module: Module, modules: dict[str, Module]) -> Iterator[Finding]:
     """Imports of a folder that does not lie below, and relative ones."""
     for node in module.imports:
         if isinstance(node, ast.ImportFrom) and node.level:
             yield Finding(module.path, node.lineno, "relative import; write the full name")
-    if module.folder not in MAY:
-        yield Finding(module.path, 1, f"{module.folder} is not in MAY of .ci/lint.py; say there what it may import")
+    if module.folder not in ORDER:
+        yield Finding(module.path, 1, f"{module.folder} is not in ORDER of .ci/lint.py; say there where it stands")
         return
-    allowed = {module.folder, *MAY[module.folder]}
+    above = ORDER[ORDER.index(module.folder) + 1 :]
     for name, line in imports(module, modules):
-        if folder_of(name) not in allowed:
-            yield Finding(module.path, line, f"imports {name}, but may import from {sorted(MAY[module.folder])} only")
+        if folder_of(name) in above:
+            yield Finding(module.path, line, f"imports {name}, which stands above {module.folder} in ORDER")
 
 
 def circles(modules: dict[str, Module]) -> Iterator[Finding]:
-    """The first circle of imports at the top level of modules, if there is one."""
+    """The first circle of imports, those inside of functions included, if there is one."""
     graph = {}
     for name, module in modules.items():
-        later = lines_that_run_later(module.tree)
-        graph[name] = {other for other, line in imports(module, modules) if line not in later and other != name}
+        below = {other for other, _ in imports(module, modules)} - {name}
+        # `import a.b` runs a, whose own imports of b are its face
+        graph[name] = {other for other in below if not name.startswith(f"{other}.")}
     try:
         graphlib.TopologicalSorter(graph).prepare()
     except graphlib.CycleError as error:
@@ -149,30 +118,22 @@ def circles(modules: dict[str, Module]) -> Iterator[Finding]:
         yield Finding(modules[circle[0]].path, 1, f"circle of imports: {' <- '.join(circle)}")
 
 
-def missing_docstrings(module: Module) -> Iterator[Finding]:
-    """Modules, public functions, classes and methods without a docstring."""
-    if not ast.get_docstring(module.tree):
-        yield Finding(module.path, 1, "no docstring that says what the file is for")
-    bodies: list[ast.Module | ast.ClassDef] = [module.tree]
-    while bodies:
-        for node in bodies.pop().body:
-            public = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
-            if not public or node.name.startswith("_"):
-                continue
-            if [ast.unparse(decorator) for decorator in node.decorator_list] == ["overload"]:
-                continue  # the function that it is of has the text
-            if not ast.get_docstring(node):
-                yield Finding(module.path, node.lineno, f"{node.name} has no docstring")
-            if isinstance(node, ast.ClassDef):
-                bodies.append(node)
+def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
+    """Folders with more files than can be looked over."""
+    folders = Counter(module.path.parent for module in modules.values())
+    for folder, number in folders.items():
+        if number > FOLDER:
+            yield Finding(folder, 1, f"{number} files; a folder has at most {FOLDER}")
+    if len(modules) > PACKAGE:
+        yield Finding(next(iter(folders)), 1, f"{len(modules)} files in the package; at most {PACKAGE}")
 
 
 def findings(root: Path) -> list[Finding]:
     """Everything that is wrong in a package, by file and line."""
     modules = read(root)
-    found = list(circles(modules))
+    found = [*circles(modules), *too_many_files(modules)]
     for module in modules.values():
-        found += [*wrong_imports(module, modules), *missing_docstrings(module)]
+        found += wrong_imports(module, modules)
     return sorted(found)
 
 

@@ -34,8 +34,7 @@ import torch.multiprocessing as mp
 from lightning_dilated import DilatedPattern, dilated_attention
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.timing import Clock
-from lightning_dilated.sequence.exchange.transport import Posted, Wire
+from lightning_dilated.sequence.exchange.transport import Clock, Posted, Wire
 from lightning_dilated.sequence.traffic import summary
 
 COLUMNS = (

@@ -24,10 +24,9 @@ from lightning_dilated import DilatedPattern
 from lightning_dilated.cli.find_max import Trials, longest
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.model_specs import language_model, subject_of
-from lightning_dilated.planning.estimate import Facts
+from lightning_dilated.planning.estimate import Case, Facts, in_words
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
-from lightning_dilated.planning.search import Case, in_words
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
 #: the recipe's, whose shifted layers leave no wall

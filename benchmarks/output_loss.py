@@ -20,9 +20,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated.memory.chunked_loss import tiled_sum
+from lightning_dilated.memory.chunked_loss import loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
-from lightning_dilated.models.longnet.token_loss import loss_tile, token_nats
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 

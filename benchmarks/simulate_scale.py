@@ -18,10 +18,10 @@ import datetime
 from dataclasses import replace
 from pathlib import Path
 
+from scale_tables import FORMS, Setting, scale_plot, sweep, table, timeline
+
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.planning.simulating.machine import Machine
-from lightning_dilated.planning.simulating.plots import scale_plot, timeline
-from lightning_dilated.planning.simulating.scale import FORMS, Setting, sweep, table
 from lightning_dilated.sequence.links import NUMBERS, Links
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_dilated.attention.backends.sdpa import CUDNN
-from lightning_dilated.kernels import backward, forward, pipelined
+from lightning_dilated.kernels import dense, pipelined
 from lightning_dilated.planning import seconds_of
 
 ROWS, SEGMENTS = 2048, 128
@@ -55,15 +55,15 @@ def case(dim: int, heads: int, causal: bool, rate: int) -> None:
         print(f"  pipelined forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
     if rate > 1:
         return
-    for tile in tried(forward.CONFIGS, dim, FORWARD):
-        ours = milliseconds(lambda: forward.forward(q, k, v, causal, scale))
+    for tile in tried(dense.CONFIGS, dim, FORWARD):
+        ours = milliseconds(lambda: dense.forward(q, k, v, causal, scale))
         print(f"  forward {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
     theirs = milliseconds(lambda: CUDNN.backward(grad, q, k, v, out, lse, causal, scale, None))
     print(f"D={dim} causal={causal}: cuDNN backward {theirs:.3f} ms")
-    over_keys = backward.OVER_KEYS_CAUSAL if causal else backward.OVER_KEYS
-    for name, table, tiles in (("keys", over_keys, OVER_KEYS), ("rows", backward.OVER_ROWS, OVER_ROWS)):
+    over_keys = dense.OVER_KEYS_CAUSAL if causal else dense.OVER_KEYS
+    for name, table, tiles in (("keys", over_keys, OVER_KEYS), ("rows", dense.OVER_ROWS, OVER_ROWS)):
         for tile in tried(table, dim, tiles):
-            ours = milliseconds(lambda: backward.backward(grad, q, k, v, out, lse, causal, scale))
+            ours = milliseconds(lambda: dense.backward(grad, q, k, v, out, lse, causal, scale))
             print(f"  backward, over {name} {tile}: {ours:.3f} ms, ratio {theirs / ours:.2f}")
 
 

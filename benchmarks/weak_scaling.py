@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_dilated as ld
-from lightning_dilated.sequence.exchange.timing import Clock, mark, seconds
+from lightning_dilated.sequence.exchange.transport import Clock, mark, seconds
 
 #: tokens of a rank that are trained before the clock
 WARM = 2**22

@@ -18,26 +18,27 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 # -- the lint ----------------------------------------------------------------------------------------------------------
 PLANTED = {
-    "__init__.py": '"""A package."""\nfrom lightning_dilated import kernels\n',
-    "kernels/__init__.py": '"""Kernels."""\n',
-    "pattern/__init__.py": '"""Patterns."""\n',
-    "pattern/up.py": '"""Imports from above."""\n\n\ndef f():\n    """Late."""\n    import lightning_dilated.models\n',
-    "pattern/first.py": '"""Half of a circle."""\nfrom lightning_dilated.pattern import second\n',
-    "pattern/second.py": '"""The other half."""\nimport lightning_dilated.pattern.first\n',
-    "pattern/silent.py": "def public():\n    pass\n\n\nclass Thing:\n    def method(self):\n        pass\n",
-    "pattern/near.py": '"""A relative import."""\nfrom . import first\n',
-    "elsewhere/__init__.py": '"""A folder that nobody placed."""\n',
+    "__init__.py": "from lightning_dilated import cli\n",
+    "cli/__init__.py": "",
+    "pattern/__init__.py": "",
+    "pattern/up.py": "def f():\n    import lightning_dilated.models\n",
+    "models/__init__.py": "",
+    "pattern/first.py": "def late():\n    from lightning_dilated.pattern import second\n",
+    "pattern/second.py": "import lightning_dilated.pattern.first\n",
+    "pattern/hint.py": (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from lightning_dilated import models\n"
+    ),
+    "pattern/near.py": "from . import first\n",
+    "elsewhere/__init__.py": "",
+    **{f"kernels/{i}.py": "" for i in range(16)},
 }
 FOUND = """\
-__init__.py:2 imports lightning_dilated.kernels, but may
-elsewhere/__init__.py:1 elsewhere is not in MAY
+__init__.py:1 imports lightning_dilated.cli, which stands above
+elsewhere/__init__.py:1 elsewhere is not in ORDER
+kernels:1 16 files; a folder has at most 15
 pattern/first.py:1 circle of imports: lightning_dilated.pattern.first <- lightning_dilated.pattern.second
-pattern/near.py:2 relative import
-pattern/silent.py:1 no docstring
-pattern/silent.py:1 public has no docstring
-pattern/silent.py:5 Thing has no docstring
-pattern/silent.py:6 method has no docstring
-pattern/up.py:6 imports lightning_dilated.models, but may"""
+pattern/near.py:1 relative import
+pattern/up.py:2 imports lightning_dilated.models, which stands above pattern"""
 
 
 def test_lint_finds_planted_faults(tmp_path):

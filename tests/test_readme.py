@@ -10,8 +10,8 @@ import torch
 
 import lightning_dilated as ld
 from lightning_dilated.attention.backends import ENGINES
-from lightning_dilated.cli.commands import OTHERS
 from lightning_dilated.cli.lightning_cli import DilatedCLI
+from lightning_dilated.cli.main import OTHERS
 
 pytestmark = pytest.mark.full
 

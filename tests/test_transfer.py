@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lightning_dilated import _device as transfer
 from lightning_dilated._device import send
-from lightning_dilated.sequence.losses import scalar
+from lightning_dilated.sequence.collectives import scalar
 
 GPU, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated._validation import integer
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
 from lightning_dilated.sequence.halo import HaloRoute, halo_route, halo_wire
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from lightning_dilated.attention import flops as _flops  # noqa: F401 - registers the op and its FLOP formulas
+from lightning_dilated.attention import op as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.backends import engine_names
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.branch import LARGEST
+from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import check_padding, count_rows
 
 #: rows that a buffer begins with, where its branch may hold as many

@@ -16,6 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
@@ -24,7 +25,6 @@ from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 

@@ -1,19 +1,32 @@
 """The one op, registered with torch: forward, backward, shapes for tracing, and autograd.
 
 Saved for backward: q, k, v, out, lse and the rows received from other ranks, whatever the number of branches.
+
+FLOPs of the op for torch.utils.flop_counter: pairs that the pattern really has, not N squared.
+
+Two matmuls a pair forward (4 D FLOPs), five backward (10 D); softmax, merge and padding are not counted, as torch does.
+
 Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention import run
-from lightning_dilated.attention.resolve import Inputs, Options, Saved
+from lightning_dilated.attention.resolve import Inputs, Options, Saved, share
+from lightning_dilated.attention.views import spans
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import blocks, pairs
+from lightning_dilated.sequence.group import find_sequence
+from lightning_dilated.sequence.planner import joint_pairs
 
 run_forward, run_backward = with_room(run.run_forward), with_room(run.run_backward)
 
@@ -113,3 +126,88 @@ def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
 
 attention.register_autograd(_backward, setup_context=_setup)
 attention_backward.register_autograd(_no_double_backward)
+
+
+def attention_pairs(
+    q: Tensor,
+    k: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    pattern: str,
+    causal: bool,
+    sequence: str = "",
+    window: Sequence[int] = (),
+) -> int:
+    """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
+
+    On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
+    """
+    batch, seq_len, own, _ = q.shape
+    first, heads, kv_heads = window or (0, own, k.shape[2])
+    lengths, cu_seqlens = (None if isinstance(x, FakeTensor) else x for x in (lengths, cu_seqlens))
+    who = DilatedPattern.decode(pattern)
+    group = find_sequence(sequence) if sequence else None
+    if group is None or group.agreed is None:
+        found = spans(batch, seq_len, lengths, cu_seqlens)
+        of = heads, kv_heads, causal, (first, first + own)
+        return sum(s.batches * pairs(who, s.length, *of) for s in found)
+    seq_len = group.agreed.seq_len
+    found = spans(batch, seq_len, lengths, cu_seqlens)
+    problem, local = share(group, who, heads, kv_heads, causal, found, seq_len, (first, first + own))
+    near = (
+        span.batches * block.pairs(causal)
+        for span in local
+        for block in blocks(who, span.document, heads, kv_heads, span.part, problem.heads)
+    )
+    return sum(near) + joint_pairs(problem, group.rank // group.head_size)
+
+
+@register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
+def _forward_flops(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    engine: str,
+    sequence: str,
+    grad: bool,
+    window: Sequence[int],
+    *,
+    out_val: Any = None,
+    **kwargs: Any,
+) -> int:
+    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)
+
+
+@register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
+def _backward_flops(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    rows: Tensor | None,
+    number: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    pattern: str,
+    causal: bool,
+    scale: float,
+    dropout: float,
+    engine: str,
+    sequence: str,
+    needs_grad: bool,
+    window: Sequence[int],
+    *,
+    out_val: Any = None,
+    **kwargs: Any,
+) -> int:
+    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.definition import counts, pads
+from lightning_dilated.pattern.rows import counts, pads
 
 
 def oracle(

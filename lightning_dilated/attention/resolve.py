@@ -19,14 +19,12 @@ from lightning_dilated.attention.executors.blockwise import Call
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.definition import check_bounds
-from lightning_dilated.pattern.rows import check_padding
+from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import HeadGroup, windows
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
-from lightning_dilated.sequence.exchange.run_switch import CompiledSwitch, compile_switch
-from lightning_dilated.sequence.exchange.timing import Planned
-from lightning_dilated.sequence.exchange.transport import Wire
+from lightning_dilated.sequence.exchange.switch import CompiledSwitch, compile_switch
+from lightning_dilated.sequence.exchange.transport import Planned, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling

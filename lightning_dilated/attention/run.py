@@ -11,13 +11,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.executors import all_to_all
+from lightning_dilated.attention.executors import remote
 from lightning_dilated.attention.executors.dispatch import local_backward, local_forward, local_gradients
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.resolve import Inputs, Options, Place, Saved, find_place
 from lightning_dilated.sequence.exchange.row_ops import Rows, add_rows
 from lightning_dilated.sequence.exchange.run import BackwardRun, Run
-from lightning_dilated.sequence.exchange.run_switch import CompiledSwitch
+from lightning_dilated.sequence.exchange.switch import CompiledSwitch
 
 
 def run_forward(x: Inputs, o: Options) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,7 +42,7 @@ def _forward(place: Place, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     if place.route is None:
         return *local_forward(call, place.spans, (q, k, v), True), kept
     if isinstance(place.route, CompiledSwitch):
-        return all_to_all.forward(call, place.spans, place.route, place.wire, (q, k, v))
+        return remote.forward(call, place.spans, place.route, place.wire, (q, k, v))
     some = place.route.queries
     with Run(place.route, place.wire, k, v) as run:
         out, lse = local_forward(call, place.spans, (q, k, v), some is not None)
@@ -104,7 +104,7 @@ def _backward(place: Place, tensors: tuple[Tensor, ...], lse: Tensor, rows: Tens
     if isinstance(place.route, CompiledSwitch):
         total = _zeros((q, k, v), lse.dtype)
         local = lambda: local_backward(call, place.spans, tensors, lse, total)  # noqa: E731
-        all_to_all.backward(call, place.route, place.wire, tensors, lse, rows, total, local)
+        remote.backward(call, place.route, place.wire, tensors, lse, rows, total, local)
         return total
     some = place.route.queries
     with BackwardRun(place.route, place.wire, k, v, rows, lse.dtype) as run:

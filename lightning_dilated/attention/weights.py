@@ -16,11 +16,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import _checked, autocast
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import Branch, integer
-from lightning_dilated.pattern.definition import check_bounds
-from lightning_dilated.pattern.rows import check_padding, count_rows, place, segment_bounds
+from lightning_dilated.pattern.pattern import Branch
+from lightning_dilated.pattern.rows import check_bounds, check_padding, count_rows, place, segment_bounds
 from lightning_dilated.sequence.group import active_sequence
 
 

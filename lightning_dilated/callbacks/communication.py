@@ -19,9 +19,9 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence.control_group import Asked, Quiet
-from lightning_dilated.sequence.exchange.timing import Clock
+from lightning_dilated._validation import integer
+from lightning_dilated.sequence.consensus import Asked, Quiet
+from lightning_dilated.sequence.exchange.transport import Clock
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
 

@@ -20,8 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated.checkpoint.background import Background
-from lightning_dilated.checkpoint.folder import FolderIO, checked, load_folder_with, say_damaged, write
+from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, say_damaged, write
 from lightning_dilated.checkpoint.folder_lock import FolderLock
 from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_whole, nothing_good
 from lightning_dilated.checkpoint.ranks import Peers, reason

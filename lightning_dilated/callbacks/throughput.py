@@ -15,7 +15,7 @@ from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.flops import step_flops
+from lightning_dilated.models.transformer import step_flops
 
 #: FLOP/s of dense products in 16 bits that Lightning's table lacks, or gives for sparse ones
 PEAKS = {"NVIDIA H200": 989.4e12}

@@ -1,4 +1,8 @@
-"""A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
+"""Peers: the ranks that save and load together, what one knows told to all, and a failure of one raised on all.
+
+Background: one job at a time in a thread, whose failure is raised where it is waited for.
+
+A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
 
 The folder is that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and "optimizer_0",
 ..., whose states bear the parameters' names; `meta.pt` holds the rest. So strategies with and without sharded parameters
@@ -12,6 +16,7 @@ import io
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -31,12 +36,62 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from typing_extensions import override
 
-from lightning_dilated.checkpoint.low_bit import put_together, read_to_host
 from lightning_dilated.checkpoint.manifest import NOT_FINITE, facts, finish, partial, prune, remove, to_load
 from lightning_dilated.checkpoint.ranks import Peers, reason
-from lightning_dilated.checkpoint.reader import METADATA, load_into, read_metadata
-from lightning_dilated.checkpoint.state import are_finite, by_number, nbytes
-from lightning_dilated.checkpoint.torch_files import load_file
+from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
+from lightning_dilated.checkpoint.state import are_finite, by_number, nbytes, put_together, read_to_host
+
+
+class Background:
+    """Runs jobs beside the training, one after the other.
+
+    The thread is a daemon: a job that waits for ranks that are gone does not keep a process from ending.
+    """
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a job was started and not waited for."""
+        return self._thread is not None
+
+    @property
+    def running(self) -> bool:
+        """Whether a job is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self, job: Callable[[], None], device: torch.device) -> None:
+        """Begin `job`, with `device` as the thread's GPU if it is one; the one before has to have been waited for."""
+        assert self._thread is None
+        self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _run(self, job: Callable[[], None], device: torch.device) -> None:
+        try:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # threads begin with the first one
+            job()
+        except BaseException as error:
+            self._error = error
+
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait for the job, if there is one; False where it is still running after `seconds`.
+
+        Raises:
+            BaseException: what the job raised, once.
+        """
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        if self._thread.is_alive():
+            return False
+        error, self._thread, self._error = self._error, None, None
+        if error is not None:
+            raise error
+        return True
+
 
 META = "meta.pt"
 

@@ -1,5 +1,5 @@
 """The command line, `lightning-dilated` or `python -m lightning_dilated`."""
 
-from lightning_dilated.cli.commands import main
+from lightning_dilated.cli.main import main
 
 __all__ = ["main"]

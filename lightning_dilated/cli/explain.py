@@ -16,11 +16,10 @@ import yaml
 
 from lightning_dilated.models import DilatedModule, LongNetClassifier
 from lightning_dilated.models.longnet.lm import TokenModel
-from lightning_dilated.models.rotary_bases import rotary_hint, served_length
+from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.explain import Explanation, explain
-from lightning_dilated.pattern.layers import in_turns
-from lightning_dilated.pattern.sight import sight_table
+from lightning_dilated.pattern.cycle import in_turns
+from lightning_dilated.pattern.explain import Explanation, explain, sight_table
 
 #: what the command line names, and what it is called in `Sizes`
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}

@@ -15,7 +15,7 @@ import yaml
 
 from lightning_dilated.cli.load_model import load_language_model
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
-from lightning_dilated.models.longnet.generation import check_sampling
+from lightning_dilated.models.longnet.lm import check_sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

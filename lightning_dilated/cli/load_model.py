@@ -9,10 +9,9 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 
-from lightning_dilated.checkpoint.torch_files import load_file
+from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models import DilatedModule, LongNetLM
-from lightning_dilated.models.file_classes import TRAINING
-from lightning_dilated.models.pretrained import current_class_path
+from lightning_dilated.models.pretrained import TRAINING, current_class_path
 
 #: ids that a vocabulary is padded by at most, as usual
 _PADDING = 1024

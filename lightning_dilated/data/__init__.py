@@ -1,21 +1,19 @@
 """DataModules and the resumable sampler and loader that they share."""
 
-from lightning_dilated.data.genome.fasta import GenomeDataModule
+from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
 from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slides.coordinates import check_coordinates
 from lightning_dilated.data.slides.heat_maps import heat_map, write_attention
-from lightning_dilated.data.slides.module import SlideDataModule
-from lightning_dilated.data.slides.sequences import SlideSequences
+from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
 from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
-from lightning_dilated.data.text.encoding import EncodedFiles, encode_files
+from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
 from lightning_dilated.data.text.version_pairs import VersionPairs, write_version_pairs
-from lightning_dilated.data.windows import GenomeWindows
 
 __all__ = [
     "ByteDataModule",

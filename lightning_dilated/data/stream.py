@@ -1,5 +1,7 @@
 """One read-only byte stream over many files, read by range through a few memory maps at a time."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 from collections import OrderedDict
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lightning_dilated.data.content import files_digest
+from lightning_dilated.data.files import files_digest
 
 
 class ByteStream:

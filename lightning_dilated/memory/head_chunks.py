@@ -15,11 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.memory.chunked_linear import products, products_backward, products_dtype
-from lightning_dilated.memory.rng_state import Replay
-from lightning_dilated.memory.token_chunks import backward_tiles, check_whole, read_again, step_of, trained, weights
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated.memory.recompute import Replay
+from lightning_dilated.memory.token_chunks import (
+    backward_tiles,
+    check_whole,
+    products,
+    products_backward,
+    products_dtype,
+    read_again,
+    step_of,
+    trained,
+    weights,
+)
 from lightning_dilated.sequence.exchange.head_parallel import windows
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lightning_dilated._validation import integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
-from lightning_dilated.pattern.branch import integer
 
 #: tiles of the projections of a window of heads, which hold less a token than the feed-forward and come once a window:
 #: were they smaller, a GPU would wait for the host that launches them

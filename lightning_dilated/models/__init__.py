@@ -5,8 +5,7 @@ from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
 from lightning_dilated.models.longnet.mlm import LongNetMLM
 from lightning_dilated.models.longvit.image_patches import image_patches
 from lightning_dilated.models.longvit.model import LongViT
-from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.models.schedules import WarmupCosine
+from lightning_dilated.models.module import DilatedModule, WarmupCosine
 from lightning_dilated.models.slides.encoder import SlideEncoder
 from lightning_dilated.models.slides.mae import SlidePretrainer
 

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
@@ -22,7 +23,6 @@ from lightning_dilated.memory.recompute import guarded, recomputed, result_is_un
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import active_sequence
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc, multiclass_cohen_kappa
 from torchmetrics.functional.regression import r2_score
 
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated._validation import integer
 
 REGRESSION_LOSSES = ("mse", "smooth_l1")
 

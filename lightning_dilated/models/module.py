@@ -1,4 +1,8 @@
-"""DilatedModule: the LightningModule that every model here is, and that users subclass.
+"""LoRA of the blocks through peft (an optional extra): low-rank updates are trained beside weights that stay as they are.
+
+Learning-rate schedules that a YAML recipe can name.
+
+DilatedModule: the LightningModule that every model here is, and that users subclass.
 
 Subclass it with two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
 number of tokens. The base class does the rest: exact token mean, metrics, optimizer, scheduler.
@@ -9,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -25,20 +30,115 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
-from lightning_dilated.checkpoint.torch_files import load_file
-from lightning_dilated.models.file_classes import check_classes
+from lightning_dilated._validation import integer
+from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
-from lightning_dilated.models.pattern_warnings import advice, longest, position_advice
-from lightning_dilated.models.pretrained import Pretrained, class_path
-from lightning_dilated.models.rotary_bases import BasesLike, layer_bases, rotary_hint, stored_bases
-from lightning_dilated.models.schedules import WarmupCosine
+from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
+from lightning_dilated.models.transformer import (
+    BasesLike,
+    advice,
+    layer_bases,
+    longest,
+    position_advice,
+    rotary_hint,
+    stored_bases,
+)
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
-from lightning_dilated.sequence.losses import scalar
+from lightning_dilated.sequence.collectives import scalar
+
+#: linear layers of a block, and parameters that are no layer of their own (q, k and v's joint projection)
+LAYERS = ("out_proj", "fc1", "fc2", "gate")
+PARAMETERS = ("attention.in_proj_weight",)
+
+
+def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
+    """Put low-rank updates (arXiv 2106.09685), which begin at 0, beside every projection of the blocks, in place.
+
+    Args:
+        transformer: a `DilatedTransformer`.
+        rank: of the updates.
+        alpha: they are scaled by alpha / rank.
+
+    Raises:
+        ModuleNotFoundError: without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
+    found = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    targets = [name for name in LAYERS if name in found]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
+    inject_adapter_in_model(config, transformer)
+
+
+def merge_lora(transformer: nn.Module) -> None:
+    """Add the updates to the weights and leave a plain transformer, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
+
+
+class WarmupCosine(LambdaLR):
+    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; one step a batch.
+
+    Args:
+        optimizer: whose own learning rates are the peak.
+        total_steps: where the cosine ends; training may go on beyond it. None is the Trainer's `max_steps`, which
+            DilatedModule fills in.
+        warmup_steps: steps of the linear rise, fewer than `total_steps`.
+        final_fraction: of the peak, at the end.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        total_steps: int | None = None,
+        warmup_steps: int = 0,
+        final_fraction: float = 0.1,
+    ) -> None:
+        self.warmup_steps = integer(warmup_steps, "warmup_steps", 0)
+        if not 0 <= final_fraction <= 1:
+            raise ValueError(f"final_fraction must lie in [0, 1], got {final_fraction!r}.")
+        self.final_fraction = final_fraction
+        self.total_steps: int | None = None
+        if total_steps is not None:
+            self.total_steps = integer(total_steps, "total_steps", 1)
+            if self.warmup_steps >= total_steps:
+                raise ValueError(f"warmup_steps={warmup_steps} must be below total_steps={total_steps}.")
+        super().__init__(optimizer, self.factor)
+
+    def end_at(self, steps: int) -> None:
+        """Let the cosine end after `steps` steps, a run's length; a run shorter than the warm-up stays within it.
+
+        Raises:
+            ValueError: if the run has no length.
+        """
+        if steps < 1:
+            raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")
+        self.total_steps = steps
+
+    def factor(self, step: int) -> float:
+        """What the learning rate is multiplied with at `step`."""
+        if step < self.warmup_steps:
+            return (step + 1) / (self.warmup_steps + 1)
+        if self.total_steps is None:
+            return 1.0
+        done = min(1.0, (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps))
+        return self.final_fraction + (1 - self.final_fraction) * 0.5 * (1 + math.cos(math.pi * done))
+
 
 STAGES = ("train", "val", "test")
 

@@ -14,11 +14,10 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
+from lightning_dilated._validation import integer
 from lightning_dilated.models.heads import make_head
-from lightning_dilated.models.lora import add_lora, merge_lora
 from lightning_dilated.models.metrics import EpochScores
-from lightning_dilated.models.module import STAGES, DilatedModule
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated.models.module import STAGES, DilatedModule, add_lora, merge_lora
 from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
 
 

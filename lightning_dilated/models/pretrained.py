@@ -1,4 +1,9 @@
-"""Models as folders of config.json and model.safetensors, on disk and on the Hugging Face hub (extra `hub`)."""
+"""Classes that a file names: none is imported for it, unless it belongs to this package, torch or lightning.
+
+Checks that all loaders of released weights share: names, layers, shapes and values, before a model is made.
+
+Models as folders of config.json and model.safetensors, on disk and on the Hugging Face hub (extra `hub`).
+"""
 
 from __future__ import annotations
 
@@ -8,22 +13,227 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
+import yaml
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from lightning_dilated.models.file_classes import TRAINING, check_classes, without_training
-from lightning_dilated.models.released import check_finite
 from lightning_dilated.pattern import DilatedPattern
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+#: hyperparameters that say how a model is trained, and are no part of it; those of a file are not read
+TRAINING = ("optimizer", "lr_scheduler")
+#: packages whose modules a file may have imported
+TRUSTED = ("lightning_dilated", "torch", "lightning")
+_DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
+_CLASS = ("class_path", "_class_path")
+
+
+def without_training(hparams: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyperparameters without the optimizer and the scheduler."""
+    return {name: value for name, value in hparams.items() if name not in TRAINING}
+
+
+def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) -> None:
+    """Refuse a file whose hyperparameters name a class that would have to be imported.
+
+    A parser that makes objects of them would import its module, and so run whatever file has that name.
+
+    Args:
+        hparams: nested mappings and lists, as in a recipe.
+        where: the file, for messages.
+        known: modules that the caller names too, besides those that are imported.
+
+    Raises:
+        ValueError: naming file and class, and what to do; for names of hyperparameters that no parser takes.
+    """
+    todo = [("hyperparameters", hparams, False)]
+    for _ in range(1_000_000):
+        if not todo:
+            return
+        name, value, is_class = todo.pop()
+        if isinstance(value, Mapping):
+            for key, inner in value.items():
+                _check_key(key, name, where, outermost=value is hparams)
+                words = str(key)
+                todo.append((words, inner, words.rpartition(".")[2] in _CLASS))
+                todo.append((name, words, False))
+        elif isinstance(value, (list, tuple)):
+            todo += [(name, inner, False) for inner in value]
+        elif isinstance(value, str):
+            if is_class and not (_DOTTED.fullmatch(value) or value.isidentifier()):
+                raise ValueError(f"{where}: {value!r:.60} ({name}) is no name of a class.")
+            if _DOTTED.fullmatch(value) and (is_class or _runs_a_file(value)) and not _allowed(value, known):
+                raise ValueError(
+                    f"{where} names {value} ({name}), which is not imported here, and files do not decide what is. If you "
+                    f"trust it, import {value.rpartition('.')[0]} before, or name the class in your own recipe."
+                )
+            todo += [(name, inner, False) for inner in _inside(value)]
+    raise ValueError(f"{where} has hyperparameters without end.")
+
+
+def _check_key(key: Any, name: str, where: str | Path, outermost: bool) -> None:
+    """Outermost names become arguments of the command line; values that are mappings may have words and numbers as keys."""
+    if (outermost and (not isinstance(key, str) or not key.isidentifier())) or not isinstance(key, (str, int, float)):
+        raise ValueError(f"{where}: {key!r:.60} in {name} is no name of a hyperparameter.")
+
+
+def _allowed(path: str, known: Collection[str]) -> bool:
+    """Whether a class is imported, or its module may be."""
+    parts = path.split(".")
+    if parts[0] in TRUSTED or path.rpartition(".")[0] in known:
+        return True
+    for i in range(len(parts) - 1, 0, -1):
+        found = sys.modules.get(".".join(parts[:i]))
+        for name in parts[i:] if found is not None else ():
+            found = getattr(found, name, None)
+        if found is not None:
+            return True
+    return False
+
+
+def _runs_a_file(path: str) -> bool:
+    """Whether to import what a dotted name may mean would run a file; many strings with a dot are no such names."""
+    parts, where = path.split("."), None
+    for i in range(1, len(parts)):
+        name = ".".join(parts[:i])
+        if name in sys.modules:
+            where = getattr(sys.modules[name], "__path__", None)
+            if where is None:
+                return False
+            continue
+        found = PathFinder.find_spec(name, where)
+        if found is None:
+            return False
+        if found.origin is not None:  # a folder without __init__.py has none
+            return True
+        where = found.submodule_search_locations
+    return False
+
+
+def _inside(value: str) -> list[Any]:
+    """What a parser may read in a string: other words, a mapping or list in YAML, or a file of one."""
+    texts = [value]
+    try:
+        if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
+            texts.append(Path(value).read_text())
+        found = [yaml.safe_load(text) for text in texts]
+    except (yaml.YAMLError, OSError, ValueError, RecursionError):
+        return []
+    return [x for x in found if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
+
+
+def missing_file(path: str | Path, what: str) -> str:
+    """The words for a path without a file; names of repositories on the Hugging Face hub are none."""
+    name = str(path).removeprefix("hf_hub:").removeprefix("hf-hub:")
+    if name == str(path) and not re.fullmatch(r"[\w-]+/[\w-]+", name):
+        return f"{path}: no such file of {what}."
+    return (
+        f"{path} is no file of {what}, and nothing is downloaded. Download it first (for GigaPath: accept the terms on "
+        "huggingface.co/prov-gigapath/prov-gigapath, then huggingface_hub.hf_hub_download("
+        '"prov-gigapath/prov-gigapath", "slide_encoder.pth")), and pass its path.'
+    )
+
+
+def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
+    """Raise ValueError for names of tensors that are no strings, and for tensors without values."""
+    odd = next((name for name in state if not isinstance(name, str)), None)
+    if odd is not None:
+        raise ValueError(f"{where} names a tensor {odd!r:.40}, but names are strings: save a module's state_dict().")
+    empty = next((name for name, x in state.items() if isinstance(x, Tensor) and x.is_meta), None)
+    if empty is not None:
+        raise ValueError(f"{where}: {empty} is on the meta device and has no values. Save the weights themselves.")
+
+
+def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
+    """The number of layers of which a file names the last.
+
+    Args:
+        numbers: of the layers, as in the names.
+        tensors: how many the file has.
+
+    Raises:
+        ValueError: for more layers than tensors; names of as many are not even listed.
+    """
+    found = set(numbers)
+    last = max(found, key=lambda x: (len(x), x), default="0")
+    if len(last) > 9 or int(last) >= tensors:
+        raise ValueError(
+            f"{where} names layer {last[:20]}, but has {tensors} tensors: layers before that one are missing."
+        )
+    return 1 + int(last)
+
+
+def check_depth(found: int, asked: int | None, known: int | None, where: str | Path, what: str = "") -> None:
+    """Raise ValueError where a file has other layers than were asked for, or fewer than the published model.
+
+    Args:
+        found: layers of the file.
+        asked: the argument `depth`, if it was given.
+        known: layers of the published model with these sizes, if there is one, called `what`.
+    """
+    if asked is not None and asked != found:
+        raise ValueError(f"{where} has {found} layers, and depth={asked} was asked for: is the file complete?")
+    if asked is None and known is not None and found < known:
+        raise ValueError(
+            f"{where} has {found} layers, and {what} of its width has {known}: its last layers are missing. Download it "
+            f"again; for a model that has no more, pass depth={found}."
+        )
+
+
+def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of a layer, in torchscale's names; a bias has the first of the two."""
+    square = {f"self_attn.{x}_proj": (dim, dim) for x in ("q", "k", "v", "out")}
+    norms = {"self_attn.inner_attn_ln": (dim,), "self_attn_layer_norm": (dim,), "final_layer_norm": (dim,)}
+    ffn = {"ffn.fc1": (ffn_dim, dim), "ffn.fc2": (dim, ffn_dim), "ffn.ffn_layernorm": (ffn_dim,)}
+    return {**square, **norms, **ffn}
+
+
+def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
+    """Raise ValueError for a layer whose tensors do not fit each other, naming the first.
+
+    Args:
+        state: in torchscale's names, prefixes included; other tensors are passed over.
+    """
+    layers = [(m, x) for name, x in state.items() if (m := re.match(r"(.*\blayers\.\d+)\.(.+)\.(weight|bias)$", name))]
+    first = next((x for m, x in layers if m[2] == "ffn.fc1" and m[3] == "weight"), None)
+    if first is None:
+        return
+    if first.ndim != 2:
+        raise ValueError(f"{where}: ffn.fc1.weight is {tuple(first.shape)}, not a matrix.")
+    shapes = layer_shapes(first.shape[1], first.shape[0])
+    for m, x in layers:
+        want = shapes.get(m[2])
+        want = want[:1] if want is not None and m[3] == "bias" else want
+        if want is not None and tuple(x.shape) != want:
+            raise ValueError(f"{where}: {m[0]} is {tuple(x.shape)}, but the other tensors say that it is {want}.")
+
+
+def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:
+    """Raise ValueError for weights that are NaN or infinite, naming them."""
+    with torch.no_grad():
+        bad = [name for name, x in tensors.items() if x.is_floating_point() and not _finite(x)]
+    if bad:
+        few = ", ".join(bad[:4]) + (f" and {len(bad) - 4} more" if len(bad) > 4 else "")
+        raise ValueError(
+            f"{where} holds NaN or infinite values in {len(bad)} of {len(tensors)} tensors: {few}. The training that wrote "
+            "it diverged, or the file is damaged: take an earlier checkpoint, or download it again."
+        )
+
+
+def _finite(x: Tensor) -> bool:
+    return bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all())  # types of 8 bits have no such test
+
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PACKAGE = __name__.partition(".")[0]

@@ -1,16 +1,27 @@
-"""The stack of blocks that every model here shares, with its rotary table and its weights at the start.
+"""The rotary base of each layer: how far apart a query and a key may stand and still match by content.
 
-Shape letters: B batch, N tokens, E embedding dim.
+One line at the start of a fit about what a module's pattern cannot do at the data's length, with the fix.
+
+FLOPs of a step, from counted (query, key) pairs and the sizes of the matrices.
+
+The stack of blocks that every model here shares, with its rotary table and its weights at the start.
+
+Shape letters: N tokens, w segment length, E embedding dim, V vocabulary, D head dim, B batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
@@ -19,7 +30,165 @@ from lightning_dilated.memory.recompute import in_groups
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
+from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
+from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.sequence import SequenceSpec
+
+#: what a model takes as `rotary_base`
+BasesLike: TypeAlias = float | str | Sequence[float | str] | None
+
+#: the base where nothing says how long sequences are
+USUAL = 10_000.0
+#: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
+FACTOR, POWER = 0.0424, 1.628
+#: the fit has three digits: segments of 2,048 tokens are served by 1e4, whose bound is 1,996
+TOLERANCE = 1.05
+
+
+def base_of_length(seq_len: int) -> float:
+    """The rotary base for sequences of N tokens: max(1e4, 0.0424 N^1.628), rounded up to a power of ten."""
+    least = FACTOR * integer(seq_len, "max_seq_len", 1) ** POWER
+    return max(USUAL, 10.0 ** math.ceil(math.log10(least)))
+
+
+def served_length(base: float) -> int:
+    """The most tokens between a query and a key that a rotary base serves, by the same bound."""
+    return int((base / FACTOR) ** (1 / POWER))
+
+
+def layer_bases(
+    rotary_base: BasesLike, max_seq_len: int | None, depth: int, position_encoding: str = "rotary"
+) -> tuple[float | None, ...]:
+    """The rotary base of each of `depth` layers; None for a layer without positions.
+
+    Args:
+        rotary_base: a number; "length", `base_of_length` of `max_seq_len`; "none", no positions; a list of those for layers
+            0, 1, ..., which repeats; or None: "length" where `max_seq_len` is given, else 10,000.
+        max_seq_len: the longest sequence that the model is made for.
+        depth: layers.
+        position_encoding: of the model; with "none" no layer has positions.
+
+    Raises:
+        TypeError, ValueError: for another value, a list that is empty or longer than `depth`, and "length" without a length.
+    """
+    if max_seq_len is not None:
+        max_seq_len = integer(max_seq_len, "max_seq_len", 1)
+    if rotary_base is None:  # xPos decays with the distance whatever the base
+        rotary_base = USUAL if max_seq_len is None or position_encoding == "xpos" else "length"
+    values = list(rotary_base) if isinstance(rotary_base, (list, tuple)) else [rotary_base]
+    if not 1 <= len(values) <= depth:
+        raise ValueError(
+            f"rotary_base lists {len(values)} bases for {depth} layers: it takes 1 to {depth}, and repeats."
+        )
+    bases = [_base(value, max_seq_len) for value in values]
+    return (None,) * depth if position_encoding == "none" else in_turns(bases, depth)
+
+
+def _base(value: float | str, max_seq_len: int | None) -> float | None:
+    if value == "none":
+        return None
+    if value == "length":
+        if max_seq_len is None:
+            raise ValueError(
+                'rotary_base="length" needs max_seq_len, the most tokens of a sequence that the model is made for. Set it, '
+                "or give rotary_base as a number."
+            )
+        return base_of_length(max_seq_len)
+    if isinstance(value, (bool, str)) or not isinstance(value, (int, float)):
+        raise TypeError(f'rotary_base must be a number, "length", "none", or a list of those; got {value!r}.')
+    if not 1 < value < math.inf:
+        raise ValueError(f"rotary base must be above 1 and finite, got {value!r}; 10000 is usual.")
+    return float(value)
+
+
+def stored_bases(bases: Sequence[float | None]) -> float | str | list[float | str]:
+    """The bases of all layers as `rotary_base` takes them, in numbers: what a checkpoint keeps."""
+    cycle = ["none" if base is None else base for base in shortest_cycle(bases)]
+    return cycle[0] if len(cycle) == 1 else cycle
+
+
+def rotary_hint(
+    bases: Sequence[float | None],
+    patterns: Sequence[DilatedPattern],
+    seq_len: int | None,
+    max_seq_len: int | None = None,
+) -> str | None:
+    """What to change where keys of a layer may stand further away than its rotary base serves; None where none do.
+
+    Args:
+        bases, patterns: of each layer.
+        seq_len: N of the sequences; None: those of the model's `max_seq_len`, or any length.
+        max_seq_len: the model's.
+    """
+    longest = seq_len or max_seq_len or math.inf
+    for layer, (base, pattern) in enumerate(zip(bases, patterns, strict=True)):
+        if base is None:
+            continue
+        width = min(max(b.segment_length or math.inf for b in pattern.branches), longest)
+        if width > TOLERANCE * served_length(base):
+            wide = "the whole sequence" if width == math.inf else f"{width:,} tokens"
+            if longest <= (max_seq_len or 0):
+                remedy = f'Set rotary_base to "length", which is {base_of_length(max_seq_len or 1):g} here'
+            else:
+                remedy = f"Set max_seq_len to the longest sequence{'' if longest == math.inf else f', {longest:,},'}"
+                remedy += ' and rotary_base to "length"'
+            return (
+                f"rotary_base={base:g} serves {served_length(base):,} tokens between a query and a key (arXiv 2405.14591), "
+                f"and layer {layer} attends over {wide}: equal tokens further apart score no better than others. {remedy}."
+            )
+    return None
+
+
+def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], training: bool = True) -> int:
+    """FLOPs of the blocks of a module, and of an output projection `head` over tokens, on all ranks together.
+
+    A product with a matrix of P weights takes 2 P a token forward and 4 P backward, of which 2 P are for its own gradient
+    and are left out where it is frozen, and 2 P for what lies before it, left out where all of that is frozen; a pair of a
+    query and a key takes 4 D forward and 10 D backward, likewise. Parameters are taken to be used in the module's order.
+    Norms, activations, what is computed again and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv
+    2204.02311, appendix B).
+
+    Args:
+        tokens: of all samples, padding included.
+        documents: the tokens of each document or unpadded sample.
+        training: forward and backward, else forward only.
+
+    Raises:
+        ValueError: for a module without TransformerBlock.
+    """
+    found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no TransformerBlock whose FLOPs could be counted.")
+    before = _trained_before(module) if training else {}
+    passes = lambda p, early: 1 + (training and p.requires_grad) + early  # noqa: E731 - products with a matrix
+    products = features = 0
+    for block in found:
+        products += sum(p.numel() * passes(p, before.get(p, False)) for p in block.parameters() if p.ndim >= 2)
+        a = block.attention_layer
+        each = a.head_dim * (14 if before.get(next(a.out_proj.parameters())) else 4)
+        for length, times in Counter(documents).items():
+            of = a.attention.pattern, length, a.num_heads, a.num_kv_heads, a.attention.causal
+            features += each * times * pairs(*of)
+    if getattr(module, "vocab_size", None) and isinstance(getattr(module, "head", None), nn.Linear):
+        head = module.head.weight
+        early = training and any(
+            p.requires_grad for m in module.children() if m is not module.head for p in m.parameters()
+        )
+        products += head.shape[1] * module.vocab_size * passes(head, early)
+    return 2 * products * tokens + features
+
+
+def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
+    """Of each parameter, whether any before it is trained."""
+    found, so_far = {}, False
+    for p in module.parameters():
+        found[p] = so_far
+        so_far = so_far or p.requires_grad
+    for block in (m for m in module.modules() if isinstance(m, TransformerBlock) and m.ffn.gate is not None):
+        of_gate = found[next(block.ffn.gate.parameters())]
+        found.update(dict.fromkeys(block.ffn.fc1.parameters(), of_gate))  # both read the same
+    return found
 
 
 class DilatedTransformer(nn.Module):
@@ -168,3 +337,59 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
             continue
         residual = name.endswith(("out_proj.weight", "fc2.weight"))
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)
+
+
+#: residues and uncovered rows show at this length; only walls need the whole one
+SHORT = 1 << 14
+
+
+def advice(module: Any, seq_len: int) -> str | None:
+    """What to change about `module.pattern` for sequences of N tokens; None where nothing is wrong."""
+    patterns, heads = getattr(module, "patterns", ()), getattr(module, "num_heads", None)
+    if not patterns or not isinstance(heads, int) or seq_len < 1:
+        return None
+    causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
+    seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
+    # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
+    dead = dict(list(seen.dead_residues.items())[:1])
+    at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
+    hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
+    if at_length.walls and taps:
+        reach = taps - 1 if causal else taps // 2
+        hints += (f"Only kv_conv={taps} carries {reach} token(s) over a wall, in each layer.",)
+    others = len(seen.dead_residues) - 1
+    if others > 0:
+        hints += (f"Likewise residues of {others} more branch{'es' if others > 1 else ''}.",)
+    if not module.released_pattern:
+        hints += sight_hints(sight(patterns, seq_len, heads, kv_heads or heads))
+    return f"{type(module).__name__}.pattern at {seq_len} tokens: {' '.join(hints)}" if hints else None
+
+
+def position_advice(module: Any, seq_len: int) -> str | None:
+    """What to change about the rotary bases for sequences of N tokens; None where nothing is wrong."""
+    bases, made_for = getattr(module, "rotary_bases", ()), getattr(module, "max_seq_len", None)
+    if getattr(getattr(module, "options", None), "position_encoding", "none") != "rotary":
+        return None
+    hint = rotary_hint(bases, module.patterns, seq_len, made_for)
+    return f"{type(module).__name__} at {seq_len} tokens: {hint}" if hint else None
+
+
+def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
+    """N of the longest sample or document of a batch; 0 where it is not known.
+
+    Args:
+        batch: this rank's part.
+        spec: which entries are sequences.
+        group: the ranks of the sequence, None for one: what they agreed on in the latest call tells N.
+    """
+    if not isinstance(batch, Mapping):
+        return 0
+    bounds, lengths = batch.get("cu_seqlens"), batch.get("lengths")
+    if isinstance(bounds, Tensor) and bounds.numel() > 1:
+        return int(bounds.diff().max())
+    if isinstance(lengths, Tensor) and lengths.numel():
+        return int(lengths.max())
+    if group is not None:
+        return 0 if group.agreed is None else group.agreed.seq_len
+    sizes = [batch[name].shape[dim] for name, dim in (spec.dims if spec else {}).items() if name in batch]
+    return sizes[0] if sizes else 0

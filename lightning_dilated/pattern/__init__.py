@@ -1,6 +1,5 @@
 """Who attends to whom: branches, patterns and their geometry, as integers only."""
 
-from lightning_dilated.pattern.branch import Branch
-from lightning_dilated.pattern.pattern import DilatedPattern
+from lightning_dilated.pattern.pattern import Branch, DilatedPattern
 
 __all__ = ["Branch", "DilatedPattern"]

@@ -9,7 +9,8 @@ import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from lightning_dilated.pattern.branch import integer, known_keys
+from lightning_dilated._validation import integer, known_keys
+from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
 from lightning_dilated.pattern.pattern import DilatedPattern
 
 #: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
@@ -61,17 +62,6 @@ def read_patterns(
         pattern.check_heads(num_heads, num_kv_heads)
     cycle = shortest_cycle(patterns)
     return cycle[0] if len(cycle) == 1 else cycle
-
-
-def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
-    """The entries of `depth` layers, which take those of a list in turns."""
-    return tuple(patterns[i % len(patterns)] for i in range(depth))
-
-
-def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
-    """The shortest beginning of the list that, repeated, gives the list."""
-    lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
-    return tuple(patterns[: next(lengths, len(patterns))])
 
 
 def layer_patterns(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_dilated.pattern.branch import integer
-from lightning_dilated.pattern.definition import used_index
+from lightning_dilated._validation import integer
+from lightning_dilated.pattern.rows import used_index
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import DilatedPattern

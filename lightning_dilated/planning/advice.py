@@ -12,10 +12,9 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Facts
+from lightning_dilated.planning.estimate import Case, Facts, candidates, in_words
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.search import Case, candidates, in_words
 
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:

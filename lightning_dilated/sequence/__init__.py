@@ -1,13 +1,11 @@
 """One sequence on many ranks: where its tokens lie, which rows must move, and the exact exchanges that move them."""
 
-from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
-from lightning_dilated.sequence.collectives import sequence_gather, sequence_mean, sequence_sum
+from lightning_dilated.sequence.collectives import loss_share, loss_sum, sequence_gather, sequence_mean, sequence_sum
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.halo import SequenceConv1d, sequence_halo
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.losses import loss_share, loss_sum
 from lightning_dilated.sequence.planner import Plan, make_problem, plan
-from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.shard import Place, SequenceSpec, Shard
 
 __all__ = [
     "Links",

@@ -17,10 +17,9 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Table
-from lightning_dilated.sequence.exchange.timing import Clock
-from lightning_dilated.sequence.exchange.transport import Traffic
+from lightning_dilated.sequence.exchange.transport import Clock, Traffic
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import Plan, check_exchange
 from lightning_dilated.sequence.shard import Shard, check_layout

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated._validation import integer
 from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.shard import Shard

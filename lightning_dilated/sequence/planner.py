@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from lightning_dilated._validation import integer
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
-from lightning_dilated.sequence import strided
+from lightning_dilated.sequence import requirements
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import windows
 from lightning_dilated.sequence.exchange.program import Round, count
@@ -37,16 +37,16 @@ from lightning_dilated.sequence.shard import Shard
 def pairs(problem: Problem, exchange: str, rank: int) -> int:
     """The pairs of a rank; those of narrower segments are the same with every exchange, and left out."""
     if exchange == "switch":
-        if strided.serves(problem):
-            return strided.pairs(problem, rank, owner=True)
+        if requirements.serves(problem):
+            return requirements.pairs(problem, rank, owner=True)
         return sum(task.pairs for owner, task in owned(problem, rank) if owner == rank)
     return joint_pairs(problem, rank) + _own(problem, rank)
 
 
 def joint_pairs(problem: Problem, rank: int) -> int:
     """The pairs of a rank's wants: those with rows beyond one run of its own consecutive positions."""
-    if strided.serves(problem):
-        return strided.pairs(problem, rank)
+    if requirements.serves(problem):
+        return requirements.pairs(problem, rank)
     return sum(want.pairs for want in wants(problem, rank))
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_dilated.sequence.exchange.program import count
-from lightning_dilated.sequence.exchange.timing import Clock, Mark, Planned, seconds
+from lightning_dilated.sequence.exchange.transport import Clock, Mark, Planned, seconds
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS, steps
 

@@ -1,5 +1,35 @@
-"""Lightning strategies that shard every sequence over ranks; importing the package registers them by name."""
+"""The strategies by name: ring_dilated (DDP), ring_dilated_fsdp and ring_dilated_notebook.
 
-from lightning_dilated.strategy.strategies import RingDilatedFSDPStrategy, RingDilatedStrategy
+Lightning strategies that shard every sequence over ranks; importing the package registers them by name.
+"""
+
+from __future__ import annotations
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dilated.strategy.ddp import RingDilatedStrategy
+from lightning_dilated.strategy.fsdp import RingDilatedFSDPStrategy
+
+__all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy"]
+
+
+def register() -> None:
+    """Make the names known to `lightning.pytorch.Trainer`."""
+    about = "one sequence on many ranks, dilated attention"
+    StrategyRegistry.register("ring_dilated", RingDilatedStrategy, description=about, override=True)
+    StrategyRegistry.register(
+        "ring_dilated_fsdp", RingDilatedFSDPStrategy, description=f"{about}, sharded parameters", override=True
+    )
+    StrategyRegistry.register(
+        "ring_dilated_notebook",
+        RingDilatedStrategy,
+        description=f"{about}, in Jupyter",
+        override=True,
+        start_method="fork",
+    )
+
+
+register()
+
 
 __all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy"]

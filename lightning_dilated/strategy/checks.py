@@ -1,9 +1,16 @@
-"""Checks before training: data and batches alike on all ranks, callbacks and modules that go wrong on shards."""
+"""check_first_batch: the head of the first batch on one rank against many, before anything is trained.
+
+Finds what no list of modules can: user code that mixes tokens, forgets global positions, or takes a mean over its own shard.
+
+Checks before training: data and batches alike on all ranks, callbacks and modules that go wrong on shards.
+"""
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,13 +18,172 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.modules import batchnorm, conv, instancenorm, pooling
 from torch.utils.data import DataLoader
+from torchmetrics import Metric
 
-from lightning_dilated.sequence import SequenceConv1d
-from lightning_dilated.sequence.batch_spec import SequenceSpec
+from lightning_dilated.sequence import Place, SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.strategy.mesh import MeshSizes
+
+#: tokens of the head
+HEAD = 2048
+#: largest difference of a loss or gradient, of its largest value
+ALLOWED = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 5e-2}
+
+
+def check_first_batch(
+    module: pl.LightningModule, batch: Any, spec: SequenceSpec | None, group: SequenceGroup, dtype: torch.dtype
+) -> None:
+    """Raise on every rank where loss or gradients of many ranks are not those of one.
+
+    Args:
+        module: it is run in eval mode, so dropout plays no part; nothing is logged.
+        batch: this rank's part, a mapping.
+        spec: its sequences.
+        group: the ranks of the sequence.
+        dtype: that the module computes in.
+
+    Raises:
+        ValueError: if the batch cannot be put together again.
+        RuntimeError: naming the loss, or the first parameter whose gradient differs, and by how much.
+    """
+    if spec is None or not isinstance(batch, Mapping):
+        raise ValueError(
+            "check_first_batch needs a sequence_spec and batches that are mappings; set it to False without."
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            "check_first_batch runs training_step, which under manual optimization trains; set it to False."
+        )
+    head = _head(batch, spec, group)
+    place = Place(group.ranks, group.rank, group.layout)
+    with _aside(module, group):
+        one = _losses(module, head)
+        with group.active():
+            many = _losses(module, SequenceSpec(spec.dims, spec.whole).cut(head, place))
+    tokens = head[next(n for n in spec.dims if n in head)].shape
+    found = _differences(one, many, group)
+    largest = max((size for name, (_, size) in found.items() if name != "loss"), default=0.0)
+    for name, (worst, size) in found.items():
+        # gradients that are 0 but for rounding, such as that of a key's bias, are as exact as the largest lets them be
+        if not worst <= ALLOWED[dtype] * max(size, 1e-6, 0.0 if name == "loss" else 1e-3 * largest):
+            raise RuntimeError(
+                f"{group.ranks} ranks do not compute what one rank does: the {name} of the first {tuple(tokens)} tokens "
+                f"differs by {worst:.3g}, its largest value is {size:.3g}. Something in {type(module).__name__} mixes "
+                "tokens, uses local positions, or takes a mean over this rank's tokens: see lightning_dilated.sequence for "
+                "sums, means and gathers over the whole sequence."
+            )
+
+
+def _differences(
+    one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
+) -> dict[str, tuple[float, float]]:
+    """{name: (largest difference, largest value)}, the same on all ranks of the job, so that all of them raise or none."""
+    found = []
+    for name, want in one.items():
+        got = many[name]
+        if isinstance(want, DTensor):  # dealt: the mean over all ranks of what each computed, and each holds a part
+            got, want = got.to_local() * group.ranks, want.to_local()
+        else:
+            dist.all_reduce(got, group=group.group)
+        found.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
+    worst = torch.tensor(found, dtype=torch.float64, device=one["loss"].device)
+    worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose it
+    dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)
+    return {name: (float(a), float(b)) for name, (a, b) in zip(one, worst.tolist(), strict=True)}
+
+
+def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) -> dict[str, Any]:
+    """The first tokens of the whole sequence, on every rank."""
+    head = dict(batch)
+    for name, dim in spec.dims.items():
+        if name in head:
+            head[name] = _first(head[name], dim, group)
+            length = head[name].shape[dim]
+    if head.get("lengths") is not None:
+        head["lengths"] = head["lengths"].clamp(max=length)
+    if head.get("cu_seqlens") is not None:
+        head["cu_seqlens"] = head["cu_seqlens"].clamp(max=length)
+    return head
+
+
+def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
+    """The first tokens along `dim` of the whole sequence, of which each rank gives those that it holds."""
+    mine = x.movedim(dim, 0)
+    facts = {"call": "check_first_batch", "shape": tuple(mine.shape[1:]), "dim": dim, "dtype": x.dtype}
+    shard = group.shard(group.agree(facts, len(mine)).seq_len)
+    found, at = mine.new_zeros(min(HEAD, shard.seq_len), *mine.shape[1:]), 0
+    for piece in shard.ranges(group.rank):
+        count = min(len(piece), len(range(piece.start, len(found), piece.step)))
+        found[piece.start :: piece.step][:count] = mine[at : at + count]
+        at += len(piece)
+    # by bytes, which sums of any dtype leave as they are
+    whole = sequence_sum(found.reshape(-1).view(torch.uint8), group)
+    return whole.view(x.dtype).view(found.shape).movedim(0, dim).contiguous()
+
+
+def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
+    """{"loss": ..., "gradient of NAME": ...}, in fp32 at least."""
+    numbered = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
+    loss = module.training_step(batch, *([0] if numbered else []))
+    loss = loss["loss"] if isinstance(loss, Mapping) else loss
+    named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    grads = _gradients(loss, [p for _, p in named])
+    if all(g is None for g in grads):
+        raise RuntimeError(f"check_first_batch: the loss of {type(module).__name__} has no gradient for any parameter.")
+    found = {"loss": loss.detach()}
+    found |= {
+        f"gradient of {n}": torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
+    }
+    return {
+        name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for name, x in found.items()
+    }
+
+
+def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
+    """Of one loss. Dealt parameters are gathered for the step, so theirs come by `backward` only, averaged over all ranks;
+    for others DDP must not see one."""
+    if not any(isinstance(p, DTensor) for p in parameters):
+        return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+    loss.backward()
+    grads = [p.grad for p in parameters]
+    for p in parameters:
+        p.grad = None
+    return grads
+
+
+@contextmanager
+def _aside(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
+    """Eval mode, no logging, losses of this sequence only; all as before afterwards, random numbers too."""
+    modes = {m: m.training for m in module.modules()}
+    metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
+    silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
+    losses, group.loss_group = group.loss_group, group.group
+    module.log = module.log_dict = silent  # type: ignore[method-assign]
+    module.eval()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        del module.log, module.log_dict
+        group.loss_group = losses
+        for m, training in modes.items():
+            m.training = training
+        for m, state, count in metrics:
+            for name, value in state.items():
+                setattr(m, name, value)
+            m._update_count, m._computed = count, None
+
+
+def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
+    """The dtype of a step: autocast's, else that of the parameters."""
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return next((p.dtype for p in module.parameters()), torch.float32)
+
 
 #: numbers of a tensor that an error shows; of longer ones, a digest
 SHOWN = 16

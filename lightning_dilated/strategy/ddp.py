@@ -15,12 +15,12 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.folder import checked, read_whole
-from lightning_dilated.checkpoint.low_bit import read_to_host
 from lightning_dilated.checkpoint.ranks import Peers
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated.checkpoint.state import read_to_host
+from lightning_dilated.strategy.fsdp import Exchange, Layout
 from lightning_dilated.strategy.mesh import gradient_group
-from lightning_dilated.strategy.parameters import Exchange, Layout
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 #: MiB of a bucket that takes all gradients

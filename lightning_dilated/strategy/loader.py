@@ -18,8 +18,8 @@ from lightning.pytorch.trainer.states import RunningStage
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
-from lightning_dilated.data.sending import detached, sendable
-from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
+from lightning_dilated.data.module import detached, sendable
+from lightning_dilated.sequence.shard import Place, SequenceSpec
 from lightning_dilated.strategy.preemption import LeavesSignals
 
 

@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated.sequence.control_group import Quiet
+from lightning_dilated.sequence.consensus import Quiet
 
 _log = logging.getLogger(__name__)
 

@@ -18,20 +18,16 @@ from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
 from lightning_dilated._device import leave_room
-from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
-from lightning_dilated.sequence.shard import check_layout
+from lightning_dilated.sequence.shard import Place, SequenceSpec, check_layout
 from lightning_dilated.strategy import checks
-from lightning_dilated.strategy.checks import refuse_callbacks, refuse_mixing
-from lightning_dilated.strategy.equivalence_check import check_first_batch, computed_in
+from lightning_dilated.strategy.checks import check_first_batch, computed_in, refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.loader import Loaders, keep_order
-from lightning_dilated.strategy.mesh import MeshSizes
+from lightning_dilated.strategy.mesh import MeshSizes, run_seed, step_seeds
 from lightning_dilated.strategy.preemption import Ending, EndsTogether
-from lightning_dilated.strategy.restart import join_under_torchrun
-from lightning_dilated.strategy.rng import run_seed, step_seeds
-from lightning_dilated.strategy.roll_call import CallsTheRoll
+from lightning_dilated.strategy.restart import CallsTheRoll, join_under_torchrun
 
 
 class SequenceStrategy(EndsTogether, CallsTheRoll):

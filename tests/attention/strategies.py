@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.definition import counts, pads
+from lightning_dilated.pattern.rows import counts, pads
 
 from ..pattern.strategies import documents, head_counts, patterns
 

@@ -5,8 +5,8 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_dilated.attention import DilatedAttention, dilated_attention
-from lightning_dilated.attention.backends import ENGINES, Request, choose, measured
+from lightning_dilated.attention import DilatedAttention, backends, dilated_attention
+from lightning_dilated.attention.backends import ENGINES, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.pattern import Branch, DilatedPattern
 
@@ -98,7 +98,7 @@ def test_oracle_wide(name, engine, dtype):
     ids=["bf16", "fp16", "float32", "float64", "dropout"],
 )
 def test_auto(dtype, dropout, want, monkeypatch):
-    monkeypatch.setattr(measured, "GROUPED_BELOW", {})
+    monkeypatch.setattr(backends, "GROUPED_BELOW", {})
     monkeypatch.setattr(grouped, "plan", lambda *given: None)  # blocks go to their engine one by one
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated.memory.chunked_linear import products, products_backward, products_dtype
+from lightning_dilated.memory.token_chunks import products, products_backward, products_dtype
 
 
 def normed(dtype):

@@ -14,7 +14,7 @@ from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.callbacks import CommunicationProfiler, communication
-from lightning_dilated.sequence.exchange.timing import Flight, Wait
+from lightning_dilated.sequence.exchange.transport import Flight, Wait
 from lightning_dilated.sequence.links import Links
 
 from ..distributed.test_nccl import on_gpus

@@ -10,17 +10,17 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,
     GRADIENTS,
+    OPTIMIZER,
     PARAMETERS,
     TEMPORARY,
 )
-from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
 
 from ..models import batch, loader, text, tiny
 from ..models import trainer as quiet
@@ -59,21 +59,21 @@ def test_by_hand(tmp_path):
     """The second step of two blocks: weights, gradients and momenta are 512 bytes each, the batch 128."""
     profiler, steps = fit(tmp_path, Stack(), check_val_every_n_epoch=None)
     found = highest(profiler.measured)
-    always = {PARAMETERS: 512, GRADIENTS: 512, STATES: 512, BATCH: 128}
+    always = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128}
     # in a block the Linear's output lives beside the Tanh's, and is gone after it
     first, second = found[Phase(FORWARD, 0)], found[Phase(FORWARD, 1)]
     assert first.kinds == {**always, ACTIVATIONS: 128, TEMPORARY: 128} and first.allocated == 1920
     assert second.kinds == {**always, ACTIVATIONS: 256, TEMPORARY: 128} and second.allocated == 2048
     assert but_scalars(found[Phase(FORWARD)]) == ({**always, ACTIVATIONS: 256}, 1920)
     # the last step's gradients are gone; each block's arrive with its backward
-    rest = {PARAMETERS: 512, STATES: 512, BATCH: 128}
+    rest = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     assert but_scalars(found[Phase(BACKWARD)])[1] <= 1664
     # of the second: what the first saved, its own weight's gradient, those before and behind its Linear
     expected = {**rest, ACTIVATIONS: 128, GRADIENTS: 256, TEMPORARY: 256}
     assert but_scalars(found[Phase(BACKWARD, 1)]) == (expected, 1792)
     # of the first: what it saved, the gradients of its output and behind its Linear
     assert but_scalars(found[Phase(BACKWARD, 0)]) == (expected, 1792)
-    assert but_scalars(found[Phase(OPTIMIZER)]) == (always, 1664)
+    assert but_scalars(found[Phase(OPTIMIZING)]) == (always, 1664)
     assert but_scalars(found[Phase(REST)])[1] == 1664
     assert (
         profiler.measured.top.phase == Phase(FORWARD, 1) and profiler.top.allocated == profiler.peak_allocated == 2048
@@ -162,11 +162,11 @@ def test_several_batches_a_step(tmp_path):
     profiler, steps = fit(tmp_path, Stack(), 2, accumulate_grad_batches=2)
     assert list(steps) == [0, 1] and profiler.steps == 2
     spans = [x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1)]
-    kinds = {PARAMETERS: 512, GRADIENTS: 512, STATES: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
+    kinds = {PARAMETERS: 512, GRADIENTS: 512, OPTIMIZER: 512, BATCH: 128, ACTIVATIONS: 256, TEMPORARY: 128}
     assert len(spans) == 2 and spans[0].kinds == kinds
     # the first batch is alive too, as Lightning fetches ahead; it has the place of nothing else
     assert spans[1].kinds[GRADIENTS] == 512 and spans[1].kinds[ACTIVATIONS] // 128 == 2
-    assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZER) == 1
+    assert [x.phase.stage for x in profiler.measured.spans].count(OPTIMIZING) == 1
     skipping = fit(tmp_path, Stack(), 4, MemoryProfiler(2), accumulate_grad_batches=2)[1]
     assert list(skipping) == [1, 3] and all("memory/optimizer_mb" in x for x in skipping.values())
 
@@ -200,13 +200,13 @@ def test_several_optimizers(tmp_path):
     assert list(steps) == [0, 1]
     names = [x.phase for x in profiler.measured.spans if x.phase != Phase(FORWARD)]
     one = lambda i: [Phase(FORWARD, i), Phase(BACKWARD), Phase(BACKWARD, i)]  # noqa: E731
-    assert [x for x in names if x != Phase(BACKWARD) and x.stage != OPTIMIZER] == [
+    assert [x for x in names if x != Phase(BACKWARD) and x.stage != OPTIMIZING] == [
         x for i in (0, 1) for x in one(i)[::2]
     ]
-    assert names.count(Phase(OPTIMIZER)) == 2
+    assert names.count(Phase(OPTIMIZING)) == 2
     forward = next(x for x in profiler.measured.spans if x.phase == Phase(FORWARD, 1))
     # both blocks' weights and Adam's moments and counts; only the first's gradient: the second's was just let go
-    expected = {PARAMETERS: 512, GRADIENTS: 256, STATES: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
+    expected = {PARAMETERS: 512, GRADIENTS: 256, OPTIMIZER: 4 * 256 + 8, BATCH: 128, ACTIVATIONS: 128}
     assert {k: n for k, n in forward.kinds.items() if k in expected and k != ACTIVATIONS} == {
         k: n for k, n in expected.items() if k != ACTIVATIONS
     }
@@ -263,7 +263,7 @@ def test_a_module_without_blocks(tmp_path):
             self.layers = nn.Sequential(Block(), Block())
 
     profiler, steps = fit(tmp_path, Plain())
-    assert [x.phase for x in profiler.rows] == [Phase(x) for x in (FORWARD, BACKWARD, OPTIMIZER, REST)]
+    assert [x.phase for x in profiler.rows] == [Phase(x) for x in (FORWARD, BACKWARD, OPTIMIZING, REST)]
     assert profiler.top.allocated == 2048 and "memory/forward_other_mb" not in steps[1]
 
 

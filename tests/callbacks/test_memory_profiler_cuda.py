@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, REST, Phase, Watch
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Phase, Watch
 from lightning_dilated.callbacks.memory.probe import CudaProbe
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.counting.memory_tracker import (
@@ -13,10 +13,10 @@ from lightning_dilated.planning.counting.memory_tracker import (
     BATCH,
     EXCHANGE,
     GRADIENTS,
+    OPTIMIZER,
     PARAMETERS,
     TEMPORARY,
 )
-from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
 from lightning_dilated.sequence.exchange.transport import Traffic
 
 from ..models import loader
@@ -80,7 +80,7 @@ def played(monkeypatch, exchange="gather"):
     then((BACKWARD, 0), 9516, 11000, received=50, sent=20)
     module.layers[0].linear.weight.grad = torch.zeros(8, 8)
     then((REST,), 8664, 9900)
-    then((OPTIMIZER,), 8664, 8664)
+    then((OPTIMIZING,), 8664, 8664)
     probe.pause(watch.phase, [optimizer])
     return probe, probe.finish(7)
 
@@ -88,7 +88,7 @@ def played(monkeypatch, exchange="gather"):
 def test_the_allocator(monkeypatch):
     probe, measured = played(monkeypatch)
     found = [(x.phase, x.allocated, x.reserved, x.kinds) for x in measured.spans]
-    base = {PARAMETERS: 512, STATES: 512, BATCH: 128}
+    base = {PARAMETERS: 512, OPTIMIZER: 512, BATCH: 128}
     none = {GRADIENTS: 0, EXCHANGE: 0, ACTIVATIONS: 0}
     kinds = lambda **more: {**base, **none, **{names[k]: n for k, n in more.items()}}  # noqa: E731
     names = {"g": GRADIENTS, "e": EXCHANGE, "a": ACTIVATIONS, "t": TEMPORARY}
@@ -105,7 +105,7 @@ def test_the_allocator(monkeypatch):
         (Phase(BACKWARD, 1), 11000, 16000, kinds(a=1448, e=670, t=7730)),
         (Phase(BACKWARD, 0), 9900, 14900, kinds(a=808, e=300, g=256, t=7384)),
         (Phase(REST), 8664, 13664, kinds(g=512, t=7000)),
-        (Phase(OPTIMIZER), 8664, 13664, kinds(g=512, t=7000)),
+        (Phase(OPTIMIZING), 8664, 13664, kinds(g=512, t=7000)),
     ]
     assert probe.overall == (11000, 16000)
     assert all(sum(x.kinds.values()) == x.allocated for x in measured.spans) and measured.step == 7
@@ -136,7 +136,7 @@ def test_a_gpu(tmp_path):
     )
     # batch, saved, the Linear's output; and what libraries hold, such as cuBLAS's workspace
     assert 1 + 3 + 1 <= found[Phase(FORWARD, 2)].allocated // x < 8
-    assert found[Phase(BACKWARD, 0)].kinds[BATCH] == x and found[Phase(OPTIMIZER)].kinds[GRADIENTS] == 3 * 256
+    assert found[Phase(BACKWARD, 0)].kinds[BATCH] == x and found[Phase(OPTIMIZING)].kinds[GRADIENTS] == 3 * 256
     assert all(sum(s.kinds.values()) == s.allocated <= s.reserved for s in profiler.measured.spans)
     assert profiler.peak_allocated == profiler.top.allocated >= torch.cuda.max_memory_allocated()
     assert profiler.rows[0].reserved is not None and (tmp_path / "memory_timeline.png").exists()

@@ -8,9 +8,17 @@ from unittest import mock
 import pytest
 import torch
 
-from lightning_dilated.callbacks.memory import snapshot as memory_snapshot
-from lightning_dilated.callbacks.memory.oom import GENERAL, Shortage, advise, find_shortage, in_words, parse, report
-from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
+from lightning_dilated.callbacks.memory import probe
+from lightning_dilated.callbacks.memory.profiler import (
+    GENERAL,
+    MemoryProfiler,
+    Shortage,
+    advise,
+    find_shortage,
+    in_words,
+    parse,
+    report,
+)
 
 from ..models import loader
 from ..models import trainer as quiet
@@ -246,22 +254,22 @@ def recorded(monkeypatch):
 
 
 def test_snapshots(tmp_path, recorded):
-    made = memory_snapshot.Snapshots((1, 3), torch.device("cuda"))
+    made = probe.Snapshots((1, 3), torch.device("cuda"))
     for step in range(5):
         made.begin(step)
         made.end(step, tmp_path / "new", 2)
     assert recorded == ["all", str(tmp_path / "new" / "memory_steps_1_to_2_rank_2.pickle"), None]
     assert made.write(tmp_path / "x.pickle") and recorded[3:] == [str(tmp_path / "x.pickle")]
-    short = memory_snapshot.Snapshots((0, 9), torch.device("cuda"))
+    short = probe.Snapshots((0, 9), torch.device("cuda"))
     short.begin(0)
     short.stop()
     assert recorded[4:] == ["all", None]
-    assert not memory_snapshot.Snapshots(None, torch.device("cpu")).write(tmp_path / "y.pickle") and len(recorded) == 6
+    assert not probe.Snapshots(None, torch.device("cpu")).write(tmp_path / "y.pickle") and len(recorded) == 6
 
 
 def test_a_snapshot_where_memory_ran_out(tmp_path, recorded, monkeypatch):
     monkeypatch.setattr(
-        memory_snapshot.Snapshots,
+        probe.Snapshots,
         "__init__",
         lambda self, steps, device: vars(self).update(steps=None, device=torch.device("cuda"), recording=False),
     )

@@ -7,23 +7,24 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dilated.callbacks.memory import host as memory_host
-from lightning_dilated.callbacks.memory.host import host_memory
-from lightning_dilated.callbacks.memory.kinds import bytes_of, shares, states, tensors_of
+from lightning_dilated.callbacks.memory import probe
 from lightning_dilated.callbacks.memory.phases import (
     BACKWARD,
     FORWARD,
-    OPTIMIZER,
+    OPTIMIZING,
     REST,
     Phase,
     Watch,
+    bytes_of,
     find_blocks,
     phases,
+    shares,
+    states,
+    tensors_of,
 )
-from lightning_dilated.callbacks.memory.plots import stages, thinned
-from lightning_dilated.callbacks.memory.probe import Measured, Span
+from lightning_dilated.callbacks.memory.probe import Measured, Span, host_memory
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
-from lightning_dilated.callbacks.memory.table import metrics, numbers, rows_of, show, top_of, unit_of
+from lightning_dilated.callbacks.memory.report import metrics, numbers, rows_of, show, stages, thinned, top_of, unit_of
 from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, PARAMETERS, TEMPORARY
 
 from ..models import loader, tiny
@@ -52,7 +53,7 @@ def test_which_blocks():
 
 def test_words():
     assert Phase(BACKWARD, 6).told(12) == "backward of block 7 of 12" and Phase(FORWARD).told(12) == "forward, other"
-    assert [Phase(x).told(0) for x in (FORWARD, OPTIMIZER, REST)] == ["forward", "optimizer", "rest of the step"]
+    assert [Phase(x).told(0) for x in (FORWARD, OPTIMIZING, REST)] == ["forward", "optimizer", "rest of the step"]
     assert phases(2) == [
         *(
             Phase(FORWARD),
@@ -62,7 +63,7 @@ def test_words():
             Phase(BACKWARD, 0),
             Phase(BACKWARD),
         ),
-        *(Phase(OPTIMIZER), Phase(REST)),
+        *(Phase(OPTIMIZING), Phase(REST)),
     ]
 
 
@@ -146,9 +147,9 @@ def test_no_graph():
     watch.start()
     with torch.no_grad():
         module(torch.ones(4, 8))
-    watch.enter(OPTIMIZER)
+    watch.enter(OPTIMIZING)
     watch.begin_backward(0, None), watch.end_backward(0, None)  # of a gradient that is none of this backward
-    assert watch.phase == Phase(OPTIMIZER)
+    assert watch.phase == Phase(OPTIMIZING)
     watch.detach()
 
 
@@ -176,11 +177,9 @@ def test_host_memory(tmp_path, monkeypatch):
     elsewhere = host_memory(tmp_path / "none")
     assert elsewhere["host"] is None and elsewhere["host_peak"] > 10**7
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(
-        memory_host.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False
-    )
+    monkeypatch.setattr(probe.torch.cuda, "host_memory_stats", lambda: {"allocated_bytes.current": 77}, raising=False)
     assert host_memory(status)["pinned"] == 77
-    monkeypatch.setattr(memory_host, "pinned_bytes", lambda: 23)  # of offloaded block inputs
+    monkeypatch.setattr(probe, "pinned_bytes", lambda: 23)  # of offloaded block inputs
     assert host_memory(status)["pinned"] == 100
 
 
@@ -190,7 +189,7 @@ def test_numbers(capsys):
     host = {"host": 3_000_000, "host_peak": 4_000_000, "pinned": None}
     spans = lambda n: [  # noqa: E731
         *(Span(Phase(FORWARD, 0), 0, 1, n, n + 5, {ACTIVATIONS: n}), Span(Phase(FORWARD, 0), 1, 2, n - 1, n + 6, {})),
-        Span(Phase(OPTIMIZER), 2, 3, 7, 8, {}),
+        Span(Phase(OPTIMIZING), 2, 3, 7, 8, {}),
     ]
     first = numbers(Measured(4, [*spans(2_000_000), Span(Phase(BACKWARD, 0), 3, 4, 9, 9, {})], []), 1, host)
     found = torch.stack([first, numbers(Measured(4, spans(6_000_000), []), 1, host)])
@@ -201,7 +200,7 @@ def test_numbers(capsys):
     assert logged["memory/at_peak/saved_activations_mb"] == 6
     top, rows = top_of(found, 1, 4), rows_of(found, 1)
     assert (top.allocated, top.rank, top.step, top.phase) == (6_000_000, 1, 4, Phase(FORWARD, 0))
-    assert [x.phase for x in rows] == [Phase(FORWARD, 0), Phase(BACKWARD, 0), Phase(OPTIMIZER)]
+    assert [x.phase for x in rows] == [Phase(FORWARD, 0), Phase(BACKWARD, 0), Phase(OPTIMIZING)]
     assert (rows[0].allocated, rows[0].rank, rows[0].least, rows[0].reserved) == (6_000_000, 1, 2_000_000, 6_000_006)
     show(rows, top, 1, 9, found)
     said = " ".join(capsys.readouterr().out.split())

@@ -4,7 +4,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase
+from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, Phase
 from lightning_dilated.callbacks.memory.profiler import MemoryProfiler
 from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE, GRADIENTS
 
@@ -91,4 +91,4 @@ def test_sharded_parameters(pool):
     """FSDP's parameters are parts, and what it gathers is an exchange's."""
     for spans, *_ in pool.run(2, exchanges, Run(steps=2, fsdp=True, double=True), "none"):
         found = {x.phase: x for x in spans}
-        assert found[Phase(BACKWARD, 0)].kinds[EXCHANGE] > 0 and found[Phase(OPTIMIZER)].kinds[GRADIENTS] > 0
+        assert found[Phase(BACKWARD, 0)].kinds[EXCHANGE] > 0 and found[Phase(OPTIMIZING)].kinds[GRADIENTS] > 0

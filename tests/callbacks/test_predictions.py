@@ -12,7 +12,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning_dilated import LongNetClassifier, LongNetLM
 from lightning_dilated.callbacks import PredictionWriter
 from lightning_dilated.data import SlideDataModule, write_synthetic_slides
-from lightning_dilated.data.csv_fields import plain_field
+from lightning_dilated.data.files import plain_field
 
 from ..models import PATTERN, SIZES, batch, loader, text, tiny, trainer
 from ..models.slides import encoder

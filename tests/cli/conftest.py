@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lightning_dilated.cli.commands import main
+from lightning_dilated.cli.main import main
 
 SEQ_LEN = 64
 DATA = ["--data.paths", "text.txt", "--data.seq_len", str(SEQ_LEN), "--data.batch_size", "2", "--data.val_limit", "2"]

@@ -5,8 +5,8 @@ import os
 import pytest
 
 from lightning_dilated._device import NAMES, expandable_segments
-from lightning_dilated.cli import commands as command_line
-from lightning_dilated.cli.find_max import Trials, trials
+from lightning_dilated.cli import find_max, main
+from lightning_dilated.cli.find_max import Trials
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -25,16 +25,16 @@ def test_segments_grow():
 def test_commands_ask_for_them(monkeypatch):
     """Before anything is built, and for the workers that they start."""
     env = {}
-    monkeypatch.setattr(command_line.os, "environ", env)
-    monkeypatch.setattr(command_line, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
+    monkeypatch.setattr(main.os, "environ", env)
+    monkeypatch.setattr(main, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
     with pytest.raises(KeyError, match="expandable_segments:True"):
-        command_line.main(["fit"])
+        main.main(["fit"])
 
 
 def test_trials_ask_for_them(tmp_path, monkeypatch):
     seen = {}
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(trials.subprocess, "Popen", lambda command, env, **more: seen.update(env))
+    monkeypatch.setattr(find_max.subprocess, "Popen", lambda command, env, **more: seen.update(env))
     Trials([], ranks=1)._start(tmp_path, 8, 0, 1)
     assert seen["PYTORCH_ALLOC_CONF"] == "expandable_segments:True" and "PYTORCH_ALLOC_CONF" not in os.environ

@@ -9,8 +9,7 @@ import sys
 import pytest
 import torch
 
-from lightning_dilated.cli.bench.links import LAUNCHED, LEAST, reckon
-from lightning_dilated.cli.bench.wires import Sample, _rings
+from lightning_dilated.cli.bench.links import LAUNCHED, LEAST, Sample, _rings, reckon
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.links import VARIABLE, cached
 

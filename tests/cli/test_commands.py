@@ -8,9 +8,10 @@ import pytest
 import torch
 
 import lightning_dilated as ld
-from lightning_dilated.cli.commands import HELP, OTHERS, PROG
+from lightning_dilated.cli.errors import PROG
 from lightning_dilated.cli.generate import print_bytes
 from lightning_dilated.cli.lightning_cli import DilatedCLI
+from lightning_dilated.cli.main import HELP, OTHERS
 
 from .conftest import DATA, LOG, MODEL, TINY
 

@@ -7,7 +7,7 @@ import yaml
 
 from lightning_dilated import LongNetLM
 from lightning_dilated.cli.explain import class_of, with_length
-from lightning_dilated.models.pattern_warnings import advice, position_advice
+from lightning_dilated.models.transformer import advice, position_advice
 
 from .test_recipes import RECIPES, SIZES, WRITTEN
 

@@ -17,9 +17,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
-from lightning_dilated.cli.find_max import Outcome, Trials, longest, worker
-from lightning_dilated.cli.find_max.command import run
-from lightning_dilated.cli.find_max.samples import Samples
+from lightning_dilated.cli import find_max
+from lightning_dilated.cli.find_max import Outcome, Samples, Trials, longest, run
 
 pytestmark = pytest.mark.full
 
@@ -176,7 +175,7 @@ def test_a_killed_rank_is_looked_for_first(tmp_path):
 STARTER = """
 import json, subprocess, sys, time
 told = {"parent": __import__("os").getpid()}
-print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.cli.find_max.worker", json.dumps(told)]).pid, flush=True)
+print(subprocess.Popen([sys.executable, "-m", "lightning_dilated.cli.find_max", json.dumps(told)]).pid, flush=True)
 time.sleep(600)
 """
 
@@ -215,18 +214,18 @@ def test_words_of_lacking_memory(words, missing, tmp_path, monkeypatch):
     def fail(told, arguments):
         raise RuntimeError(words)
 
-    monkeypatch.setattr(worker, "train", fail)
-    monkeypatch.setattr(worker.os, "_exit", lambda code: sys.exit(code))
+    monkeypatch.setattr(find_max, "train", fail)
+    monkeypatch.setattr(find_max.os, "_exit", lambda code: sys.exit(code))
     monkeypatch.delenv("RANK", raising=False)
     told = {"folder": str(tmp_path), "limit": None}
     if missing:
         with pytest.raises(SystemExit):
-            worker.main(told, [])
+            find_max.main(told, [])
         said = json.loads((tmp_path / "0.json").read_text())["missing"]
         assert said.startswith(words.splitlines()[0]) and said.endswith(", main)")  # the last line of ours
     else:
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
-            worker.main(told, [])
+            find_max.main(told, [])
 
 
 def test_no_rank_is_left_where_another_cannot_start(monkeypatch):
@@ -292,7 +291,7 @@ def steps_of(done):
     told = []
     root = SimpleNamespace(type="cpu")
     strategy = SimpleNamespace(root_device=root, barrier=lambda: told.append("barrier"))
-    callback = worker._Steps(told.append)
+    callback = find_max._Steps(told.append)
     callback.on_train_batch_start(None)
     return callback, told, SimpleNamespace(strategy=strategy, global_step=done)
 
@@ -317,6 +316,6 @@ def test_a_rank_leaves_where_memory_is_at_its_end():
 
 
 def test_a_training_that_ends_early(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker, "train", lambda *unused: None)
+    monkeypatch.setattr(find_max, "train", lambda *unused: None)
     with pytest.raises(RuntimeError, match="ended before 2 steps"):
-        worker.main({"folder": str(tmp_path), "limit": None}, [])
+        find_max.main({"folder": str(tmp_path), "limit": None}, [])

@@ -6,7 +6,7 @@ import re
 import pytest
 import torch
 
-from lightning_dilated.cli.commands import OTHERS
+from lightning_dilated.cli.main import OTHERS
 
 from .conftest import DATA, TINY
 

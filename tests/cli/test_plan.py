@@ -7,13 +7,12 @@ import pytest
 import yaml
 
 from lightning_dilated.callbacks import ActivationRecompute
-from lightning_dilated.cli.plan.options import number, parser
-from lightning_dilated.cli.plan.request import settled
+from lightning_dilated.cli.plan_request import number, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.model_specs import subject_of
+from lightning_dilated.planning.estimate import yaml_lines
 from lightning_dilated.planning.memory import Setup, memory, moved_as_fit_ends
-from lightning_dilated.planning.search import yaml_lines
 from lightning_dilated.sequence.links import Links
 
 pytestmark = pytest.mark.full

@@ -3,8 +3,7 @@
 import pytest
 import yaml
 
-from lightning_dilated.cli.plan.options import parser
-from lightning_dilated.cli.plan.request import settled
+from lightning_dilated.cli.plan_request import parser, settled
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.model_specs import subject_of

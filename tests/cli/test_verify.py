@@ -6,9 +6,8 @@ import time
 import pytest
 import torch
 
-from lightning_dilated.cli.verify import command
-from lightning_dilated.cli.verify.cases import Check, Verdict, alone, by_definition, compare, matrix
-from lightning_dilated.cli.verify.workers import RanksFailed, run_ranks
+from lightning_dilated.cli import verify
+from lightning_dilated.cli.verify import Check, RanksFailed, Verdict, alone, by_definition, compare, matrix, run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -44,7 +43,7 @@ def test_a_wrong_rank_is_told(cli, monkeypatch):
         found[1][3][1]["dk"][0, 5] += 1e-3
         return found
 
-    monkeypatch.setattr(command, "run_ranks", two_ranks)
+    monkeypatch.setattr(verify, "run_ranks", two_ranks)
     result = cli("verify", "--devices", 2, "--quick", "--device", "cpu")
     checks = matrix(2, ["float64"], quick=True)
     assert result.code == 1 and result.out.count("DIFFERS") == 1
@@ -63,7 +62,7 @@ def test_a_failed_rank_is_told(cli, monkeypatch):
     def dead(*args, **options):
         raise RanksFailed("rank 1 died with exit code -9 (after 3 results)")
 
-    monkeypatch.setattr(command, "run_ranks", dead)
+    monkeypatch.setattr(verify, "run_ranks", dead)
     result = cli("verify", "--devices", 2)
     assert result.code == 1 and "rank 1 died with exit code -9" in result.err and "agree" not in result.out
 
@@ -116,12 +115,12 @@ def test_compare(name, capsys):
     change(found)
     verdict = compare(check, by_definition(check), found)
     assert verdict.agrees == agrees, verdict
-    assert command.report([verdict]) == (0 if agrees else 1)
+    assert verify.report([verdict]) == (0 if agrees else 1)
     assert ("DIFFERS" in capsys.readouterr().out) != agrees
 
 
 def test_nothing_compared_is_no_agreement(capsys):
-    assert command.report([]) == 1
+    assert verify.report([]) == 1
 
 
 def test_errors_are_relative_and_by_dtype():

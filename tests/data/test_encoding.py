@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import TokenDataModule, encode_files
-from lightning_dilated.data.text import encoding
+from lightning_dilated.data.text import tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers  # noqa: E402
@@ -51,18 +51,18 @@ def write(folder: Path, **texts: str) -> list[str]:
 @pytest.mark.parametrize("kind", ["bytes", "marked", "composed", "plain"])
 def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Pieces of 300 characters, and words in random order with blanks, long runs and a special token in between."""
-    monkeypatch.setattr(encoding, "PIECE", 300)
-    monkeypatch.setattr(encoding, "OVERLAP", 128)
-    tokenizer, draw = trained(kind), random.Random(0)
-    tokenizer.save(str(tmp_path / "t.json"))
+    monkeypatch.setattr(tokenizer, "PIECE", 300)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 128)
+    trained_tokenizer, draw = trained(kind), random.Random(0)
+    trained_tokenizer.save(str(tmp_path / "t.json"))
     words = [*TEXT.split(" "), "\n", "\n\n\n", " " * 7, END, "aaa", "\t", "naïve" * 5]
     texts = {f"{i}.txt": " ".join(draw.choices(words, k=draw.choice([1, 40, 300, 900]))) for i in range(12)}
     texts["run.txt"] = "ab " * 50 + "a" * 5001 + " ac" * 500
     texts["blank.txt"] = "ab" + " " * 3333 + "ac" * 500
     found = encode_files(tmp_path / "t.json", write(tmp_path, **texts), tmp_path / "out.bin")
     got = np.fromfile(tmp_path / "out.bin", np.uint16).tolist()
-    end = tokenizer.token_to_id(END)
-    want = [[*tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts.values()]
+    end = trained_tokenizer.token_to_id(END)
+    want = [[*trained_tokenizer.encode(text, add_special_tokens=False).ids, end] for text in texts.values()]
     assert got == [x for ids in want for x in ids]
     assert found.tokens == len(got) and found.documents == got.count(end) > found.files == len(texts)
     assert found.bytes_per_token == sum(len(x.encode()) for x in texts.values()) / len(got)
@@ -70,8 +70,8 @@ def test_pieces_give_the_tokens_of_the_whole_text(tmp_path: Path, monkeypatch: p
 
 def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pairs of quotes: which ones are a pair depends on all text before, and each stretch shows some."""
-    monkeypatch.setattr(encoding, "PIECE", 300)
-    monkeypatch.setattr(encoding, "OVERLAP", 128)
+    monkeypatch.setattr(tokenizer, "PIECE", 300)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     made, draw = trained("plain"), random.Random(0)
     made.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex('"[^"]*"'), "isolated")
     made.train_from_iterator(['"ab" ab "ac" a" " "b'] * 9, trainers.BpeTrainer(vocab_size=60, show_progress=False))
@@ -83,20 +83,20 @@ def test_what_pieces_disagree_on_is_encoded_together(tmp_path: Path, monkeypatch
 
 def test_pieces_are_joined_far_from_their_ends() -> None:
     """At the first token of the overlap's middle half if all of that half agree, ids and places; the rest may differ."""
-    count, quarter = encoding.OVERLAP, encoding.OVERLAP // 4
+    count, quarter = tokenizer.OVERLAP, tokenizer.OVERLAP // 4
 
-    def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> encoding._Piece:
+    def piece(begin: int, size: int, changed: int | None = None, longer: int = 0) -> tokenizer._Piece:
         starts = np.arange(size)
         ids = starts + begin
         if changed is not None:
             ids[changed] = -1
-        return encoding._Piece("a", begin, "", False, ids, np.stack([starts, starts + 1 + longer], 1))
+        return tokenizer._Piece("a", begin, "", False, ids, np.stack([starts, starts + 1 + longer], 1))
 
     left, right = piece(0, 9000), 9000 - count
-    assert encoding._seam(left, piece(right, 9000)) == (right + quarter, quarter)
+    assert tokenizer._seam(left, piece(right, 9000)) == (right + quarter, quarter)
     for changed, joined in [(quarter - 1, True), (quarter, False), (3 * quarter - 1, False), (3 * quarter, True)]:
-        assert (encoding._seam(left, piece(right, 9000, changed)) is not None) == joined
-    assert encoding._seam(left, piece(right, 9000, longer=1)) is None
+        assert (tokenizer._seam(left, piece(right, 9000, changed)) is not None) == joined
+    assert tokenizer._seam(left, piece(right, 9000, longer=1)) is None
 
 
 def test_token_data_reads_it(tmp_path: Path, saved: str) -> None:
@@ -155,16 +155,16 @@ def test_truncation_and_templates_of_the_file_are_left_alone(tmp_path: Path) -> 
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest text that the tokenizer is given at once, whatever the file's length."""
-    monkeypatch.setattr(encoding, "PIECE", 1000)
-    monkeypatch.setattr(encoding, "OVERLAP", 256)
-    given, real = [], encoding._encoded
+    monkeypatch.setattr(tokenizer, "PIECE", 1000)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 256)
+    given, real = [], tokenizer._encoded
 
     def watched(tokenizer, pieces):
         for piece in real(tokenizer, pieces):
             given.append(len(piece.text))
             yield piece
 
-    monkeypatch.setattr(encoding, "_encoded", watched)
+    monkeypatch.setattr(tokenizer, "_encoded", watched)
     encode_files(saved, write(tmp_path, a=TEXT * 200), tmp_path / "a.bin")
     assert max(given) == 1256 and len(given) > 100
 
@@ -221,8 +221,8 @@ def test_which_token_ends_a_document_is_not_guessed(tmp_path: Path, special: tup
 
 
 def test_what_has_all_bytes_is_encoded_once(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, real = [], encoding._encodings
-    monkeypatch.setattr(encoding, "_encodings", lambda *x: given.append(x) or real(*x))
+    given, real = [], tokenizer._encodings
+    monkeypatch.setattr(tokenizer, "_encodings", lambda *x: given.append(x) or real(*x))
     encode_files(saved, write(tmp_path, a=TEXT), tmp_path / "a.bin")
     trained("marked").save(str(tmp_path / "marked.json"))
     encode_files(tmp_path / "marked.json", write(tmp_path, a=TEXT), tmp_path / "b.bin")
@@ -245,7 +245,7 @@ def test_a_run_without_a_cut_is_named_and_nothing_stays(
     tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in (("PIECE", 300), ("OVERLAP", 128), ("LONGEST", 2000)):
-        monkeypatch.setattr(encoding, name, value)
+        monkeypatch.setattr(tokenizer, name, value)
     file = write(tmp_path, **{"a.txt": "ab " * 200 + "a" * 5001})
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ValueError, match=r"a.txt: the tokenizer finds no place to cut the text after character 300"):

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import numpy as np
 
-from lightning_dilated.data.genome import homology
-from lightning_dilated.data.genome.homology import LENGTH, SAMPLED, Anchors, anchors, numbers
-from lightning_dilated.data.genome.records import Genome
+from lightning_dilated.data.genome import strain_pairs
+from lightning_dilated.data.genome.files import Genome
+from lightning_dilated.data.genome.strain_pairs import LENGTH, SAMPLED, Anchors, anchors, numbers
 
 from .strains import made, reverse_complement, write_strain
 
@@ -68,7 +68,7 @@ def test_a_chunk_more_or_less_changes_nothing(tmp_path: Path, monkeypatch) -> No
     for chunk in (1, 37, 1000):
         if chunk == 1:
             records = records[1:3]
-        monkeypatch.setattr(homology, "_CHUNK", chunk)
+        monkeypatch.setattr(strain_pairs, "_CHUNK", chunk)
         assert placed(indexed(tmp_path, *records, name="b.fa")).keys() <= placed(whole).keys()
         if chunk > 1:
             assert placed(indexed(tmp_path, *records, name="b.fa")) == placed(whole)

@@ -10,8 +10,8 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated.data import SlideDataModule, SplitDataModule
-from lightning_dilated.data.sending import SendableCollate, detached
-from lightning_dilated.sequence.batch_spec import Place, SequenceSpec
+from lightning_dilated.data.module import SendableCollate, detached
+from lightning_dilated.sequence.shard import Place, SequenceSpec
 from lightning_dilated.strategy.loader import Loaders
 
 from .test_slides import grid

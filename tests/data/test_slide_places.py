@@ -11,7 +11,7 @@ import torch
 
 from lightning_dilated import SlideEncoder
 from lightning_dilated.data import SlideDataModule, check_coordinates
-from lightning_dilated.data.slides.attributes import extent_of, tile_size_of
+from lightning_dilated.data.slides.files import extent_of, tile_size_of
 
 from .test_slides import write
 

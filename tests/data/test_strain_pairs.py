@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import StrainPairsDataModule
-from lightning_dilated.sequence.batch_spec import Place
+from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 from .strains import made, mutated, reverse_complement, write_strain

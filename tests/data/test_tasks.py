@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import FarRecallDataModule, ListOpsDataModule
-from lightning_dilated.sequence.batch_spec import Place
+from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 SIZES = {"train_size": 40, "val_size": 8, "test_size": 6, "batch_size": 4}

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lightning_dilated.data import encode_files
-from lightning_dilated.data.text import encoding
+from lightning_dilated.data.text import tokenizer
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra tokenizers is not installed")
 from tokenizers import models, normalizers, pre_tokenizers, trainers  # noqa: E402
@@ -42,8 +42,8 @@ AFFIXED = {
 @pytest.mark.parametrize("name", AFFIXED)
 def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """BPE with a suffix at the end of words: x has a token there only; pieces of 300 characters cut words."""
-    monkeypatch.setattr(encoding, "PIECE", 300)
-    monkeypatch.setattr(encoding, "OVERLAP", 128)
+    monkeypatch.setattr(tokenizer, "PIECE", 300)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 128)
     text, says = AFFIXED[name]
     vocabulary = {x: i for i, x in enumerate(["a", "b", "c", "a</w>", "b</w>", "x</w>"])}
     made = tokenizers.Tokenizer(models.BPE(vocabulary, [], end_of_word_suffix="</w>"))
@@ -62,8 +62,8 @@ def test_what_is_left_out_depends_on_the_word(tmp_path: Path, monkeypatch: pytes
 
 def test_what_is_left_out_is_seen_around_cuts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each place of two neighbouring pieces is looked at in one of them."""
-    monkeypatch.setattr(encoding, "PIECE", 60)
-    monkeypatch.setattr(encoding, "OVERLAP", 32)
+    monkeypatch.setattr(tokenizer, "PIECE", 60)
+    monkeypatch.setattr(tokenizer, "OVERLAP", 32)
     made = tokenizers.Tokenizer(models.BPE({"a": 0}, []))
     made.save(str(tmp_path / "t.json"))
     for at in range(150):

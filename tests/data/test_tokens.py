@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_dilated.data import TokenDataModule
-from lightning_dilated.sequence.batch_spec import Place
+from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 EOS, N = 0, 50

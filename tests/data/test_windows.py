@@ -9,8 +9,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from lightning_dilated.data import GenomeDataModule, ResumableLoader, ResumableSampler
-from lightning_dilated.data.windows import GenomeWindows
-from lightning_dilated.sequence.batch_spec import Place
+from lightning_dilated.data.genome.fasta import GenomeWindows
+from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
 
 from .runs import every_step, run

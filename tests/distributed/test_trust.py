@@ -12,7 +12,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import SequenceGroup
-from lightning_dilated.sequence.control_group import Quiet
+from lightning_dilated.sequence.consensus import Quiet
 
 from .calls import sequence
 

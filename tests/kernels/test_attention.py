@@ -16,13 +16,13 @@ from .test_combine import drawn
 
 def random_calls(rank, group, number, examples):
     """Random calls on tiles so small that their loops have several turns."""
-    from lightning_dilated.kernels import backward, forward
+    from lightning_dilated.kernels import dense
 
     torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
     chosen = random.Random(number)
     for _ in range(examples):
         sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
-        forward.WIDE, backward.WIDE = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
+        dense.WIDE, dense.WIDE_BACKWARD = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
         check(drawn(chosen), "triton:linear", torch.float32, 1e-5)  # block by block
 
 
@@ -113,9 +113,9 @@ def test_dropout(interpreter, causal):
 
 def tile_orders(rank, group):
     """out of each order of tiles, for rows of several tiles of keys."""
-    from lightning_dilated.kernels import forward
+    from lightning_dilated.kernels import dense
 
-    forward.WIDE = dict.fromkeys(forward.WIDE, (16, 16, 4, 1))
+    dense.WIDE = dict.fromkeys(dense.WIDE, (16, 16, 4, 1))
     q, k, v, _ = LONGER.tensors(torch.float32)
     return [LONGER.run(q, k, v, engine=f"triton:{order}").detach() for order in ("linear", "hilbert", "sawtooth")]
 
@@ -179,7 +179,7 @@ def chained(rank, group, number, examples, device="cpu"):
 
     Against one call over all keys, scattered to the same rows.
     """
-    from lightning_dilated.kernels.forward import Into, forward
+    from lightning_dilated.kernels.dense import Into, forward
     from lightning_dilated.kernels.tiles import Drop
 
     torch.use_deterministic_algorithms(True)

@@ -31,17 +31,13 @@ class Launched:
 @contextlib.contextmanager
 def counted():
     """(launches by kernel name, whether each pass was grouped), lists that grow as calls are made."""
-    from lightning_dilated.kernels import backward, combine, forward, grouped_backward, grouped_combine, grouped_forward
-    from lightning_dilated.kernels import jobs as rows
+    from lightning_dilated.kernels import combine, dense
+    from lightning_dilated.kernels import grouped as jobs
 
     kernels = {
-        forward: ["_forward"],
-        backward: ["_delta", "_backward_keys", "_backward_rows"],
-        combine: ["_merge", "_sum"],
-        grouped_forward: ["_grouped_forward"],
-        grouped_backward: ["_grouped_delta", "_grouped_keys", "_grouped_rows"],
-        grouped_combine: ["_grouped_merge", "_grouped_sum"],
-        rows: ["_positions"],
+        dense: ["_forward", "_delta", "_backward_keys", "_backward_rows"],
+        combine: ["_merge", "_sum", "_grouped_merge", "_grouped_sum"],
+        jobs: ["_grouped_forward", "_grouped_delta", "_grouped_keys", "_grouped_rows", "_positions"],
     }
     launches, plans, real = [], [], grouped.plan
 
@@ -59,11 +55,11 @@ def counted():
 
 def small_tiles(chosen):
     """Tiles so small that loops have several turns."""
-    from lightning_dilated.kernels import backward, forward, grouped_combine
+    from lightning_dilated.kernels import combine, dense
 
     sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
-    forward.WIDE, backward.WIDE = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
-    grouped_combine.CONFIG = chosen.choice([8, 16, 64]), 4
+    dense.WIDE, dense.WIDE_BACKWARD = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
+    combine.CONFIG = chosen.choice([8, 16, 64]), 4
 
 
 def random_calls(rank, group, number, examples):
@@ -79,7 +75,7 @@ def random_calls(rank, group, number, examples):
                 case = replace(case, documents=(0, *cuts, case.seq_len))
             with pytest.MonkeyPatch.context() as patch:
                 if chosen.random() < 0.3:  # as where rows are 2**31 elements apart
-                    patch.setattr("lightning_dilated.kernels.jobs.Work.far", lambda *given: True)
+                    patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
                 check(case, "triton", torch.float32, 1e-5)
     return sum(plans) / 2
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lightning_dilated.data import SlideDataModule, heat_map, write_attention, write_synthetic_slides
-from lightning_dilated.pattern.definition import counts, pads
+from lightning_dilated.pattern.rows import counts, pads
 
 from .slides import encoder, slides
 

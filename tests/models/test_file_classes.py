@@ -8,7 +8,7 @@ import torch
 
 from lightning_dilated import LongNetLM, SlideEncoder
 from lightning_dilated.cli.load_model import load_module
-from lightning_dilated.models.file_classes import check_classes
+from lightning_dilated.models.pretrained import check_classes
 
 from . import PATTERN
 

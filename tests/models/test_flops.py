@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated import Branch, DilatedPattern
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.flops import step_flops
+from lightning_dilated.models.transformer import step_flops
 
 from . import batch, tiny
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.longnet.generation import sample
+from lightning_dilated.models.longnet.lm import sample
 
 from . import PATTERN, tiny
 

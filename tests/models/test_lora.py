@@ -7,8 +7,7 @@ from torch import nn
 from lightning_dilated import SlideEncoder
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions
-from lightning_dilated.models.flops import step_flops
-from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.models.transformer import DilatedTransformer, step_flops
 from lightning_dilated.pattern import DilatedPattern
 
 from . import loader, trainer

@@ -7,7 +7,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, LongNetClassifier, LongNetLM, LongNetMLM
 from lightning_dilated.callbacks import ShardedCheckpoint
-from lightning_dilated.models.rotary_bases import base_of_length, layer_bases, rotary_hint, served_length
+from lightning_dilated.models.transformer import base_of_length, layer_bases, rotary_hint, served_length
 
 from . import SIZES, batch, loader, trainer
 

@@ -6,11 +6,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated import LongNetLM, LongNetMLM
-from lightning_dilated.memory.chunked_loss import tiled_sum
+from lightning_dilated.memory import chunked_loss
+from lightning_dilated.memory.chunked_loss import loss_tile, tiled_sum
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longnet import lm as longnet_lm
-from lightning_dilated.models.longnet import token_loss
-from lightning_dilated.models.longnet.token_loss import loss_tile
 
 from . import SIZES, batch, tiny
 from .test_memory_settings import PATTERN, Largest, same
@@ -20,8 +19,8 @@ def test_tiles_of_wide_vocabularies_are_shorter(monkeypatch):
     assert [loss_tile(x, 256) for x in (None, 1, 32768)] == [None, 1, 32768]
     assert [loss_tile(x, 128256) for x in (None, 100, 32768)] == [None, 100, 4185]
     assert loss_tile(32768, 2**21) == 1024
-    monkeypatch.setattr(token_loss, "MOST", 2**14)
-    monkeypatch.setattr(token_loss, "LEAST", 8)
+    monkeypatch.setattr(chunked_loss, "MOST", 2**14)
+    monkeypatch.setattr(chunked_loss, "LEAST", 8)
     model, given = tiny(vocab_size=1024, dim=8), batch(1, 100, vocab_size=1024)
     for kind in (model, LongNetMLM(PATTERN, mask_fraction=0.9, **{**SIZES, "vocab_size": 1024, "dim": 8})):
         kind.configure_model()

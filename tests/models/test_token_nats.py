@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lightning_dilated import LongNetLM, LongNetMLM
+from lightning_dilated.memory import chunked_loss
+from lightning_dilated.memory.chunked_loss import token_nats
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.longnet import token_loss
-from lightning_dilated.models.longnet.token_loss import token_nats
 
 from ..examples import examples
 from . import SIZES, batch
@@ -26,8 +26,8 @@ from .test_token_loss import sums
 def way(fused, compiled=lambda run: run):
     """As on a GPU, where passes are compiled, or as elsewhere."""
     with (
-        mock.patch.object(token_loss, "_fuses", lambda logits, wanted: fused and wanted),
-        mock.patch.object(token_loss, "_compiled", compiled),
+        mock.patch.object(chunked_loss, "_fuses", lambda logits, wanted: fused and wanted),
+        mock.patch.object(chunked_loss, "_compiled", compiled),
     ):
         yield
 
@@ -95,16 +95,16 @@ def test_words_that_are_ruled_out(fused):
 
 def test_where_passes_are_compiled():
     gpu = lambda words, on_gpu=True: SimpleNamespace(shape=(8, words), is_cuda=on_gpu)  # noqa: E731
-    assert token_loss._fuses(gpu(1024), True)
-    assert not any(token_loss._fuses(*x) for x in ((gpu(1024), False), (gpu(1023), True), (gpu(1024, False), True)))
+    assert chunked_loss._fuses(gpu(1024), True)
+    assert not any(chunked_loss._fuses(*x) for x in ((gpu(1024), False), (gpu(1023), True), (gpu(1024, False), True)))
     with mock.patch.object(torch.compiler, "is_compiling", lambda: True):  # of a user's own, who has more to fuse
-        assert not token_loss._fuses(gpu(1024), True)
+        assert not chunked_loss._fuses(gpu(1024), True)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_models_say_whether_they_are_compiled(compiled, monkeypatch):
     seen, given = [], {**batch(1, 20), "index": torch.zeros(1, dtype=torch.int64)}
-    monkeypatch.setattr(token_loss, "_fuses", lambda logits, wanted: seen.append(wanted))
+    monkeypatch.setattr(chunked_loss, "_fuses", lambda logits, wanted: seen.append(wanted))
     for kind in (LongNetLM, LongNetMLM):
         model = kind(PATTERN, **SIZES, **({"mask_fraction": 0.5} if kind is LongNetMLM else {}))
         model.configure_model()
@@ -142,7 +142,7 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
             monkeypatch.setattr(model, "compile_blocks", False)
         for a, b in zip(found, want, strict=True):
             assert (a - b).norm() <= tol * b.norm()
-    assert {token_loss._sums, token_loss._shares} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
+    assert {chunked_loss._sums, chunked_loss._shares} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
 
 
 @pytest.mark.gpu

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.definition import counts, pads
+from lightning_dilated.pattern.rows import counts, pads
 
 from ..examples import examples
 from . import naive

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern import explain as explain_module
-from lightning_dilated.pattern.sight import sight_hints
+from lightning_dilated.pattern.explain import sight_hints
 
 from ..examples import examples
 from . import naive

@@ -4,9 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern import sight as sight_module
-from lightning_dilated.pattern.sight import sight, sight_hints, sight_table
+from lightning_dilated.pattern import DilatedPattern, explain
+from lightning_dilated.pattern.explain import sight, sight_hints, sight_table
 
 from ..examples import examples
 from .test_explain import cases
@@ -39,7 +38,7 @@ def test_equals_brute_force(case):
 def test_drawn_pairs_come_near_all_pairs(monkeypatch):
     pattern = DilatedPattern.longnet([32, 128], [1, 4])
     whole = sight([pattern], 300, 4, 4)
-    monkeypatch.setattr(sight_module, "SAMPLES", 4000)
+    monkeypatch.setattr(explain, "SAMPLES", 4000)
     drawn = sight([pattern], 300, 4, 4)
     assert drawn != whole and drawn == sight([pattern], 300, 4, 4)
     for x, y in zip(drawn, whole, strict=True):

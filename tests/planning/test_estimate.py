@@ -11,7 +11,7 @@ import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.advice import _by_host, _otherwise, advise
-from lightning_dilated.planning.counting.exchange_memory import lighter
+from lightning_dilated.planning.counting.footprint import lighter
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
 from lightning_dilated.planning.estimate import (
@@ -21,6 +21,7 @@ from lightning_dilated.planning.estimate import (
     HOST_MEMORY,
     LOSS_FORWARD,
     PASSES,
+    Case,
     Facts,
     estimate,
     measured_machine,
@@ -28,7 +29,6 @@ from lightning_dilated.planning.estimate import (
 )
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
-from lightning_dilated.planning.search import Case
 from lightning_dilated.sequence import group
 from lightning_dilated.sequence.planner import DEFAULTS
 

@@ -5,11 +5,10 @@ import pytest
 import torch
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.simulating.approximate import many
-from lightning_dilated.planning.simulating.rounds import bounds, exact, reached, reaches
+from lightning_dilated.planning.simulating.rounds import bounds, exact, many, reached, reaches
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import compile_program
-from lightning_dilated.sequence.exchange.run_switch import compile_switch
+from lightning_dilated.sequence.exchange.switch import compile_switch
 from lightning_dilated.sequence.planner import make_problem
 from lightning_dilated.sequence.requirements import wants
 

@@ -8,8 +8,7 @@ import pytest
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.counting.exchange_memory import exchanged
-from lightning_dilated.planning.counting.footprint import footprint
+from lightning_dilated.planning.counting.footprint import exchanged, footprint
 from lightning_dilated.planning.counting.memory_tracker import EXCHANGE
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import workspace

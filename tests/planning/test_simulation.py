@@ -13,9 +13,9 @@ import pytest
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.simulating import simulation
-from lightning_dilated.planning.simulating.clock import Clock
 from lightning_dilated.planning.simulating.machine import Line
 from lightning_dilated.planning.simulating.simulation import simulate
+from lightning_dilated.planning.simulating.timeline import Clock
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem, moved
 

@@ -14,10 +14,9 @@ from lightning_dilated.planning.counting.footprint import footprint
 from lightning_dilated.planning.counting.memory_tracker import EXCHANGE, OPTIMIZER, PARAMETERS, Meter
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import workspace
-from lightning_dilated.planning.estimate import Facts, estimate
+from lightning_dilated.planning.estimate import Case, Facts, estimate
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup, _decoder_away, _exchange, memory
-from lightning_dilated.planning.search import Case
 from tests.planning.test_memory import SETTINGS, check
 
 pytestmark = pytest.mark.full

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.cost import Count
-from lightning_dilated.sequence.exchange.program import Round, count
+from lightning_dilated.sequence.exchange.program import Count, Round, count
 from lightning_dilated.sequence.requirements import Problem
 
 from ..examples import examples

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import windows
-from lightning_dilated.sequence.exchange.indices import Own, Packing, Store, batches, expand
 from lightning_dilated.sequence.exchange.program import Piece
+from lightning_dilated.sequence.exchange.row_ops import Own, Packing, Store, batches, expand
 from lightning_dilated.sequence.requirements import Document, Problem, wants
 
 from ..examples import examples

@@ -11,13 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange import EXCHANGES, switch
-from lightning_dilated.sequence.exchange import cost as count
-from lightning_dilated.sequence.exchange.cost import origins
-from lightning_dilated.sequence.exchange.program import Program, rows_for
+from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence.exchange import EXCHANGES, program, switch
+from lightning_dilated.sequence.exchange.program import Program, origins, rows_for
 from lightning_dilated.sequence.exchange.run import compile_program
-from lightning_dilated.sequence.exchange.run_switch import compile_switch
+from lightning_dilated.sequence.exchange.switch import compile_switch
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import joint_pairs, make_problem, pairs, plan, price
 from lightning_dilated.sequence.requirements import wants
@@ -30,7 +28,7 @@ FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPattern([(5792, 2), (30001, 8)])
 
 
-def rows_of(found: strided.Rows) -> Counter:
+def rows_of(found: requirements.Rows) -> Counter:
     """{(document, head, position): how often}."""
     return Counter((*key, p) for key, parts in found.items() for x in parts for piece in x.ranges() for p in piece)
 
@@ -44,11 +42,11 @@ def test_rows_that_readers_need(case: Case, data):
         seen = case.rows_seen(problem)
         needed = set().union(*(seen[r] for r in readers))
         for source in range(case.shard.ranks):
-            found = strided.read(problem, frozenset(readers), source)
+            found = requirements.read(problem, frozenset(readers), source)
             rows = rows_of(found)
             assert all(n == 1 for n in rows.values())
             assert set(rows) == {x for x in needed if x[2] in held[source]}
-            assert strided.size(found) == sum(key[0].samples for key in rows)
+            assert requirements.size(found) == sum(key[0].samples for key in rows)
             message = rows_for(problem, sorted(readers), source)
             assert Counter((x.document, x.head, p) for x in message for p in x.rows) == rows
 
@@ -63,7 +61,7 @@ def test_rows_of_owners(case: Case):
             for group in {1, problem.group}:
                 want = {(t.document, t.head // group, p) for t in tasks for p in t.queries}
                 for source in range(case.shard.ranks):
-                    rows = rows_of(strided.owned(problem, owner, group, source))
+                    rows = rows_of(requirements.owned(problem, owner, group, source))
                     assert all(n == 1 for n in rows.values())
                     assert set(rows) == {x for x in want if x[2] in held[source]}
 
@@ -107,7 +105,7 @@ def test_long_sequences_of_any_pattern(pattern, ranks, causal):
             want.update({(x.document, x.head, p): 1 for keys in x.keys for p in keys})
         rows: Counter = Counter()
         for source in range(ranks):
-            rows.update(rows_of(strided.read(problem, frozenset([rank]), source)))
+            rows.update(rows_of(requirements.read(problem, frozenset([rank]), source)))
         assert set(rows) == set(want) and max(rows.values()) == 1
         assert origins(problem, [rank]).total == len(rows)
         assert joint_pairs(problem, rank) == sum(x.pairs for x in wants(problem, rank))
@@ -115,7 +113,14 @@ def test_long_sequences_of_any_pattern(pattern, ranks, causal):
 
 def forget() -> None:
     """Clear what earlier tests left in caches."""
-    for cached in (strided.read, strided.owned, strided._read, strided._owned, count._strided_origins, plan):
+    for cached in (
+        requirements.read,
+        requirements.owned,
+        requirements._read,
+        requirements._owned,
+        program._strided_origins,
+        plan,
+    ):
         cached.cache_clear()
 
 

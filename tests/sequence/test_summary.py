@@ -4,7 +4,7 @@ import pytest
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.timing import Clock, Flight, Planned, Wait
+from lightning_dilated.sequence.exchange.transport import Clock, Flight, Planned, Wait
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import make_problem, moved, price
 from lightning_dilated.sequence.traffic import Sums, planned, reached, summary

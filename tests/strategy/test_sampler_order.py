@@ -6,7 +6,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler, WeightedRandomSampler
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy, RingDilatedStrategy
-from lightning_dilated.sequence.batch_spec import SequenceSpec
+from lightning_dilated.sequence.shard import SequenceSpec
 from lightning_dilated.strategy.loader import shuffles
 
 from .runs import PATTERN, VOCAB, Run, Tokens, launched, trainer

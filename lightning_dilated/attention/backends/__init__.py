@@ -1,4 +1,9 @@
-"""The registry of engines, and how `auto` picks one and says why."""
+"""What was measured: where the triton engine is faster than cuDNN's calls, block by block.
+
+`benchmarks/results/2026-11-21_h200_speed.md` has the rows. Change an entry to suit another machine; `engine=` overrides all.
+
+The registry of engines, and how `auto` picks one and says why.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +15,20 @@ import torch
 import torch.nn.attention
 
 from lightning_dilated import kernels
-from lightning_dilated.attention.backends import measured
 from lightning_dilated.attention.backends.base import Engine, Request
 from lightning_dilated.attention.backends.math import MATH
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.attention.backends.triton import TILE_ORDERS, TRITON
+
+#: FLOPs of forward and backward of a block, on the mean of a call, below which the host's work for one call of cuDNN (about
+#: 0.2 ms each way) takes longer than triton's kernels do; by compute capability
+GROUPED_BELOW: dict[tuple[int, int], float] = {(9, 0): 1.0e11}
+#: of any other
+DEFAULT = 0.0
+#: (query, key) pairs of a head up to which triton's forward, which goes on from the running result, is faster than cuDNN's
+#: and a merge: what arrives from other ranks is merged so
+CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
+
 
 __all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "chained_up_to", "choose", "engine_names", "for_rows"]
 
@@ -79,7 +93,7 @@ def _grouped(request: Request) -> str | None:
     """Why the triton engine's grouped launch is taken before engines that are called block by block, if it is."""
     if request.block_flops == inf or (found := kernels.capability(request.device)) is None:
         return None
-    limit = measured.GROUPED_BELOW.get(found, measured.DEFAULT)
+    limit = GROUPED_BELOW.get(found, DEFAULT)
     if request.block_flops >= limit:
         return None
     return f"would be called for blocks of {request.block_flops:.1e} FLOPs, and triton runs those below {limit:.1e} at once"
@@ -90,7 +104,7 @@ def chained_up_to(name: str, request: Request) -> float:
     if name != "auto" or request.device.type != "cuda" or TRITON.why_not(request) is not None:
         return 0.0
     found = kernels.capability(request.device)
-    return 0.0 if found is None else measured.CHAINED_UP_TO.get(found, 0.0)
+    return 0.0 if found is None else CHAINED_UP_TO.get(found, 0.0)
 
 
 def _said(choice: Choice, request: Request) -> Choice:

@@ -31,7 +31,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, tile_order: str | None = None
 ) -> tuple[Tensor, Tensor]:
     from lightning_dilated.kernels import pipelined
-    from lightning_dilated.kernels.forward import forward
+    from lightning_dilated.kernels.dense import forward
 
     with kernels.on(q.device):
         if tile_order is None and dropout is None and pipelined.serves(q, k, v, scale):
@@ -40,7 +40,7 @@ def _forward(
 
 
 def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, into: Any) -> None:
-    from lightning_dilated.kernels.forward import Into, forward
+    from lightning_dilated.kernels.dense import Into, forward
 
     with kernels.on(q.device):
         forward(q, k, v, causal, scale, _drop(dropout, q.device), into=Into(*into))
@@ -49,7 +49,7 @@ def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, d
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from lightning_dilated.kernels.backward import backward
+    from lightning_dilated.kernels.dense import backward
 
     with kernels.on(q.device):
         return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device))

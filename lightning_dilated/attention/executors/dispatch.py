@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.executors import fused, grouped
-from lightning_dilated.attention.executors.blockwise import Call, add_blocks, merge_blocks, suited
-from lightning_dilated.attention.executors.merge import empty_state
+from lightning_dilated.attention.executors.blockwise import Call, add_blocks, empty_state, merge_blocks, suited
 from lightning_dilated.attention.views import Span
 
 

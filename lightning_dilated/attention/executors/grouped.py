@@ -25,7 +25,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
 
 if TYPE_CHECKING:
-    from lightning_dilated.kernels.jobs import GroupedDrop, Work
+    from lightning_dilated.kernels.grouped import GroupedDrop, Work
 
 #: a launch has spans of up to this many (position, head, feature) triples: 262,144 tokens of 12 heads of 64
 LIMIT = 2 * fused.HELD
@@ -99,18 +99,18 @@ def _launches(found: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
 
 def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...], int]:
     """Rows of a program of each launch, and output rows of one that combines."""
-    from lightning_dilated.kernels import grouped_backward, grouped_combine, grouped_forward, jobs
+    from lightning_dilated.kernels import combine, grouped
 
-    over_keys, over_rows = (grouped_backward.config(dtype, dim, causal, keys) for keys in (True, False))
-    sizes = grouped_forward.config(dtype, dim)[0], over_keys[1], over_rows[0], jobs.PREPARED
-    return sizes, grouped_combine.CONFIG[0]
+    over_keys, over_rows = (grouped.backward_config(dtype, dim, causal, keys) for keys in (True, False))
+    sizes = grouped.config(dtype, dim)[0], over_keys[1], over_rows[0], grouped.PREPARED
+    return sizes, combine.CONFIG[0]
 
 
 def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
     """The kernels' form of a call's dropout."""
     if call.mask is None:
         return None
-    from lightning_dilated.kernels.jobs import GroupedDrop
+    from lightning_dilated.kernels.grouped import GroupedDrop
 
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
     states = _states(call.mask, len(call.pattern.branches), device, stream)
@@ -130,8 +130,8 @@ def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
 
 def forward(call: Call, works: Sequence[Work], inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor]:
     """out (B, N, H, D), in q's dtype if it is `final`, else fp32, and lse (B, H, N) fp32 of the blocks of q, k, v."""
-    from lightning_dilated.kernels.grouped_combine import merge_jobs
-    from lightning_dilated.kernels.grouped_forward import forward as run
+    from lightning_dilated.kernels.combine import merge_jobs
+    from lightning_dilated.kernels.grouped import forward as run
 
     q = inputs[0]
     out = _empty(_covered(works, q), q, q.dtype if final else torch.float32)
@@ -170,8 +170,8 @@ def backward(
 
 def _sum(call: Call, work: Work, tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor], add: bool) -> None:
     """Write a work's gradients to their rows, or add them."""
-    from lightning_dilated.kernels.grouped_backward import Backward
-    from lightning_dilated.kernels.grouped_combine import sum_jobs
+    from lightning_dilated.kernels.combine import sum_jobs
+    from lightning_dilated.kernels.grouped import Backward
 
     run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device))
     for x, part in zip(total[1:], run.keys(), strict=True):

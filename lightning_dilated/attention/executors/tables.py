@@ -25,7 +25,7 @@ from lightning_dilated.pattern.rows import Block, blocks
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.combine import Entries
-    from lightning_dilated.kernels.jobs import Grid, Outputs, Work
+    from lightning_dilated.kernels.grouped import Grid, Outputs, Work
 
 
 @functools.lru_cache(maxsize=4096)
@@ -131,7 +131,7 @@ def _work(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tupl
 
 
 def _made(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
-    from lightning_dilated.kernels.jobs import JOB, Work
+    from lightning_dilated.kernels.grouped import JOB, Work
 
     spans = [Span(*fields) for fields in found]
     documents = [_document(*of, s.document, s.part, tokens) for s in spans]
@@ -172,7 +172,7 @@ def _join(tables: list[Tensor], columns: int) -> Tensor:
 
 def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor]) -> Grid:
     """Programs of tiles of `size` rows, the jobs of most rows first: short ones fill the gaps at the end."""
-    from lightning_dilated.kernels.jobs import Grid
+    from lightning_dilated.kernels.grouped import Grid
 
     programs, order = heads * ((rows + size - 1) // size), rows.argsort(descending=True, stable=True)
     ordered, first = programs[order], torch.empty_like(programs)
@@ -182,7 +182,7 @@ def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor])
 
 def _outputs(found: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.partial[Tensor]) -> Outputs:
     """Entries of all spans, with the jobs' numbers among all."""
-    from lightning_dilated.kernels.jobs import Outputs
+    from lightning_dilated.kernels.grouped import Outputs
 
     entries = _join([table for table, _ in found], 7).int()
     lengths = torch.tensor([len(table) for table, _ in found], dtype=torch.int64)

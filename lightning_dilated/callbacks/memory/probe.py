@@ -1,16 +1,28 @@
-"""What a training step's phases need at their peak, by kind: by CUDA's allocator, or on the CPU by counting tensors."""
+"""The memory of this process on the host: resident now, resident at most, and pinned.
+
+Snapshots of CUDA's allocator for pytorch.org/memory_viz: of some steps with their history, or where memory ran out.
+
+What a training step's phases need at their peak, by kind: by CUDA's allocator, or on the CPU by counting tensors.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from lightning_dilated.callbacks.memory.kinds import (
+from lightning_dilated.callbacks.memory.phases import (
+    BACKWARD,
+    FORWARD,
+    OPTIMIZING,
+    Phase,
+    Watch,
     bytes_of,
     exchanged,
     gradients,
@@ -19,18 +31,104 @@ from lightning_dilated.callbacks.memory.kinds import (
     tensors_of,
     weights,
 )
-from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZER, Phase, Watch
+from lightning_dilated.memory.offload import pinned_bytes
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
     BATCH,
     EXCHANGE,
     GRADIENTS,
     KINDS,
+    OPTIMIZER,
     PARAMETERS,
     Meter,
     parts,
 )
-from lightning_dilated.planning.counting.memory_tracker import OPTIMIZER as STATES
+
+STATUS = Path("/proc/self/status")
+
+
+def host_memory(status: Path = STATUS) -> dict[str, int | None]:
+    """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held for copies to a GPU.
+
+    Where Linux does not tell, the peak is getrusage's and the present unknown (None); pinned memory is that of torch's own
+    allocator (its caches with it) and of offloaded block inputs; unknown without a GPU in use or where torch cannot tell.
+    """
+    try:
+        fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
+        now, peak = (int(fields[x].split()[0]) * 1024 for x in ("VmRSS", "VmHWM"))
+    except (OSError, KeyError, ValueError):
+        import resource  # not everywhere
+
+        unit = 1 if sys.platform == "darwin" else 1024
+        now, peak = None, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"host": now, "host_peak": peak, "pinned": _pinned()}
+
+
+def _pinned() -> int | None:
+    if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
+        return None
+    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return None if of_torch is None else of_torch + pinned_bytes()
+
+
+#: allocations and frees that a history holds, the latest
+ENTRIES = 200_000
+
+
+def check_steps(steps: object) -> tuple[int, int] | None:
+    """`snapshot_steps` as (first, stop), or None.
+
+    Raises:
+        TypeError, ValueError: for anything but two integers 0 <= start < stop.
+    """
+    if steps is None:
+        return None
+    plain = isinstance(steps, (tuple, list)) and len(steps) == 2
+    if not plain or not all(isinstance(x, int) and not isinstance(x, bool) for x in steps):
+        raise TypeError(f"snapshot_steps must be two integers (start, stop), or None, got {steps!r}.")
+    if not 0 <= steps[0] < steps[1]:
+        raise ValueError(f"snapshot_steps must be (start, stop) with 0 <= start < stop, got {steps!r}.")
+    return steps[0], steps[1]
+
+
+class Snapshots:
+    """The history of steps start, ..., stop - 1 of this rank."""
+
+    def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
+        if steps is not None and (device.type != "cuda" or not hasattr(torch.cuda.memory, "_record_memory_history")):
+            raise ValueError(
+                f"snapshot_steps={steps} needs CUDA's allocator and a torch that records its history; this run is on "
+                f"{device} with torch {torch.__version__}. Leave snapshot_steps out: the timeline works on the CPU, too."
+            )
+        self.steps, self.device, self.recording = steps, device, False
+
+    def begin(self, step: int) -> None:
+        """A step begins."""
+        if self.steps is not None and not self.recording and self.steps[0] <= step < self.steps[1]:
+            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+            self.recording = True
+
+    def end(self, step: int, folder: Path, rank: int) -> None:
+        """A step ended."""
+        if self.recording and step >= self.steps[1] - 1:
+            first, stop = self.steps
+            self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
+
+    def write(self, path: Path) -> bool:
+        """Write what is known, and record no more; False where there is no allocator that tells."""
+        if self.device.type != "cuda" or not hasattr(torch.cuda.memory, "_dump_snapshot"):
+            return False
+        path.parent.mkdir(parents=True, exist_ok=True)
+        torch.cuda.memory._dump_snapshot(str(path))
+        self.stop()
+        return True
+
+    def stop(self) -> None:
+        """Record no more."""
+        if self.recording:
+            self.recording = False
+            torch.cuda.memory._record_memory_history(enabled=None)
+
 
 #: (seconds, bytes by kind from then on)
 Point = tuple[float, dict[str, int]]
@@ -89,7 +187,7 @@ class CpuProbe:
         self._meter.track(weights(self.module), PARAMETERS)
         self._meter.track(tensors_of(batch), BATCH)
         self.gradients()
-        self._meter.track(states(optimizers), STATES)
+        self._meter.track(states(optimizers), OPTIMIZER)
         self._begin(time.perf_counter())
         self._meter.__enter__()
         self._inside = True
@@ -118,7 +216,7 @@ class CpuProbe:
         self.drop()
         self.border(ended)
         self.gradients()
-        self._meter.track(states(optimizers), STATES)
+        self._meter.track(states(optimizers), OPTIMIZER)
 
     def drop(self) -> None:
         """Count nothing any more, also in the middle of a batch."""
@@ -174,7 +272,7 @@ class CudaProbe:
         self._optimizers = optimizers
         self._known = {
             PARAMETERS: bytes_of(weights(self.module), self.device),
-            STATES: bytes_of(states(optimizers), self.device),
+            OPTIMIZER: bytes_of(states(optimizers), self.device),
             BATCH: bytes_of(tensors_of(batch), self.device),
         }
         self._grads: dict[int | None, int] = {}
@@ -199,8 +297,8 @@ class CudaProbe:
             self._kept.pop(ended.block, None)
         all_of_them = ended.block is None or ended.stage != self.watch.phase.stage
         self._count(list(self._groups) if all_of_them else [ended.block])
-        if ended.stage == OPTIMIZER:
-            self._known[STATES] = known[STATES] = bytes_of(states(self._optimizers), self.device)
+        if ended.stage == OPTIMIZING:
+            self._known[OPTIMIZER] = known[OPTIMIZER] = bytes_of(states(self._optimizers), self.device)
         self._held = held
         if ended.stage == FORWARD:
             known[ACTIVATIONS] = self._saved()
@@ -278,6 +376,6 @@ def held_now(
     device: torch.device, module: nn.Module, optimizers: Iterable[Any], allocated: int | None
 ) -> dict[str, int]:
     """Bytes by kind of a step that is not measured, of so many `allocated` if that is known."""
-    found = {PARAMETERS: weights(module), GRADIENTS: gradients(module.parameters()), STATES: states(optimizers)}
+    found = {PARAMETERS: weights(module), GRADIENTS: gradients(module.parameters()), OPTIMIZER: states(optimizers)}
     sizes = {kind: bytes_of(tensors, device) for kind, tensors in found.items()}
     return {**sizes, "activations and temporary": max(0, (allocated or 0) - sum(sizes.values()))}

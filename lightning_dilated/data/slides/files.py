@@ -1,15 +1,28 @@
-"""Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles.
+"""What the writer of a slide file left beside the coordinates: the side of a tile, and the size of the slide.
+
+TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
+writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the level-0
+pixels of one of those. Coordinates of both count level-0 pixels.
+
+Opening .h5 files of others: what they hold lies in them, and is as large as they say.
+
+HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
+never written as zeros, as many as a header declares. Both are refused before a row is read.
+
+Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles.
 
 A file is opened for each read and closed after it, so nothing that is open can cross a fork or be pickled.
+
 Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +31,197 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_dilated.data.content import spread
-from lightning_dilated.data.paths import refuse_special
-from lightning_dilated.data.slides.attributes import extent_of, tile_size_of
-from lightning_dilated.data.slides.h5_files import check_declared_size, opened_h5, own_dataset
+from lightning_dilated.data.files import refuse_special, spread
+
+#: pixels that no slide reaches: above, an attribute is not a size
+_LARGEST = 1 << 31
+
+
+def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
+    """Side of a tile in level-0 pixels, less what it shares with the next one; None where the attributes do not say it.
+
+    Raises:
+        ValueError: for an attribute that is no such number, naming file and attribute.
+    """
+    if "patch_size_level0" in attributes:  # TRIDENT
+        side = _whole(path, attributes, "patch_size_level0")
+        if "overlap" not in attributes or "patch_size" not in attributes:
+            return side
+        size, overlap = _whole(path, attributes, "patch_size"), _numbers(path, attributes, "overlap", 1, least=0)[0]
+        if overlap >= size:
+            raise _wrong(path, attributes, "overlap", f"below the patch_size {size}")
+        return side - round(overlap * side / size)
+    if "patch_size" not in attributes or "patch_level" not in attributes:
+        return None
+    size = _whole(path, attributes, "patch_size")
+    if _numbers(path, attributes, "patch_level", 1, least=0)[0] == 0:  # CLAM
+        return size
+    if "downsample" not in attributes:
+        return None
+    # CLAM steps from tile to tile by whole downsamples
+    return size * int(_numbers(path, attributes, "downsample", 1, least=1)[0])
+
+
+def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
+    """(width, height) of the slide in level-0 pixels, at least; None where the attributes do not say it.
+
+    Raises:
+        ValueError: as `tile_size_of`.
+    """
+    if "level0_width" in attributes and "level0_height" in attributes:  # TRIDENT
+        return _whole(path, attributes, "level0_width"), _whole(path, attributes, "level0_height")
+    if "downsampled_level_dim" not in attributes or "downsample" not in attributes:
+        return None
+    size = _numbers(path, attributes, "downsampled_level_dim", 2)  # CLAM
+    factor = _numbers(path, attributes, "downsample", 1)[0]
+    width, height = (
+        math.ceil((x + 1) * factor) if factor > 1 else math.ceil(x) for x in size
+    )  # levels are rounded down
+    return width, height
+
+
+def _whole(path: str, attributes: Mapping[str, Any], name: str) -> int:
+    (value,) = _numbers(path, attributes, name, 1)
+    if value != round(value):
+        raise _wrong(path, attributes, name, "a whole number of pixels")
+    return int(value)
+
+
+def _numbers(path: str, attributes: Mapping[str, Any], name: str, count: int, least: float = 1e-6) -> list[float]:
+    """The first `count` numbers of an attribute, each of at least `least`."""
+    what = "a number of pixels" if count == 1 else f"{count} numbers of pixels"
+    try:
+        values = np.asarray(attributes[name])
+        found = [float(x) for x in values.reshape(-1)[:count]]
+    except (TypeError, ValueError, OSError) as error:
+        raise _wrong(path, attributes, name, what) from error
+    if len(found) < count or values.size > 4 or not all(math.isfinite(x) and least <= x < _LARGEST for x in found):
+        raise _wrong(path, attributes, name, what)
+    return found
+
+
+def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> ValueError:
+    try:
+        found = " ".join(repr(attributes[name]).split())[:80]
+    except (TypeError, ValueError, OSError):
+        found = "unreadable"
+    return ValueError(
+        f"{path}: the attribute {name!r} of the coordinates is {found}, but it must be {what}: correct it, or delete it "
+        "from the file and set data.tile_size"
+    )
+
+
+#: bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
+MOST_PACKED = 1100
+#: links to links that are followed
+_LINKS = 16
+
+
+def import_h5py() -> Any:
+    """The module h5py; ImportError with what to install where it is missing."""
+    try:
+        import h5py
+    except ImportError as error:
+        raise ImportError(
+            'reading and writing .h5 slides needs h5py: pip install "lightning-dilated[slides]"'
+        ) from error
+    return h5py
+
+
+@contextmanager
+def opened_h5(path: str) -> Iterator[Any]:
+    """The open file. Raises ValueError, FileNotFoundError or PermissionError, naming it, for one that cannot be read."""
+    h5py = import_h5py()
+    try:
+        with h5py.File(path, "r") as file:
+            yield file
+    except (FileNotFoundError, PermissionError) as error:
+        raise type(error)(f"{path} cannot be opened any more: {error}") from error
+    except OSError as error:
+        words = str(error)
+        if "signature not found" in words:
+            why = "it is not an HDF5 file, or empty: write it again"
+        elif "truncated" in words:
+            why = "it is truncated, as by a copy that was cut short: copy or write it again"
+        elif "lock" in words:
+            why = "another program has it open for writing: close that first"
+        else:
+            why = "it is damaged or cut short: copy or write it again"
+        raise ValueError(f"{path} cannot be read: {why} ({words})") from error
+
+
+def own_dataset(path: str, file: Any, name: str) -> Any:
+    """What lies in the file under this name, None for nothing.
+
+    Raises:
+        ValueError: where that lies in another file: behind an external link, as a virtual data set or external storage.
+    """
+    if not _is_there(path, file, name):
+        return None
+    found = file.get(name)
+    if getattr(found, "is_virtual", False):
+        raise _elsewhere(path, name, "a virtual data set, whose rows lie in", found.virtual_sources()[0].file_name)
+    if getattr(found, "external", None):
+        raise _elsewhere(path, name, "kept in external storage, in", found.external[0][0])
+    return found
+
+
+def check_declared_size(path: str, array: Any, name: str) -> None:
+    """Raise ValueError where a data set declares more than the file holds."""
+    declared, size = math.prod(array.shape) * array.dtype.itemsize, os.path.getsize(path)
+    text = f"{path}: {name!r} declares the shape {tuple(array.shape)}, {declared:,} bytes"
+    if array.chunks is None:
+        if declared > size or array.id.get_storage_size() < declared:
+            raise ValueError(f"{text}, but the file of {size:,} bytes does not hold them: write it again")
+        return
+    needed = math.prod(-(-n // chunk) for n, chunk in zip(array.shape, array.chunks, strict=True))
+    # the second first: counting many chunks takes a while
+    if needed > size or declared > MOST_PACKED * size:
+        raise ValueError(f"{text} in {needed:,} chunks, but the file has only {size:,} bytes: write it again")
+    written = array.id.get_num_chunks()
+    if written < needed:
+        raise ValueError(
+            f"{text} in {needed:,} chunks, of which only {written:,} were written, and the others would be read as zeros: "
+            "extract this slide again"
+        )
+
+
+def _is_there(path: str, file: Any, name: str) -> bool:
+    """Whether something lies under the name; ValueError for a way to it that leaves the file."""
+    h5py = import_h5py()
+    group, parts, links = file, _parts(name), 0
+    while parts:
+        part = parts.pop(0)
+        # `part in group` would follow links
+        if not isinstance(group, h5py.Group) or not group.id.links.exists(part.encode()):
+            return False
+        try:
+            link = group.get(part, getlink=True)
+        except TypeError as error:
+            raise _elsewhere(path, name, "a link of a kind of its own, to", "somewhere") from error
+        if isinstance(link, h5py.ExternalLink):
+            raise _elsewhere(path, name, "an external link to", link.filename)
+        if isinstance(link, h5py.SoftLink):
+            links += 1
+            if links > _LINKS:
+                raise ValueError(f"{path}: {name!r} is a link that leads nowhere: write the data set itself")
+            group = file if link.path.startswith("/") else group
+            parts = _parts(link.path) + parts
+            continue
+        group = group[part]
+    return True
+
+
+def _parts(name: str) -> list[str]:
+    return [x for x in name.split("/") if x not in ("", ".")]
+
+
+def _elsewhere(path: str, name: str, how: str, file: Any) -> ValueError:
+    return ValueError(
+        f"{path}: {name!r} is {how} {file}: only data in the file itself is read. Copy it in, as "
+        "`h5repack` and h5py's file.copy do"
+    )
+
 
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 
 from lightning_dilated.data.slides.coordinates import check_coordinates, tile_cells
-from lightning_dilated.data.slides.files import H5, SlideReader
-from lightning_dilated.data.slides.h5_files import import_h5py
+from lightning_dilated.data.slides.files import H5, SlideReader, import_h5py
 
 #: cells of a picture that nobody means to ask for
 MOST_CELLS = 10**8

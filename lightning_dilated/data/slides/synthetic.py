@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_dilated.data.slides.h5_files import import_h5py
-from lightning_dilated.data.values import one_of, whole_number
+from lightning_dilated._validation import one_of, whole_number
+from lightning_dilated.data.slides.files import import_h5py
 
 
 def write_synthetic_slides(

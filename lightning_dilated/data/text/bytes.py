@@ -1,20 +1,51 @@
-"""A DataModule that serves any files as one stream of bytes cut into sequences of any length.
+"""Bits per byte of an add-one-smoothed bigram model: the number that a trained model should beat.
+
+A DataModule that serves any files as one stream of bytes cut into sequences of any length.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated.data.content import MARK
+from lightning_dilated._validation import file_suffixes, fraction, whole_number
+from lightning_dilated.data.files import HINT, MARK, collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.paths import HINT, collect_files, path_list
-from lightning_dilated.data.seq_len_schedule import SeqLenSchedule
+from lightning_dilated.data.sampler import SeqLenSchedule
 from lightning_dilated.data.stream import ByteStream
-from lightning_dilated.data.text.bigram import bigram_counts, bits_per_byte
-from lightning_dilated.data.values import file_suffixes, fraction, whole_number
+
+_CHUNK = 1 << 22
+
+
+def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
+    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
+
+    Memory is bounded by `chunk` bytes at a time.
+    """
+    counts = np.zeros(256 * 256, dtype=np.int64)
+    for piece in stream.chunks(start, stop, chunk):
+        pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
+        counts += np.bincount(pairs, minlength=counts.size)
+    return counts.reshape(256, 256)
+
+
+def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
+    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
+
+    Args:
+        train, evaluated: (256, 256) pair counts.
+
+    Raises: ValueError if `evaluated` holds no pairs.
+    """
+    total = int(evaluated.sum())
+    if total == 0:
+        raise ValueError("there are no byte pairs to evaluate: pass at least two bytes")
+    smoothed = train + 1.0
+    bits = np.log2(smoothed.sum(axis=1, keepdims=True)) - np.log2(smoothed)
+    return float((evaluated * bits).sum() / total)
 
 
 class ByteSequences(Dataset):

@@ -1,14 +1,33 @@
-"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): text to token ids, and ids to text as they come."""
+"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): text to token ids, and ids to text as they come.
+
+Text files to one file of token ids, as `TokenDataModule` reads it, in bounded memory.
+
+A long text is encoded in pieces that overlap. Neighbours are joined at a stretch of tokens on which both agree, far from
+the ends of either. The tokens are those of the text as a whole for every tokenizer whose tokens depend on at most OVERLAP
+// 2 = 2,048 characters before and after where they begin: the usual ones, which cut at words, but for longer runs and words.
+Where pieces disagree they are encoded together, or refused. What is NOT seen is a dependence on what is farther away than
+that while the pieces agree, as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart: the tokens
+may differ then, without an error.
+"""
 
 from __future__ import annotations
 
+import codecs
+import itertools
 import json
-from collections.abc import Iterable, Iterator
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from lightning_dilated.data.files import HINT, collect_files, path_list
+
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Encoding, Tokenizer
+
 
 #: tokens of a prompt that the text after it is decoded with
 _CONTEXT = 16
@@ -130,3 +149,271 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
     """What ids[shown:] add to the text of those before: a token may read otherwise alone (a leading space)."""
     before = tokenizer.decode(ids[:shown], skip_special_tokens=False)
     return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
+
+
+#: characters of a piece, and of what it shares with the next one
+PIECE, OVERLAP = 1 << 17, 1 << 12
+#: pieces that are encoded at once, on as many cores
+_AT_ONCE = 8
+#: a piece that cannot be joined to its next one is encoded together with it, up to so many characters
+LONGEST = 1 << 23
+#: two pieces agree if they do so on this many tokens at least
+_AGREE = 4
+#: (file, begin, text, whether it is the last one) of a piece
+_Text = tuple[str, int, str, bool]
+
+
+@dataclass(frozen=True)
+class EncodedFiles:
+    """What `encode_files` wrote: the path, counts, and what TokenDataModule and the model have to be told.
+
+    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, so also
+    those that a text spells out; `unknown` counts the tokens that stand for what the vocabulary does not have.
+    """
+
+    path: str
+    files: int
+    documents: int
+    tokens: int
+    text_bytes: int
+    unknown: int
+    dtype: str
+    vocab_size: int
+    eos_token: int | None
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Mean bytes of text a token, ends of documents counted as tokens: `bytes_per_token` of a LongNetLM."""
+        return self.text_bytes / self.tokens
+
+
+def encode_files(
+    tokenizer: str | Path,
+    inputs: str | Path | Sequence[str | Path],
+    out: str | Path,
+    eos_token: str | None = None,
+    documents: bool = True,
+) -> EncodedFiles:
+    """Encode UTF-8 text files, each one document, into a .bin of uint16 (a vocabulary of up to 65,536) or uint32.
+
+    The tokens are those of each whole text if the tokenizer looks at most 2,048 characters around (see above); one that
+    looks farther, as for pairs of quotes, may cut a text of more than 131,072 characters otherwise, without an error.
+    Special tokens that a text spells out become those tokens, as the library does it. Nothing else is added: no token of a
+    template. `out` is there only once all is written.
+
+    Args:
+        tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
+        inputs: files, directories (read recursively, all files) or globs; within a directory they are sorted.
+        out: the file to write, in .bin.
+        eos_token: the text of the token after each document; None takes the tokenizer's special token if it has one only.
+        documents: False writes no ends: one text after another.
+
+    Raises:
+        ModuleNotFoundError: without `tokenizers`.
+        OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the offset of
+            the byte), an `out` that is there already or not in .bin, a tokenizer that cannot be read, has no such token, or
+            would drop characters without a trace.
+    """
+    loaded = load_tokenizer(tokenizer)
+    end = _end_token(loaded, str(tokenizer), eos_token) if documents else None
+    if not documents and eos_token is not None:
+        raise ValueError(f"eos_token is {eos_token!r}, but documents are off: leave one of them out.")
+    target = _checked_target(Path(out))
+    files = _text_files(inputs)
+    sizes = [check_text(file) for file in files]
+    _refuse_dropped(loaded, files)
+    size, unknown = vocabulary_size(loaded), unknown_token(loaded)
+    kind = np.dtype("uint16" if size <= 1 << 16 else "uint32")
+    part, counts = target.with_name(target.name + ".part"), np.zeros(3, dtype=np.int64)
+    try:
+        with open(part, "wb") as file:
+            for ids in _documents(loaded, files, end):
+                ids.astype(kind).tofile(file)
+                counts += len(ids), np.count_nonzero(ids == end), np.count_nonzero(ids == unknown)
+        if counts[0] == 0:
+            raise ValueError(f"tokenizer {tokenizer} makes no token of these texts: is it the right one?")
+        os.replace(part, target)
+    finally:
+        part.unlink(missing_ok=True)
+    tokens, ends, strange = map(int, counts)
+    return EncodedFiles(str(out), len(files), ends, tokens, sum(sizes), strange, kind.name, size, end)
+
+
+def check_text(path: str) -> int:
+    """Bytes of a file of UTF-8 text. Raises: ValueError for an empty one, or naming the first byte that is not UTF-8."""
+    size = os.path.getsize(path)
+    if size == 0:
+        raise ValueError(f"{path} is empty: an empty document has nothing to learn from; leave it out.")
+    for _ in _decoded(path):
+        pass
+    return size
+
+
+def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
+    """Raise where the tokenizer would leave out anything but white space in silence: encodes all once more to see it."""
+    if (marking := marking_dropped(tokenizer)) is None:
+        return
+    marker, mark = marking
+    half = OVERLAP // 2  # nearer to a cut a word may be cut, too; the neighbour has it whole
+    for (file, begin, text, last), found in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
+        if mark not in found.ids:
+            continue
+        start, stop = half if begin else 0, len(text) if last else len(text) - half
+        places = [x for x, token in zip(found.offsets, found.ids, strict=True) if token == mark]
+        dropped = sorted({text[a:b] for a, b in places if start <= a < stop and not text[a:b].isspace()})
+        if dropped:
+            shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
+            raise ValueError(
+                f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
+                "in a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: "
+                "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
+            )
+
+
+def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
+    special = special_tokens(tokenizer)
+    there = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
+    if name is None:
+        if len(special) == 1:
+            return next(iter(special.values()))
+        raise ValueError(
+            f"which token of {path} ends a document? Name it by eos_token ({there}), or write no ends by documents=False "
+            "(--no_documents)."
+        )
+    found = tokenizer.token_to_id(name)
+    if found is None:
+        raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {there}.")
+    return found
+
+
+def _checked_target(path: Path) -> Path:
+    if path.suffix != ".bin":
+        raise ValueError(f"out is {path}; tokens are written as raw numbers, so let its name end in .bin.")
+    if path.exists():
+        raise FileExistsError(f"out {path} is there already: remove it, or choose another name.")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"out {path}: there is no folder {path.parent}; make it first.")
+    return path
+
+
+def _text_files(inputs: str | Path | Sequence[str | Path]) -> list[str]:
+    try:
+        return collect_files(path_list([] if inputs is None else inputs))
+    except (OSError, TypeError, ValueError) as error:
+        text = str(error).replace(HINT, "pass existing text files, directories or globs")
+        raise type(error)(text.replace("data.paths", "inputs")) from error
+
+
+def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
+    """The text of a file block by block. Raises: ValueError naming the first byte that is not UTF-8."""
+    decoder, done = codecs.getincrementaldecoder("utf-8")(), 0
+    with open(path, "rb") as file:
+        try:
+            while block := file.read(size):
+                done += len(block)
+                yield decoder.decode(block)
+            yield decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            at = done - len(error.object) + error.start
+            raise ValueError(
+                f"{path} is not UTF-8 text: byte {at:,} (counted from 0) is 0x{error.object[error.start]:02x} "
+                f"({error.reason}). Convert it first, as by iconv -t UTF-8, or leave it out."
+            ) from None
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Characters of a text from `begin` on, and of its tokens the ids (T,) and their places in the text (T, 2).
+
+    Tokens before `first` have been written as those of an earlier piece.
+    """
+
+    file: str
+    begin: int
+    text: str
+    last: bool
+    ids: np.ndarray
+    places: np.ndarray
+    first: int = 0
+
+
+def _pieces(file: str) -> Iterator[_Text]:
+    """Pieces that share OVERLAP characters with the next."""
+    text, begin = "", 0
+    for block in _decoded(file):
+        text += block
+        while len(text) > PIECE + OVERLAP:
+            yield file, begin, text[: PIECE + OVERLAP], False
+            text, begin = text[PIECE:], begin + PIECE
+    yield file, begin, text, True
+
+
+def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Iterator[np.ndarray]:
+    """The ids of all texts in order, a part at a time, each text with its end."""
+    held: _Piece | None = None
+    waiting: list[_Piece] = []
+    for piece in _encoded(tokenizer, itertools.chain.from_iterable(map(_pieces, files))):
+        seam = None if held is None or waiting else _seam(held, piece)
+        if held is None:
+            held = piece
+        elif seam is not None:
+            yield held.ids[held.first : seam[0]]
+            held = replace(piece, first=seam[1])
+        else:
+            waiting.append(piece)
+            # twice as much each time, so that encoding anew costs no more than twice
+            if piece.last or piece.begin + len(piece.text) - held.begin >= 2 * len(held.text):
+                held, waiting = _together(tokenizer, held, waiting), []
+        if piece.last:
+            yield held.ids[held.first :]
+            held = None
+            if end is not None:
+                yield np.array([end])
+
+
+def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[_Text, Encoding]]:
+    while some := list(itertools.islice(pieces, _AT_ONCE)):
+        try:
+            found = tokenizer.encode_batch([text for _, _, text, _ in some], add_special_tokens=False)
+        except Exception as error:  # the library raises no other kind
+            files = ", ".join(dict.fromkeys(file for file, _, _, _ in some))
+            raise ValueError(f"the tokenizer cannot encode the text of {files} ({error}).") from None
+        yield from zip(some, found, strict=True)
+
+
+def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
+    for (file, begin, text, last), encoding in _encodings(tokenizer, pieces):
+        whole = begin == 0 and last  # needs no places
+        places = [] if whole else encoding.offsets
+        yield _Piece(file, begin, text, last, np.array(encoding.ids, np.int64), np.array(places).reshape(-1, 2))
+
+
+def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
+    """(index in left, index in right) of the first token of the middle half of what both share; None unless all agree there.
+
+    A token that depends on OVERLAP // 2 characters around is right in one of both wherever it is, so all that agree are.
+    """
+    quarter = OVERLAP // 4
+    runs = []
+    for piece in (left, right):
+        starts = piece.places[:, 0] + piece.begin
+        runs.append(np.searchsorted(starts, [right.begin + quarter, right.begin + 3 * quarter]))
+    (a, b), (c, d) = runs
+    alike = b - a == d - c >= _AGREE and np.array_equal(left.ids[a:b], right.ids[c:d])
+    if not alike or not np.array_equal(left.places[a:b] + left.begin, right.places[c:d] + right.begin):
+        return None
+    return int(a), int(c)  # not before left.first, which is of the same place in the overlap before
+
+
+def _together(tokenizer: Tokenizer, held: _Piece, others: list[_Piece]) -> _Piece:
+    """One piece of several neighbours. Raises: ValueError where it is too long, or what is written would change."""
+    text = held.text
+    for piece in others:
+        text = text[: piece.begin - held.begin] + piece.text
+    new = next(_encoded(tokenizer, iter([(held.file, held.begin, text, False)]))) if len(text) <= LONGEST else None
+    if new is None or not np.array_equal(new.ids[: held.first], held.ids[: held.first]):
+        raise ValueError(
+            f"{held.file}: the tokenizer finds no place to cut the text after character {held.begin:,} (a run of one "
+            f"character, or a word that goes on for ever): cut the file there, or leave the stretch out."
+        )
+    return replace(new, last=others[-1].last, first=held.first)

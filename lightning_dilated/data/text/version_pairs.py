@@ -15,7 +15,7 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_dilated.data.values import file_suffixes, flag, one_of, whole_number
+from lightning_dilated._validation import file_suffixes, flag, one_of, whole_number
 
 #: parts of N between which a boundary is drawn
 DRAWN = (7 / 16, 9 / 16)

@@ -12,14 +12,13 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.module import was_given
 from lightning_dilated.models.pooled_model import PooledModule, check_lengths, first_token, guarded, mean_token
-from lightning_dilated.models.rotary_bases import stored_bases
-from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.models.transformer import DilatedTransformer, init_weights, stored_bases
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.layers import plain_patterns
 from lightning_dilated.sequence import SequenceSpec
 

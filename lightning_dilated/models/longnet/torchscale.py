@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated.checkpoint.torch_files import load_file
-from lightning_dilated.models.released import check_depth, check_finite, check_layer_shapes, check_names, layers_of
-from lightning_dilated.pattern.branch import integer
+from lightning_dilated._validation import integer
+from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.models.pretrained import check_depth, check_finite, check_layer_shapes, check_names, layers_of
 
 #: our name <- theirs, in a layer; `.weight` and `.bias` follow
 LAYER = {

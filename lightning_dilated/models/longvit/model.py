@@ -13,16 +13,16 @@ import torch
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.models.longvit.weights import PUBLISHED, load_longvit, read_longvit
 from lightning_dilated.models.pooled_model import PooledModule, guarded, mean_token
-from lightning_dilated.models.released import check_depth, missing_file
+from lightning_dilated.models.pretrained import check_depth, missing_file
 from lightning_dilated.models.slides.backbone import RELEASED_RATES
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those of 1024

@@ -18,7 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_dilated.models.longvit.image_patches import resized_table
-from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of
+from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of
 from lightning_dilated.models.slides.weights import LAYER, QKV, read_file
 
 #: where a file may keep its state dict, in this order; DINO's teacher is what its authors fine-tune

@@ -15,16 +15,16 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.models.longnet.masking import sample_numbers
+from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled_model import check_lengths, guarded
 from lightning_dilated.models.slides.backbone import SlideBackbone
 from lightning_dilated.models.slides.encoder import slide_options
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
-from lightning_dilated.pattern.layers import in_turns
+from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.sequence import SequenceSpec
 
 

@@ -14,10 +14,9 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 
-from lightning_dilated.checkpoint.torch_files import load_file
-from lightning_dilated.models.released import check_finite, check_layer_shapes, check_names, layers_of, missing_file
-from lightning_dilated.models.slides.backbone import released_pattern
-from lightning_dilated.models.slides.grid_positions import GridPositions
+from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of, missing_file
+from lightning_dilated.models.slides.backbone import GridPositions, released_pattern
 from lightning_dilated.pattern.layers import read_patterns
 
 #: (release, ours) of a layer's parameters; q, k and v become one

@@ -1,13 +1,22 @@
-"""Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory that its kernels take.
+"""Kernels: a graph run with the memory that Inductor's kernels take.
+
+Matrix products and custom operators read and write memory. What lies between them is put into as few kernels as can be:
+those that read a common tensor of as many numbers become one, unless one has to wait for a product made of the other. A
+kernel writes what others read; it takes the memory of an input that one of its results alone reads, and nothing later.
+
+Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory that its kernels take.
 
 What is kept for the backward is what Inductor's own partitioner says. Its kernels are modelled, see `counting.kernels`.
+
 Shape letters: B batch, N tokens, E embedding dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,7 +30,231 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.planning.counting.inductor import Graphs, Kernels
+from lightning_dilated.planning.counting.memory_tracker import Tape
+
+#: operators that Inductor does not make itself, beside all custom ones
+EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
+#: a value that several kernels read is written once where it is made of more tensors than this, else made again by each
+READS = 4
+
+
+@dataclass
+class Graphs:
+    """Compiled functions by what they are made for, the calls for which all are there, and the tape that counts them now."""
+
+    tape: Tape
+    made: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
+    ready: set[tuple] = field(default_factory=set)
+
+
+class Kernels:
+    """A graph, called with a list of tensors, which it empties."""
+
+    _boxed_call = True
+
+    def __init__(self, graph: fx.GraphModule, graphs: Graphs) -> None:
+        self.graphs, self.graph = graphs, graph
+        self.nodes = list(graph.graph.nodes)
+        self.written = {n for n in self.nodes if n.op == "call_function" and not _viewed(n) and self._is_written(n)}
+        self.reads = {n: self._roots(n) for n in self.nodes if n in self.written or n.op == "output"}
+        self.steps = self._ordered(self._fused())
+        #: the last step that reads a value
+        self.last: dict[fx.Node, int] = {}
+        for i, step in enumerate(self.steps):
+            for node in step:
+                self.last.setdefault(node, i)
+                self.last.update(dict.fromkeys(self.reads[node], i))
+
+    # -- which values are memory ---------------------------------------------------------------------------------------
+    def _is_written(self, node: fx.Node) -> bool:
+        if _extern(node):
+            return True
+        if not isinstance(node.meta.get("val"), Tensor):
+            return False  # of several results each is written by itself
+        users = list(_readers(node))
+        if any(user.op == "output" or _extern(user) for user in users) or _numbers(node) < _width(node):
+            return True
+        return len(users) > 1 and len(_inputs(node)) > READS
+
+    def _is_root(self, node: fx.Node) -> bool:
+        return node.op != "call_function" or node in self.written or _of_operator(node)
+
+    def _roots(self, node: fx.Node) -> set[fx.Node]:
+        """The values in memory that a value is made of."""
+        found: set[fx.Node] = set()
+        for n in node.all_input_nodes:
+            found |= {n} if self._is_root(n) else self._roots(n)
+        return found
+
+    # -- which of them one kernel makes --------------------------------------------------------------------------------
+    def _fused(self) -> list[list[fx.Node]]:
+        """Steps: an operator of its own, or the results of a kernel."""
+        steps = [[n] for n in self.nodes if n in self.written]
+        kernels = [step for step in steps if not _extern(step[0])]
+        for a, b in itertools.combinations(kernels, 2):
+            # lists are merged in place: a is empty once it went into a later one
+            if a and b and _width(a[0]) == _width(b[0]) and self._common(a, b) and not self._between(steps, a, b):
+                b[:0] = a
+                a.clear()
+        return [step for step in steps if step]
+
+    def _common(self, a: list[fx.Node], b: list[fx.Node]) -> bool:
+        """Whether they read a large tensor both, or one reads what the other writes."""
+        size = _width(a[0])
+        first, second = (set().union(*(self.reads[n] for n in step), step) for step in (a, b))
+        return any(_numbers(n) >= size for n in first & second)
+
+    def _between(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
+        """Whether another step has to run after one of them and before the other."""
+        return self._path(steps, a, b) or self._path(steps, b, a)
+
+    def _path(self, steps: list[list[fx.Node]], a: list[fx.Node], b: list[fx.Node]) -> bool:
+        after: list[list[fx.Node]] = []
+        reached = set(a)
+        for _ in steps:
+            more = [s for s in steps if s and s is not a and s not in after and self._needs(s, reached)]
+            if not more:
+                break
+            after += more
+            reached.update(n for s in more if s is not b for n in s)
+        through = {n for s in after if s is not b for n in s}
+        return self._needs(b, through)
+
+    def _needs(self, step: list[fx.Node], made: set[fx.Node]) -> bool:
+        return any(_maker(n) in made for node in step for n in self.reads[node])
+
+    def _ordered(self, steps: list[list[fx.Node]]) -> list[list[fx.Node]]:
+        """In the order of the graph, each once what it reads is there."""
+        number = {node: i for i, node in enumerate(self.nodes)}
+        waiting = sorted(steps, key=lambda step: min(number[n] for n in step))
+        made = {n for n in self.nodes if n.op != "call_function"}
+        out: list[list[fx.Node]] = []
+        while waiting:
+            ready = next(s for s in waiting if all(_maker(n) in made or n in s for x in s for n in self.reads[x]))
+            waiting.remove(ready)
+            out.append(ready)
+            made.update(ready)
+        return [*out, [n for n in self.nodes if n.op == "output"]]
+
+    # -- running -------------------------------------------------------------------------------------------------------
+    def __call__(self, args: list[Any]) -> Any:
+        """The results of the graph."""
+        inputs = (n for n in self.nodes if n.op == "placeholder")
+        values: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
+        values |= {n: getattr(self.graph, n.target) for n in self.nodes if n.op == "get_attr"}
+        args.clear()
+        for i, step in enumerate(self.steps):
+            known: dict[fx.Node, Any] = {}
+            if step[0].op == "output":
+                return fx.node.map_arg(step[0].args[0], lambda n: self._value(n, values, known))  # noqa: B023
+            if _extern(step[0]):
+                self._operator(step[0], values)
+            else:
+                self._kernel(step, values, i)
+            for node in [n for n in values if self.last.get(n, 0) <= i]:
+                del values[node]
+        raise RuntimeError("the graph has no output.")
+
+    def _operator(self, node: fx.Node, values: dict[fx.Node, Any]) -> None:
+        if node.target.namespace in ("aten", "prims"):
+            values[node] = _empty(node)
+            return
+        known: dict[fx.Node, Any] = {}
+        with self.graphs.tape.paused():
+            given = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
+        made = node.target(*given[0], **given[1])
+        values[node] = made
+        if isinstance(made, (tuple, list)):  # its tensors live on one by one
+            values.update((user, made[user.args[1]]) for user in node.users)
+            del values[node]
+
+    def _kernel(self, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> None:
+        for node in step:
+            over = self._over(node, step, values, i)
+            if over is not None:
+                del values[over]
+            values[node] = _empty(node)
+
+    def _value(self, node: fx.Node, values: dict[fx.Node, Any], known: dict[fx.Node, Any]) -> Any:
+        """A value in memory, or a view of one."""
+        if node in values:
+            return values[node]
+        if node not in known:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
+            known[node] = node.target(*args, **kwargs)
+        return known[node]
+
+    def _over(self, node: fx.Node, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> fx.Node | None:
+        """The value whose memory a result takes."""
+        like = lambda x: isinstance(x, Tensor) and (x.dtype, x.numel())  # noqa: E731
+        made = node.meta["val"]
+        for n in self.reads[node]:
+            mine = sum(n in self.reads[other] for other in step) == 1 and self.last[n] <= i
+            if mine and n in values and n not in step and n.op == "call_function" and like(values[n]) == like(made):
+                return n
+        return None
+
+
+def _empty(node: fx.Node) -> Tensor:
+    """Memory for a result."""
+    like = node.meta["val"]
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    return node.args[0] if _of_operator(node) else node
+
+
+def _of_operator(node: fx.Node) -> bool:
+    """Whether it is one of several results of an operator that is no kernel of Inductor's."""
+    return node.target is operator.getitem and _extern(node.args[0])
+
+
+def _viewed(node: fx.Node) -> bool:
+    """Whether the result is memory of an input."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
+    if node.target is torch.ops.aten._unsafe_view.default:
+        return True
+    return any(r.alias_info is not None for r in node.target._schema.returns)
+
+
+def _extern(node: fx.Node) -> bool:
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if node.target.namespace not in ("aten", "prims"):
+        return True
+    return node.target._schema.name.partition("::")[2] in EXTERN
+
+
+def _numbers(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    return value.numel() if isinstance(value, Tensor) else 0
+
+
+def _width(node: fx.Node) -> int:
+    """Numbers that a kernel goes over."""
+    made = node.args[0] if node.target is operator.getitem else node
+    return max([_numbers(node), *map(_numbers, made.all_input_nodes)])
+
+
+def _readers(node: fx.Node) -> Iterator[fx.Node]:
+    """Those that read a value, also by a view of it."""
+    for user in node.users:
+        if user.op == "call_function" and _viewed(user):
+            yield from _readers(user)
+        else:
+            yield user
+
+
+def _inputs(node: fx.Node) -> set[fx.Node]:
+    """The values that a fused one is made of, past views and values of one reader."""
+    found: set[fx.Node] = set()
+    for n in node.all_input_nodes:
+        inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)
+        found |= _inputs(n) if inline else {n}
+    return found
+
 
 #: how many of a piece's first arguments get a gradient, where it is more than the first
 LEADING = {"join": 2}

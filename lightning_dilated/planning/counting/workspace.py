@@ -1,7 +1,11 @@
-"""What the op holds on a GPU beside its inputs and results: parts of stretches and the engine's own room; integers only.
+"""What a call that exchanges rows holds beside its own: rows received, sends in flight, gradients on their way home.
+
+What the op holds on a GPU beside its inputs and results: parts of stretches and the engine's own room; integers only.
 
 Counted along the way that `attention.local` takes, with its own stretches, launches and limits.
-Shape letters: B batch, L tokens of a rank, H query heads, K kv heads, D head dim, n rows of a block.
+
+Shape letters: N tokens of the sequence, L of a rank, H query heads, K kv heads, D head dim, R ranks, B batch, n rows of
+a block.
 """
 
 from __future__ import annotations
@@ -14,13 +18,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, measured
+from lightning_dilated.attention import backends
+from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.blockwise import Call
 from lightning_dilated.attention.executors.fused import Stretch
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.layers import in_turns
+from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.rows import Block, blocks
 
 #: bytes of a log-sum-exp
@@ -134,7 +139,7 @@ def engine_of(x: OpCall) -> Engine:
     flops = grouped.block_flops(x.of, x.causal, x.spans, shape) if x.engine == "auto" else float("inf")
     request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, x.head_dim**-0.5, flops)
     able = lambda name: replace(ENGINES[name], available=_anywhere).why_not(request)  # noqa: E731
-    if flops < measured.GROUPED_BELOW.get(x.capability, measured.DEFAULT) and able("triton") is None:
+    if flops < backends.GROUPED_BELOW.get(x.capability, backends.DEFAULT) and able("triton") is None:
         return ENGINES["triton"]
     for name in FAMILIES.get(x.engine, (x.engine,)):
         if able(name) is None:

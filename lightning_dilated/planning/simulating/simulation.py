@@ -23,15 +23,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from lightning_dilated._validation import integer
 from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.branch import integer
 from lightning_dilated.pattern.rows import blocks, pairs, place
-from lightning_dilated.planning.simulating.approximate import many
-from lightning_dilated.planning.simulating.clock import GRADIENTS, Clock, Event
 from lightning_dilated.planning.simulating.machine import Machine
-from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact
-from lightning_dilated.planning.simulating.timeline import Op
+from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact, many
+from lightning_dilated.planning.simulating.timeline import GRADIENTS, Clock, Event, Op
 from lightning_dilated.sequence.planner import Links, make_problem, plan
 from lightning_dilated.sequence.requirements import Problem
 

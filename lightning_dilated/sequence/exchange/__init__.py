@@ -6,8 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from lightning_dilated.sequence.exchange import butterfly, gather, hierarchical, ring, switch
-from lightning_dilated.sequence.exchange.cost import Count
-from lightning_dilated.sequence.exchange.program import Program
+from lightning_dilated.sequence.exchange.program import Count, Program
 from lightning_dilated.sequence.requirements import Problem
 
 __all__ = ["EXCHANGES", "Exchange"]

@@ -10,8 +10,7 @@ from __future__ import annotations
 import itertools
 
 from lightning_dilated.pattern.rows import place
-from lightning_dilated.sequence.exchange.cost import Count, node_of
-from lightning_dilated.sequence.exchange.program import Message, Piece, Program, Round, count
+from lightning_dilated.sequence.exchange.program import Count, Message, Piece, Program, Round, count, node_of
 from lightning_dilated.sequence.ranges import union
 from lightning_dilated.sequence.requirements import Problem
 

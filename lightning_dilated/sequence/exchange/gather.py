@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
-from lightning_dilated.sequence.exchange.program import Program, Round, rows_for
+from lightning_dilated.sequence.exchange.program import Count, Program, Round, node_of, origins, rows_for
 from lightning_dilated.sequence.requirements import Problem, partners
 
 

@@ -4,8 +4,7 @@ and the ranks of a node spread them over their faster links."""
 from __future__ import annotations
 
 from lightning_dilated.sequence.exchange import butterfly as flat
-from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
-from lightning_dilated.sequence.exchange.program import Piece, Program, Round, count, rows_for
+from lightning_dilated.sequence.exchange.program import Count, Piece, Program, Round, count, node_of, origins, rows_for
 from lightning_dilated.sequence.requirements import Problem
 
 

@@ -5,9 +5,17 @@ In the backward the rows travel again, and each rank sends its share of their gr
 
 from __future__ import annotations
 
-from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange.cost import Count, node_of, origins
-from lightning_dilated.sequence.exchange.program import Message, Program, Round, count, rows_for
+from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence.exchange.program import (
+    Count,
+    Message,
+    Program,
+    Round,
+    count,
+    node_of,
+    origins,
+    rows_for,
+)
 from lightning_dilated.sequence.requirements import Problem
 
 
@@ -37,10 +45,10 @@ def travelling(problem: Problem, source: int, hops: int) -> Message:
 
 def _arriving(problem: Problem, source: int, hops: int) -> int:
     """How many rows those are."""
-    if not strided.serves(problem):
+    if not requirements.serves(problem):
         return count(travelling(problem, source, hops))
     after = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
-    return strided.size(strided.read(problem, after, source))
+    return requirements.size(requirements.read(problem, after, source))
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:

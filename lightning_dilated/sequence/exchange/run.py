@@ -14,9 +14,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_dilated.sequence.exchange.indices import Batch, Own, Packing, Store, batches
 from lightning_dilated.sequence.exchange.program import Program, Round, count
-from lightning_dilated.sequence.exchange.row_ops import Rows, add_at, add_rows, numbered, pack_rows
+from lightning_dilated.sequence.exchange.row_ops import (
+    Batch,
+    Own,
+    Packing,
+    Rows,
+    Store,
+    add_at,
+    add_rows,
+    batches,
+    numbered,
+    pack_rows,
+)
 from lightning_dilated.sequence.exchange.transport import Posted, Wire, abandon, beside, rejoin
 from lightning_dilated.sequence.ranges import intersect
 from lightning_dilated.sequence.requirements import Problem, Want, wants

@@ -2,15 +2,33 @@
 
 Segments inside a shard stay where they are. The owners take turns by head and branch, so that causal work is balanced too,
 and heads need not divide the ranks. With one segment over everything this is Ulysses.
+
+Running a switch: q, k, v rows go to the owners of their (segment, head), outputs and gradients come back.
+
+Shape letters: B samples, L local tokens, H query heads, D head dim, an owner holds m query rows (m, D) and n key rows
+(n, 2.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dilated.sequence import strided
-from lightning_dilated.sequence.exchange.cost import Count, Origins, node_of
-from lightning_dilated.sequence.exchange.program import Message, Piece, Round, count, message_of
+import torch
+from torch import Tensor
+
+from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence.exchange.program import (
+    Count,
+    Message,
+    Origins,
+    Piece,
+    Round,
+    count,
+    message_of,
+    node_of,
+)
+from lightning_dilated.sequence.exchange.row_ops import Batch, Own, Packing, Store, batches, pair, take
+from lightning_dilated.sequence.exchange.transport import Posted, Wire
 from lightning_dilated.sequence.ranges import intersect, union
 from lightning_dilated.sequence.requirements import (
     Document,
@@ -73,8 +91,8 @@ def _rows(problem: Problem, tasks: list[Want], owner: int, source: int, group: i
 
     Sender and receiver list the tasks in orders of their own, so the message is put in the order of documents and heads.
     """
-    if strided.serves(problem):
-        return message_of(dict(sorted(strided.owned(problem, owner, group, source).items())))
+    if requirements.serves(problem):
+        return message_of(dict(sorted(requirements.owned(problem, owner, group, source).items())))
     found: dict[tuple[Document, int], set[range]] = {}
     for task in tasks:
         for piece in problem.shard.ranges(source):
@@ -87,7 +105,7 @@ def rows(problem: Problem, rank: int, per_node: int) -> Count:
     mates = node_of(rank, per_node, problem.shard.ranks)
     found = Count(rounds=7, messages=0)
     for group, units in ((problem.group, 2), (1, 1)):
-        needs, given = (_strided_count if strided.serves(problem) else _count)(problem, rank, group)
+        needs, given = (_strided_count if requirements.serves(problem) else _count)(problem, rank, group)
         found.messages += 2 * len(needs.ranks - {rank}) + (3 * len(given) if group == 1 and units == 1 else 0)
         own, inside = needs.of([rank]), needs.of(mates)
         found.kept += units * needs.total
@@ -115,7 +133,95 @@ def _count(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, 
 
 
 def _strided_count(problem: Problem, rank: int, group: int) -> tuple[Origins, dict[int, int]]:
-    rows = lambda owner, source: strided.size(strided.owned(problem, owner, group, source))  # noqa: E731
+    rows = lambda owner, source: requirements.size(requirements.owned(problem, owner, group, source))  # noqa: E731
     ranks = range(problem.shard.ranks)
     given = {owner: n for owner in ranks if owner != rank and (n := rows(owner, rank))}
     return Origins.counted([rows(rank, source) for source in ranks]), given
+
+
+@dataclass
+class Way:
+    """Rows from this rank's tensors to their owners: flat numbers in the order of the messages."""
+
+    rows: Tensor
+    sends: dict[int, int]
+    receives: dict[int, int]
+
+
+@dataclass
+class CompiledSwitch:
+    """A rank's part of a switch with its indices on a device; query numbers in `batches` are those of the received rows."""
+
+    keys: Way
+    queries: Way
+    batches: list[Batch]
+
+
+def compile_switch(problem: Problem, rank: int, program: Switched, device: torch.device) -> CompiledSwitch:
+    """The indices of a rank's switch."""
+    pieces = problem.shard.ranges(rank)
+    stores = Store(), Store()
+    ways = []
+    for step, store, heads in zip(
+        (program.keys, program.queries), stores, (problem.kv_heads, problem.heads), strict=True
+    ):
+        ways.append(_way(step, Own(pieces, heads), device))
+        for message in step.receives.values():
+            store.add(message)
+    found = batches(problem, program.tasks, stores[1], stores[0])
+    return CompiledSwitch(*ways, [batch.to(device) for batch in found])
+
+
+def _way(step: Round, own: Own, device: torch.device) -> Way:
+    packing = Packing.of([p for message in step.sends.values() for p in message], own, Store())
+    rows = torch.empty_like(packing.own)
+    rows[slice(None) if packing.own_at is None else packing.own_at] = packing.own
+    counts = ({p: count(m) for p, m in messages.items()} for messages in (step.sends, step.receives))
+    return Way(rows.to(device), *counts)
+
+
+class SwitchRun:
+    """One call's rows under way. `kept` holds the owner's rows in the backward; they are then not moved again."""
+
+    def __init__(self, compiled: CompiledSwitch, wire: Wire, kept: Tensor | None = None):
+        self.compiled, self.wire = compiled, wire
+        self.kept, self._sums = kept, "outputs" if kept is None else "gradients"
+        self._posted: list[Posted] = []
+
+    def post(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Send the rows of q, k and v to their owners."""
+        keys, queries = self.compiled.keys, self.compiled.queries
+        self._posted = [
+            self._out(keys, pair(k, v, keys.rows), "rows"),
+            self._out(queries, take(q, queries.rows), "queries"),
+        ]
+
+    def arrived(self) -> tuple[Tensor, Tensor]:
+        """(query rows (m, D), key rows (n, 2, D)) that this rank owns."""
+        if self.kept is None:
+            rows, queries = (posted.wait() for posted in self._posted)
+            self.kept = torch.cat([rows.flatten(0, 1), queries])
+        n = 2 * sum(self.compiled.keys.receives.values())
+        return self.kept[n:], self.kept[:n].unflatten(0, (-1, 2)) if n else self.kept.new_empty(
+            0, 2, self.kept.shape[1]
+        )
+
+    def _out(self, way: Way, rows: Tensor, what: str) -> Posted:
+        return self.wire.post(rows, way.sends, way.receives, what=what)
+
+    def to_owners(self, x: Tensor, other: Tensor | None = None) -> Posted:
+        """Rows of a (B, L, H, *) tensor, or of two side by side, to the owners of their queries."""
+        rows = self.compiled.queries.rows
+        found = take(x, rows)[:, None] if other is None else pair(x, other, rows)
+        return self._out(self.compiled.queries, found, "outputs")
+
+    def home(self, rows: Tensor, keys: bool = False) -> Posted:
+        """Rows that belong to received queries (or keys), back to where those came from."""
+        way = self.compiled.keys if keys else self.compiled.queries
+        return self.wire.post(rows, way.receives, way.sends, what=self._sums)
+
+    def by_peer(self, rows: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """(flat numbers, rows) of each peer's share of what came home; within one no number occurs twice."""
+        way = self.compiled.queries
+        sizes = list(way.sends.values())
+        return list(zip(way.rows.split(sizes), rows.split(sizes), strict=True))

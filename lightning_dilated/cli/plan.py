@@ -1,0 +1,374 @@
+"""`lightning-dilated plan`: memory, bytes, time and the longest sequence of a run, before anything is started.
+
+The report is made of tables, the lines of a recipe, and what all of it rests on.
+
+Shape letters: N tokens of the sequence, R ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lightning_dilated.cli.find_max import run as find_max
+from lightning_dilated.cli.plan_request import Asked, parser, settled
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longvit.model import LongViT
+from lightning_dilated.models.slides.encoder import SlideEncoder
+from lightning_dilated.models.slides.mae import SlidePretrainer
+from lightning_dilated.models.transformer import advice
+from lightning_dilated.pattern.cycle import in_turns
+from lightning_dilated.planning.counting.footprint import Exchanged, lighter
+from lightning_dilated.planning.counting.memory_tracker import KINDS
+from lightning_dilated.planning.counting.model_specs import subject_of
+from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.estimate import (
+    HOST_LINK,
+    HOST_MEMORY,
+    Case,
+    Facts,
+    Time,
+    candidates,
+    in_words,
+    measured_machine,
+    recommended,
+    yaml_lines,
+)
+from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
+from lightning_dilated.planning.memory import GIB, Bar, Memory, Setup, memory_plot, moved_as_fit_ends
+from lightning_dilated.planning.simulating.rounds import EXACT
+
+#: the option that has true steps run
+FIND_MAX = {"--find-max", "--find_max"}
+
+
+def run(argv: list[str]) -> None:
+    """Parse, estimate, print, and draw if asked to; with --find-max train on the devices that are here instead."""
+    if FIND_MAX & set(argv):
+        find_max([word for word in argv if word not in FIND_MAX])
+        return
+    args = parser().parse_args(argv)
+    told = report(settled(args))
+    print("\n".join(told.lines))
+    if args.plot is not None:
+        args.plot.parent.mkdir(parents=True, exist_ok=True)
+        memory_plot(told.bars, told.limit, args.plot, told.title, told.caption)
+        print(f"\nplot: {args.plot}")
+
+
+def assumptions(asked: Asked, case: Case) -> list[str]:
+    """What the numbers rest on."""
+    base, setup = measured_machine(), case.setup
+    own = asked.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    notes = [
+        "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
+        "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
+        "kernels are modelled.",
+        f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
+        "GiB at least, for fragments; lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, "
+        "which the command line sets.",
+        f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
+        "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
+    ]
+    notes += _counted(asked.model)
+    if not case.facts.whole:
+        notes.append(
+            "weights that stay as they are have neither gradients nor states; low-rank updates are added to what their "
+            "layers give by passes over it, at the speed of the GPU's memory: reckoned, not measured."
+        )
+    if setup.ranks > 1:
+        sums = f" Gradients are summed {setup.bucket_cap_mb} MiB at a time beside the backward; its slowing is not planned."
+        sums = sums if setup.bucket_cap_mb is not None else ""
+        notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
+    if asked.tokens and (found := advice(asked.model, asked.tokens)):
+        notes.append(f"what the pattern cannot do, whatever the GPUs: {found}")
+    if lighter(case.subject.call, setup.ranks) != case.subject.call:
+        notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
+    if setup.strategy == "ring_dilated_fsdp":
+        notes.append(
+            "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+        )
+    if asked.batch > 1:
+        notes.append(
+            f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
+            f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
+        )
+    if setup.cpu_offload:
+        notes.append(
+            "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "
+            f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
+            f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
+        )
+    if asked.host:
+        notes.append(
+            f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."
+        )
+    if not case.subject.compile_blocks:
+        notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
+    return notes
+
+
+def _counted(model: DilatedModule) -> list[str]:
+    """What a count of the model takes for granted."""
+    if isinstance(model, SlidePretrainer):
+        return [
+            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
+            "told as temporary."
+        ]
+    if isinstance(model, LongViT):
+        cells = model.image_size // model.patch_size
+        return [
+            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
+            "they are for images of another size."
+        ]
+    return []
+
+
+@dataclass(frozen=True)
+class Told:
+    """What is printed, and what is drawn."""
+
+    lines: list[str]
+    bars: list[Bar]
+    limit: int
+    title: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setting: the longest sequence, and memory and time at the length asked for (or at the longest)."""
+
+    settings: MemorySettings
+    longest: int
+    tokens: int
+    memory: Memory | None
+    time: Time | None
+    fits: bool
+
+
+def report(asked: Asked) -> Told:
+    """Plan all of it.
+
+    Raises:
+        ValueError: for a model that cannot be counted, or an exchange that does not serve.
+    """
+    subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
+    facts = Facts.of(asked.model, subject)
+    case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
+    wanted = [asked.settings] if asked.settings else candidates(facts.windows, case.room, facts.depth)
+    rows = [row_of(case, x, asked.tokens) for x in wanted]
+    best = recommended(case, wanted, asked.tokens)
+    chosen = next((row for row in rows if row.settings == best), None)
+    lines = [*_head(asked, case), "", *_table(rows, best, asked.tokens)]
+    if chosen is not None and chosen.memory is not None:
+        lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
+        lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
+    else:
+        lines += ["", _nothing(case, rows, asked)]
+    notes = assumptions(asked, case)
+    lines += ["", *(f"  - {note}" for note in notes)]
+    title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
+    bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
+    return Told(lines, bars, asked.gpu.usable(asked.ranks), f"memory of a rank, {title}", _caption(asked, case))
+
+
+def strategy_of(asked: Asked, facts: Facts) -> str:
+    """The strategy asked for, else DDP unless parameters, gradients and states would take half a GPU."""
+    if asked.strategy is not None:
+        return asked.strategy
+    each = 20 if asked.precision.endswith("mixed") or asked.precision == "32-true" else 10
+    return "ring_dilated_fsdp" if facts.parameters * each > asked.gpu.memory / 2 else "ring_dilated"
+
+
+def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
+    """A row of the table."""
+    longest = case.longest(settings)
+    at = tokens or longest
+    if not at:
+        return Row(settings, 0, 0, None, None, False)
+    return Row(settings, longest, at, case.memory(settings, at), case.time(settings, at), case.fits(settings, at))
+
+
+def _head(asked: Asked, case: Case) -> list[str]:
+    facts, setup, call = case.facts, case.setup, case.subject.call
+    kv = "" if call.kv_heads == call.heads else f" ({call.kv_heads} kv)"
+    many = f"{setup.ranks:,} x {asked.gpu.name}"
+    nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
+    offload = " with cpu_offload" if setup.cpu_offload else ""
+    return [
+        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
+        f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
+        f"pattern: {_patterns(call, facts.depth)}, "
+        f"{'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
+        f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
+        f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
+    ]
+
+
+def _trained(facts: Facts) -> str:
+    return "" if facts.whole else f" ({in_numbers(facts.trained_parameters)} trained)"
+
+
+def _decoder(facts: Facts) -> str:
+    x = facts.decoder
+    return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
+
+
+def token_of(model: DilatedModule) -> str:
+    """What a token is, where it is none of a text."""
+    if isinstance(model, (SlideEncoder, SlidePretrainer)):
+        return "; a token is a row of a slide: a tile, or the class token's"
+    if isinstance(model, LongViT):
+        return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
+    return ""
+
+
+def in_numbers(n: int) -> str:
+    """85M, 7.9B, 1.0T."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if n >= size:
+            return f"{n / size:.3g}{unit}"
+    return str(n)
+
+
+def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
+    """Settings, and how far they go."""
+    at = f"at {tokens:,} tokens" if tokens else "at the longest"
+    head = (
+        "",
+        f"{'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}",
+    )
+    lines = [f"{'':<2}{'':<46}{'':>15}   {at}", "  " + head[1]]
+    for row in rows:
+        mark = "* " if row.settings == best else "  "
+        name = f"{mark}{in_words(row.settings):<46}{row.longest:>15,}"
+        if row.memory is None or row.time is None:
+            lines.append(f"{name}   nothing fits")
+            continue
+        x, t = row.memory, row.time
+        over = "" if row.fits else " !"
+        lines.append(
+            f"{name}{x.peak / GIB:>9.1f}{(x.host + x.states) / GIB:>7.1f}{t.seconds:>9.3g}{row.tokens / t.seconds:>12,.0f}"
+            f"{t.exposed / t.seconds:>7.1%}{t.mfu:>6.0%}{over}"
+        )
+    if any(row.memory and not row.fits for row in rows):
+        lines.append("  !: does not fit")
+    return [*lines, "  *: recommended" if best is not None else "  no setting fits"]
+
+
+def _details(case: Case, row: Row) -> list[str]:
+    """Memory by kind and the exchange, of the recommended setting."""
+    x, t = row.memory, row.time
+    parts = " ".join(map(str, x.moment))
+    lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
+    lines += [f"  {kind:<22}{x.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in x.kinds]
+    lines += [f"  {'peak':<22}{x.peak / GIB:>9.2f} GiB, in: {parts}"]
+    if x.host:
+        lines += [f"  {'pinned host memory':<22}{x.host / GIB:>9.2f} GiB a rank"]
+    if x.states:
+        lines += [f"  {'states on the host':<22}{x.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
+    else:
+        end = moved_as_fit_ends(case.found(row.settings), case.facts.depth, case.setup)
+        over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
+        lines += [
+            f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"
+        ]
+    for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
+        if kind == "optimizer" and case.setup.cpu_offload:
+            lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
+        elif t.step.compute.get(kind):
+            lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
+    told = sum(t.step.compute.values()) + t.exposed
+    told -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if t.seconds - told > 5e-5:
+        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - told) * 1e3:>9.1f} ms")
+    lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
+    return [*lines, *_exchange(case, x, t)]
+
+
+def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
+    if case.setup.ranks == 1:
+        return []
+    crossing = [(who, y) for who, y in _layers(x.exchange, case.facts.depth) if y.name is not None]
+    if not crossing:
+        return ["", "  no segment crosses a shard: nothing is exchanged"]
+    layers = sum(stack.depth for stack in case.facts.stacks)
+    names = " and ".join(dict.fromkeys(y.name for _, y in crossing))
+    lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
+    for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
+                      ("gradients", "parameter gradients")):  # fmt: skip
+        near, far = t.step.bytes(run)
+        if near + far:
+            seconds = near / case.setup.links.near + far / case.setup.links.far
+            lines.append(
+                f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
+            )
+    return lines + [line for who, y in crossing for line in _prices(who, y)]
+
+
+def _patterns(call: OpCall, depth: int) -> str:
+    """The pattern of all layers, or each with the number of layers that take it."""
+    calls = call.layers(depth)
+    return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
+
+
+def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
+    """Of which layers, and what their calls exchange; layers whose exchanges have one plan are one entry."""
+    if not x.others:
+        return [("a layer's", x)]
+    found: dict[Exchanged, list[int]] = {}
+    for layer, one in enumerate(in_turns(x.cycle, depth)):
+        found.setdefault(replace(one, others=()), []).append(layer)
+    return [(f"of layers {_few(layers)}", one) for one, layers in found.items()]
+
+
+def _few(numbers: list[int]) -> str:
+    return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
+
+
+def _prices(who: str, x: Exchanged) -> list[str]:
+    """The plan of a layer's call."""
+    if x.plan is None:
+        return []
+    lines = []
+    if x.name != x.plan.exchange:
+        lines.append(
+            f"  (a run takes {x.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
+        )
+    if x.plan.prices:
+        lines += [f"  {who}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
+    return lines
+
+
+def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
+    """What to change where nothing fits."""
+    tokens = asked.tokens
+    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
+    best = max(rows, key=lambda row: row.longest)
+    if not best.longest:
+        dealt = case.setup.strategy == "ring_dilated_fsdp"
+        hint = f" Take {'--cpu_offload' if dealt else '--strategy ring_dilated_fsdp'}."
+        states = best.memory.states if best.memory else 0
+        if case.host and states > case.host * GIB:
+            return (
+                f"Parameters, gradients and states take {states / GIB:.1f} GiB of the host on each rank, which has "
+                f"{case.host:.1f} of --host_memory. More GPUs, more host memory, or --no-cpu_offload."
+            )
+        hint = "" if case.setup.cpu_offload else hint
+        return (
+            f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
+        )
+    need = -(-(tokens or 0) * case.setup.ranks // best.longest)
+    return (
+        f"{tokens:,} tokens do not fit: the longest is {best.longest:,} with {in_words(best.settings)}. Take about {need:,} "
+        f"GPUs, {narrow}or --host_memory to offload to."
+    )
+
+
+def _caption(asked: Asked, case: Case) -> str:
+    return "; ".join([*_head(asked, case)[::2], "counted under fake tensors; red: what may be planned with."])
+
+
+__all__ = ["Row", "Setup", "Told", "report", "row_of", "strategy_of"]

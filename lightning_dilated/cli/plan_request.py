@@ -1,0 +1,319 @@
+"""What is asked of `plan`: its options, and what a recipe says where they do not.
+
+Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lightning_dilated.cli.explain import class_of, made_model, seq_len_of
+from lightning_dilated.memory.recompute import POLICIES
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning.counting.dry_run import PRECISIONS
+from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
+from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
+from lightning_dilated.sequence.exchange import EXCHANGES
+from lightning_dilated.sequence.links import Links
+
+UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+#: the pattern of the measurements, where neither options nor a recipe have one
+SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
+#: GPUs of a node
+NODE = 8
+
+
+def number(text: str) -> int:
+    """8192, 64K, 8M or 1G, in powers of 1024."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?)", text.strip().upper().replace(",", "").replace("_", ""))
+    value = float(found[1]) * UNITS[found[2]] if found else 0
+    if value < 1 or value != int(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number such as 8192, 64K, 8M or 1G")
+    return int(value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options."""
+    p = argparse.ArgumentParser(
+        "lightning-dilated plan",
+        description="Memory, bytes, time and the longest sequence of a run, without a GPU. Numbers may end in K, M or G "
+        "(powers of 1024).",
+    )
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    _model(p.add_argument_group("model"))
+    _machine(p.add_argument_group("machine"))
+    _memory(p.add_argument_group("memory settings (default: all are compared, and one is recommended)"))
+    p.add_argument(
+        "--find_max", "--find-max", action="store_true", help="true steps on the devices that are here (see its --help)"
+    )
+    p.add_argument("--plot", type=Path, help="draw memory by kind of each setting to this PNG")
+    return p
+
+
+def _model(p: Any) -> None:
+    p.add_argument("--dim", type=number)
+    p.add_argument("--depth", type=number, help="blocks; of the encoder where there is a decoder, too")
+    p.add_argument("--heads", type=number)
+    p.add_argument("--kv_heads", "--kv-heads", type=number)
+    p.add_argument("--ffn_dim", "--ffn-dim", type=number)
+    p.add_argument("--vocab", type=number, help="(default 256)")
+    p.add_argument("--segments", type=number, nargs="+", help=f"(default {' '.join(map(str, SEGMENTS))})")
+    p.add_argument("--dilations", type=number, nargs="+", help=f"(default {' '.join(map(str, DILATIONS))})")
+    p.add_argument("--geometric", type=number, metavar="FIRST", help="branches (FIRST, 1), (2 FIRST, 2), ... up to N")
+    p.add_argument("--offsets", help="interleaved or blocked (default interleaved)")
+    p.add_argument("--causal", action=argparse.BooleanOptionalAction, help="(default: the recipe's, else causal)")
+    p.add_argument("--compile", action=argparse.BooleanOptionalAction, help="blocks (default: the recipe's, else yes)")
+    p.add_argument(
+        "--residual_dtype", "--residual-dtype", choices=["float32", "bfloat16"], help="of states between blocks"
+    )
+
+
+def _machine(p: Any) -> None:
+    p.add_argument(
+        "--tokens",
+        type=number,
+        help="of a sequence, on all its ranks: of a text; rows of a slide, which are its tiles and one for the class token; "
+        "patches of an image (default: the recipe's)",
+    )
+    p.add_argument("--gpus", type=number, help="in all; they share every sequence (default: the recipe's, else 1)")
+    p.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (default %(default)s)")
+    p.add_argument("--gpu_memory", "--gpu-memory", type=float, metavar="GIB", help="of each GPU, if another one")
+    p.add_argument("--nodes", type=number, help=f"(default {NODE} GPUs each)")
+    p.add_argument("--host_memory", "--host-memory", type=float, default=0.0, metavar="GIB", help="of a node, to be "
+                   "used for block inputs (default none: nothing of them is offloaded) and what --cpu_offload keeps there "
+                   "(default: not limited)")  # fmt: skip
+    p.add_argument("--precision", choices=list(PRECISIONS), help="(default: the recipe's, else bf16-mixed)")
+    p.add_argument("--strategy", choices=STRATEGIES, help="(default: the recipe's; else single for one GPU, "
+                   "ring_dilated, or ring_dilated_fsdp where parameters and states would take half a GPU)")  # fmt: skip
+    p.add_argument("--cpu_offload", "--cpu-offload", action=argparse.BooleanOptionalAction, help="parameters, gradients and "
+                   "optimizer states on the host, with ring_dilated_fsdp (default: the recipe's, else no)")  # fmt: skip
+    p.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help="(default %(default)s)")
+    p.add_argument("--exchange", choices=["auto", *EXCHANGES], help="(default: the recipe's, else auto)")
+    p.add_argument(
+        "--links", type=Path, help="file of `lightning-dilated bench links` (default: those taken for the GPU)"
+    )
+
+
+def _memory(p: Any) -> None:
+    p.add_argument("--policy", choices=POLICIES)
+    p.add_argument("--every", type=number, help="blocks of a group")
+    p.add_argument("--offload", type=float, help="fraction of block inputs up to 1, GiB of a rank above 1")
+    p.add_argument("--tile", type=number, help="tokens")
+    p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
+
+
+CALLBACK = "ActivationRecompute"
+#: options that are called otherwise than the argument of a model
+OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "--vocab"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is to be planned.
+
+    Attributes:
+        model: with its depth and sizes, not built.
+        tokens: N; None: as many as fit.
+        settings: the only ones to look at; None: all.
+        host: GiB of host memory of a rank.
+        strategy: None: to be chosen.
+        batch: sequences of the recipe's batches; one is planned.
+        cpu_offload, bucket_cap_mb: of the strategy.
+    """
+
+    model: DilatedModule
+    tokens: int | None
+    gpu: Gpu
+    ranks: int
+    per_node: int
+    precision: str
+    compile_blocks: bool
+    settings: MemorySettings | None
+    host: float
+    strategy: str | None
+    optimizer: str
+    exchange: str
+    links: Links
+    residual: str | None
+    batch: int = 1
+    cpu_offload: bool = False
+    bucket_cap_mb: int | None = None
+
+    def setup(self, strategy: str) -> Setup:
+        """How it is run with a strategy."""
+        bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
+        return Setup(
+            strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
+        )  # fmt: skip
+
+
+def settled(args: argparse.Namespace) -> Asked:
+    """The options, and over nothing said the recipe's values.
+
+    Raises:
+        ValueError, OSError: naming the option that is missing or cannot be.
+    """
+    config = _recipe(args.config)
+    trainer = config.get("trainer") or {}
+    model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
+    tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
+    strategy, exchange, offload, bucket = _strategy(trainer.get("strategy"))
+    ranks, per_node = _ranks(args, trainer)
+    given = args.strategy or strategy
+    offload = offload and given == strategy if args.cpu_offload is None else args.cpu_offload
+    if given is None and (offload or ranks == 1):
+        given = "ring_dilated_fsdp" if offload else "single"
+    if offload and given != "ring_dilated_fsdp":
+        raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {given}.")
+    if given == "single" and ranks > 1:
+        raise ValueError(f"--strategy single is for one GPU, not for {ranks}. Use ring_dilated or ring_dilated_fsdp.")
+    compiled = getattr(model, "compile_blocks", False) if config else True
+    if not 0 <= args.host_memory < float("inf"):
+        raise ValueError(f"--host_memory must be GiB of a node, 0 for none; got {args.host_memory!r}.")
+    precision = args.precision or trainer.get("precision") or "bf16-mixed"
+    if precision not in PRECISIONS:
+        raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}; the recipe has {precision!r}.")
+    gpu = find_gpu(args.gpu, args.gpu_memory)
+    return Asked(
+        model, tokens, gpu, ranks, per_node, precision,
+        compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
+        args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
+        Links.load(args.links) if args.links else gpu.links,
+        getattr(getattr(model, "options", None), "residual_dtype", None),
+        _batch(config.get("data")),
+        offload, bucket,
+    )  # fmt: skip
+
+
+def _recipe(path: Path | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    config = yaml.safe_load(path.read_text())
+    if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
+        raise ValueError(f"--config {path} has no model with a class_path: give --dim, --depth and --heads instead.")
+    return config
+
+
+def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
+    """The recipe's model, with the sizes given.
+
+    Raises:
+        ValueError: naming an option that the model has no argument for.
+    """
+    of = config["model"]
+    cls = class_of(args.config, of.get("class_path", "LongNetLM"), "lightning_dilated")
+    takes = inspect.signature(cls).parameters
+    given = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
+    given |= {
+        "causal": args.causal,
+        "ffn_dim": args.ffn_dim,
+        "vocab_size": args.vocab,
+        "residual_dtype": args.residual_dtype,
+    }
+    given = {k: v for k, v in given.items() if v is not None}
+    for name, value in given.items():
+        if name not in takes and not any(x.kind is x.VAR_KEYWORD for x in takes.values()):
+            raise ValueError(
+                f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
+            )
+    changed = {**(of.get("init_args") or {}), **given}
+    if args.segments or args.dilations or args.geometric:
+        changed |= _branches(args, cls, "segment_lengths" not in takes)
+    return made_model(args.config, {**of, "init_args": changed}, seq_len_of(args.config, config.get("data")))
+
+
+def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
+    """The pattern of the options as arguments of a model: `whole`, or of one with offsets of its own as two lists."""
+    pattern = _pattern(args, args.tokens)
+    if whole:
+        return {"pattern": pattern.to_dict()}
+    if args.offsets:
+        raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
+    lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
+    found = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
+    return found | ({"max_wsi_size": None} if "max_wsi_size" in inspect.signature(cls).parameters else {})
+
+
+def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
+    """N of the recipe's data; of slides with a limit, the rows of the longest. Without data a model of text has the usual
+    one's."""
+    if not data and not isinstance(model, TokenModel):
+        return None
+    most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
+    return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
+
+
+def _batch(data: Any) -> int:
+    found = (data.get("init_args") or {}).get("batch_size") if isinstance(data, dict) else None
+    return found if isinstance(found, int) and found > 0 else 1
+
+
+def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
+    """A LongNetLM of the sizes."""
+    missing = [f"--{name}" for name in ("dim", "depth", "heads") if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+    model = LongNetLM(
+        _pattern(args, tokens), args.vocab or 256, args.dim, args.depth, args.heads, args.kv_heads, args.ffn_dim,
+        residual_dtype=args.residual_dtype, bytes_per_token=1.0,
+    )  # fmt: skip
+    model.causal = args.causal is not False
+    return model
+
+
+def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
+    offsets = {"offsets": args.offsets} if args.offsets else {}
+    if args.geometric:
+        if args.segments or args.dilations:
+            raise ValueError("give --geometric or --segments and --dilations, not both.")
+        if tokens is None:
+            raise ValueError("--geometric ends with a segment over the whole sequence: give --tokens, too.")
+        last = args.geometric << max(0, (-(-tokens // args.geometric) - 1).bit_length())
+        return DilatedPattern.geometric(args.geometric, last, **offsets)
+    if (args.segments is None) != (args.dilations is None):
+        raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
+    return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
+
+
+def _strategy(found: Any) -> tuple[str | None, str, bool, int | None]:
+    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket) of a Trainer's."""
+    given = (found.get("init_args") or {}) if isinstance(found, dict) else {}
+    name = str(found.get("class_path") if isinstance(found, dict) else found or "")
+    kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
+    kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
+    offload = given.get("cpu_offload", False) is not False
+    return kind, given.get("exchange", "auto"), offload, given.get("bucket_cap_mb")
+
+
+def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
+    """(R, ranks of a node)."""
+    devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
+    here = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
+    ranks = args.gpus or here * (nodes if isinstance(nodes, int) else 1)
+    nodes = args.nodes or -(-ranks // NODE)
+    if ranks % nodes:
+        raise ValueError(f"--nodes {nodes} must divide --gpus {ranks}, which counts the GPUs of all nodes.")
+    return ranks, ranks // nodes
+
+
+def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
+    """Those of the options, else None; options go over those of a recipe's callback."""
+    given = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks")}
+    given = {k: v for k, v in given.items() if v is not None}
+    if not given:
+        return None
+    for found in callbacks if isinstance(callbacks, list) else []:
+        if isinstance(found, dict) and str(found.get("class_path", "")).endswith(CALLBACK):
+            given = {**(found.get("init_args") or {}), **given}
+    usual = {"policy": "block"} if {"every", "offload"} & set(given) else {}
+    return MemorySettings(**{**usual, **given})

@@ -1,0 +1,433 @@
+"""`lightning-dilated verify`: this machine's ranks against one rank's definition of the same call.
+
+The calls that `verify` makes on many ranks, the one rank's answer by definition, and the comparison of the two.
+
+Ranks in processes of their own for one job: what each gives comes back as it is made, and a rank that dies ends the job.
+
+The command `verify`: options, the table of the largest errors, and the exit code.
+
+Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from lightning_dilated.attention import dilated_attention
+from lightning_dilated.attention.oracle import oracle
+from lightning_dilated.models import LongNetLM
+from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
+
+#: (pattern, query heads, kv heads)
+PATTERNS = {
+    "nested": (DilatedPattern.geometric(8, 64), 8, 4),
+    "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
+    "blocked": (DilatedPattern.longnet([12, 50], [1, 4], offsets="blocked"), 4, 4),
+    "head groups": (DilatedPattern.head_groups([16, 96], [1, 3], num_heads=6), 6, 2),
+    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # ranks of larger head groups hold none
+}
+LENGTHS = (64, 61)
+EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
+HEAD_DIM = 16
+#: largest error, of the largest value, that counts as agreement; by the dtype of q, k and v
+ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
+ATTENTION = ("out", "dq", "dk", "dv")
+MODEL = ("loss", "gradients")
+#: of a training step's model and batch
+STEP = {
+    "pattern": DilatedPattern.longnet([8, 16, 64], [1, 2, 4]),
+    "vocab_size": 11,
+    "dim": 16,
+    "depth": 2,
+    "num_heads": 4,
+}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One call, or with pattern "LongNetLM" one training step's loss and gradients."""
+
+    pattern: str
+    seq_len: int
+    causal: bool = True
+    exchange: str = "auto"
+    layout: str = "contiguous"
+    head_size: int = 1
+    dtype: str = "float64"
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What is compared."""
+        return MODEL if self.pattern == "LongNetLM" else ATTENTION
+
+    def settings(self) -> dict[str, Any]:
+        """What `SequenceGroup` takes."""
+        return {"exchange": self.exchange, "layout": self.layout, "head_size": self.head_size}
+
+    def served(self, ranks: int) -> bool:
+        """Whether the exchange serves the call on R ranks; the others refuse theirs by name."""
+        if ranks % self.head_size:
+            return False
+        pattern, heads, kv_heads = PATTERNS[self.pattern]
+        sizes = {"ranks": ranks, "layout": self.layout, "causal": self.causal, "head_size": self.head_size}
+        try:
+            plan(make_problem(pattern, self.seq_len, heads, kv_heads, **sizes), self.exchange, head_dim=HEAD_DIM)
+        except ValueError:
+            return False
+        return True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Errors by name, relative to the largest value; `note` says what is wrong where no error can be told."""
+
+    check: Check
+    errors: dict[str, float]
+    note: str = ""
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything was found, and is within what the dtype allows; NaN is not."""
+        within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
+        return not self.note and all(within)
+
+
+def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check]:
+    """All checks on R ranks."""
+    patterns = list(PATTERNS)[:2] if quick else list(PATTERNS)
+    exchanges = ("ring", "butterfly", "auto") if quick else EXCHANGES
+    ways = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
+    ways += (
+        [] if quick else [(layout, e, 1) for layout, e in itertools.product(("zigzag", "strided"), ("ring", "auto"))]
+    )
+    found = [
+        Check(pattern, n, causal, exchange, layout, head_size, dtype)
+        for dtype, pattern, n, causal in itertools.product(dtypes, patterns, LENGTHS[quick:], (True, False))
+        for layout, exchange, head_size in ways
+    ]
+    steps = [Check("LongNetLM", 61, layout=layout) for layout in ("contiguous", "zigzag")[: 1 if quick else 2]]
+    return [check for check in found if check.served(ranks)] + steps
+
+
+def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
+    made = torch.Generator().manual_seed(check.seq_len)
+    _, heads, kv_heads = PATTERNS[check.pattern]
+    rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=made) for h in (heads, kv_heads, kv_heads, heads))
+    return tuple(x.to(device, getattr(torch, check.dtype)).to(dtype) for x in rows)
+
+
+def _gradients(check: Check, out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
+    found = (out, *torch.autograd.grad(out, leaves, grad))
+    return {name: x.detach().double().cpu() for name, x in zip(check.names, found, strict=True)}
+
+
+def _batch(check: Check) -> dict[str, Tensor]:
+    tokens = torch.randint(STEP["vocab_size"], (2, check.seq_len + 1), generator=torch.Generator().manual_seed(1))
+    return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "index": torch.arange(2)}
+
+
+def _step(batch: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    """Loss of all ranks, and this rank's part of all parameters' gradients, of a model that is the same everywhere."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        model = LongNetLM(**STEP)
+        model.configure_model()
+    model = model.double().to(device)
+    share, _ = model.token_mean({name: x.to(device) for name, x in batch.items()})
+    grads = torch.autograd.grad(share, list(model.parameters()))
+    return {"loss": loss_sum(share).cpu(), "gradients": torch.cat([g.flatten() for g in grads]).cpu()}
+
+
+def by_definition(check: Check) -> dict[str, Tensor]:
+    """One rank's answer: by the oracle; of a training step, as one rank makes it."""
+    if check.pattern == "LongNetLM":
+        return _step(_batch(check), "cpu")
+    *leaves, grad = tensors(check, torch.float64, "cpu")
+    leaves = [x.requires_grad_() for x in leaves]
+    out, _ = oracle(*leaves, PATTERNS[check.pattern][0], causal=check.causal)
+    return _gradients(check, out, leaves, grad)
+
+
+def alone(check: Check, device: str) -> dict[str, Tensor]:
+    """The same call by this machine's own engine, on one rank."""
+    *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
+    leaves = [x.requires_grad_() for x in leaves]
+    return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)
+
+
+def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+    """(global positions, results) of this rank's part of every check."""
+    for check in checks:
+        group = SequenceGroup(**check.settings())
+        try:
+            held = group.shard(check.seq_len).ranges(group.rank)
+            at = [p for x in held for p in x]
+            with group.active():
+                yield at, _part(check, at, group, device)
+        finally:
+            group.close()
+
+
+def _part(check: Check, at: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
+    if check.pattern == "LongNetLM":
+        spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
+        return _step(spec.cut(_batch(check), Place(group.ranks, group.rank, group.layout)), device)
+    *leaves, grad = (x[:, at].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
+    leaves = [x.requires_grad_() for x in leaves]
+    out = dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal)
+    return _gradients(check, out, leaves, grad)
+
+
+def compare(check: Check, want: dict[str, Tensor], found: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
+    """All ranks' parts, put together, against one rank's answer."""
+    held = [p for at, _ in found for p in at]
+    if sorted(held) != list(range(check.seq_len)):
+        return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
+    order = torch.tensor(held).argsort()
+    whole = {}
+    for name in check.names:
+        each = [got[name] for _, got in found]
+        if name == "loss":  # every rank says the loss of all
+            whole[name] = max(each, key=lambda x: float((x - want["loss"]).abs().nan_to_num(nan=torch.inf)))
+        else:
+            whole[name] = sum(each) if name == "gradients" else torch.cat(each, 1)
+        if whole[name].shape != want[name].shape:
+            return Verdict(check, {}, f"{name} is {tuple(whole[name].shape)} and should be {tuple(want[name].shape)}")
+        whole[name] = whole[name] if check.names == MODEL else whole[name][:, order]
+    return Verdict(check, {name: _error(whole[name], want[name].detach()) for name in check.names})
+
+
+def _error(got: Tensor, want: Tensor) -> float:
+    """The largest difference, of the largest value."""
+    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2))
+
+
+#: seconds that the other ranks get, after one failed, to say what happened to them
+GRACE = 3.0
+_DONE = "done"
+
+
+class RanksFailed(RuntimeError):
+    """Some ranks raised, died or did not answer in time; the message says which, and after how many results."""
+
+
+@dataclass
+class _Rank:
+    process: Any
+    pipe: Connection
+    found: list[Any] = field(default_factory=list)
+    trouble: str | None = None
+    done: bool = False
+
+
+def run_ranks(
+    ranks: int, job: Callable[..., Iterator[Any]], *args: Any, device: str = "cpu", timeout: float = 300.0
+) -> list[list[Any]]:
+    """What job(rank, device, *args) yields on each of R ranks, which are the world of torch.distributed meanwhile.
+
+    Args:
+        ranks: R.
+        job: a function of a module, so that processes can import it; its results have to be picklable.
+        device: "cpu", with gloo, or "cuda", with NCCL and a GPU for each rank.
+        timeout: seconds for all of it.
+
+    Raises:
+        RanksFailed: after every process was ended.
+    """
+    context = mp.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        started: list[_Rank] = []
+        try:
+            for rank in range(ranks):
+                here, there = context.Pipe(duplex=False)
+                given = (rank, ranks, device, str(Path(folder) / "store"), timeout, there, job, args)
+                process = context.Process(target=_work, args=given, daemon=True)
+                process.start()
+                there.close()
+                started.append(_Rank(process, here))
+            _collect(started, time.monotonic() + timeout, timeout)
+        finally:
+            for one in started:
+                if not one.done:
+                    one.process.kill()
+                one.process.join()
+                one.pipe.close()
+    return [one.found for one in started]
+
+
+def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
+    """Read until every rank is done; raise where one is not going to be."""
+    late = False
+    while waiting := [one for one in ranks if not one.done and one.trouble is None]:
+        ready = wait([one.pipe for one in waiting], max(0.0, end - time.monotonic()))
+        if not ready:
+            late = True
+            break
+        for one in waiting:
+            if one.pipe in ready:
+                _read(one)
+                if one.trouble:
+                    end = min(end, time.monotonic() + GRACE)
+    wrong = {i: one for i, one in enumerate(ranks) if one.trouble}
+    if not wrong and not late:
+        return
+    told = [f"rank {i} {one.trouble} (after {len(one.found)} results)" for i, one in wrong.items()]
+    silent = [i for i, one in enumerate(ranks) if not one.done and not one.trouble]
+    if silent:
+        after = "then" if wrong else f"within {timeout:g} s"
+        given = ", ".join(str(len(ranks[i].found)) for i in silent)
+        told.append(f"ranks {silent} did not finish {after} (after {given} results)")
+    raise RanksFailed("; ".join(told))
+
+
+def _read(one: _Rank) -> None:
+    try:
+        kind, value = pickle.loads(one.pipe.recv_bytes())
+    except (EOFError, ConnectionError):
+        one.process.join(GRACE)
+        one.trouble = f"died with exit code {one.process.exitcode}"
+        return
+    if kind == _DONE:
+        one.done = True
+    elif kind == "error":
+        one.trouble = f"raised {value}"
+    else:
+        one.found.append(value)
+
+
+def _work(
+    rank: int, ranks: int, device: str, store: str, timeout: float, pipe: Connection, job: Callable[..., Any], args: Any
+) -> None:
+    """A rank: join the others, run the job, send what it yields."""
+    send = lambda *message: pipe.send_bytes(pickle.dumps(message))  # noqa: E731
+    try:
+        if device == "cuda":
+            torch.cuda.set_device(rank)
+        else:
+            os.environ["OMP_NUM_THREADS"] = "1"
+            torch.set_num_threads(1)
+        joined = {"store": dist.FileStore(store, ranks), "rank": rank, "world_size": ranks}
+        dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(seconds=timeout), **joined)
+        for value in job(rank, device, *args):
+            send("value", value)
+        dist.barrier()
+        send(_DONE, None)
+        dist.destroy_process_group()
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        send("error", f"{type(error).__name__}: {error} [{last.filename}:{last.lineno}]")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The options of `verify`."""
+    p = argparse.ArgumentParser(
+        "lightning-dilated verify",
+        description="Small random calls on many ranks of this machine against one rank's definition, with gradients.",
+    )
+    p.add_argument("--devices", type=int, default=4, help="ranks (default %(default)s)")
+    p.add_argument(
+        "--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto takes GPUs where there are enough"
+    )
+    p.add_argument("--dtypes", nargs="+", choices=list(ALLOWED), help="(default float64, on GPUs float64 and bfloat16)")
+    p.add_argument("--quick", action="store_true", help="a small part of the matrix")
+    p.add_argument(
+        "--timeout", type=float, default=300.0, help="seconds until ranks are given up (default %(default)g)"
+    )
+    return p
+
+
+def checked(args: argparse.Namespace) -> argparse.Namespace:
+    """The options with their defaults; raises ValueError for what this machine does not have."""
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if args.devices < 1:
+        raise ValueError(f"--devices must be at least 1, got {args.devices}.")
+    if not args.timeout > 0:
+        raise ValueError(f"--timeout must be a positive number of seconds, got {args.timeout:g}.")
+    if args.device == "cuda" and args.devices > gpus:
+        raise ValueError(f"--devices {args.devices}: this machine has {gpus} GPUs; lower it, or use --device cpu.")
+    if args.device == "auto":
+        args.device = "cuda" if 0 < args.devices <= gpus else "cpu"
+    args.dtypes = args.dtypes or (["float64", "bfloat16"] if args.device == "cuda" else ["float64"])
+    return args
+
+
+def judge(checks: Sequence[Check], found: list[list[tuple]]) -> list[Verdict]:
+    """Every check's verdict, from what each rank gave."""
+    return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *found, strict=True)]
+
+
+def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
+    """The engine of this machine on one rank, for each call that is in the matrix."""
+    calls = dict.fromkeys(
+        Check(c.pattern, c.seq_len, c.causal, "", "", 1, c.dtype) for c in checks if c.names[0] == "out"
+    )
+    return [compare(c, by_definition(c), [(list(range(c.seq_len)), alone(c, device))]) for c in calls]
+
+
+def table(verdicts: Sequence[Verdict]) -> list[str]:
+    """One row for each way to exchange: the largest errors over patterns, lengths and directions."""
+    rows: dict[tuple[str, ...], list[Verdict]] = {}
+    for v in verdicts:
+        c = v.check
+        way = (c.exchange or "one rank", c.layout, str(c.head_size) if c.exchange else "")
+        rows.setdefault((c.names[0], c.dtype, *way), []).append(v)
+    lines = [f"{'exchange':<10} {'layout':<11} {'head_size':>9}  {'dtype':<9} {'checks':>6}   largest errors"]
+    for (_, dtype, exchange, layout, head_size), found in rows.items():
+        names = found[0].check.names
+        worst = {n: max((v.errors.get(n, torch.inf) for v in found), key=lambda x: (x != x, x)) for n in names}
+        errors = "  ".join(f"{name} {value:.1e}" for name, value in worst.items())
+        mark = "" if all(v.agrees for v in found) else "   DIFFERS"
+        place = f"{exchange:<10} {layout:<11} {head_size:>9}  {dtype:<9} {len(found):>6}"
+        lines.append(f"{place}   {errors}{mark}")
+    return lines
+
+
+def report(verdicts: Sequence[Verdict]) -> int:
+    """Print the table and the last line; the exit code."""
+    print("\n".join([*table(verdicts), ""]))
+    wrong = [v for v in verdicts if not v.agrees]
+    for v in wrong[:10]:
+        print(f"differs: {v.check}: {v.note or v.errors}, allowed {ALLOWED[v.check.dtype]:.0e}")
+    print(f"{len(wrong)} of {len(verdicts)} checks do not agree" if wrong else f"all {len(verdicts)} checks agree")
+    return 1 if wrong or not verdicts else 0
+
+
+def run(argv: list[str]) -> None:
+    """Parse, run the ranks, print; exits with 1 where a check does not agree or a rank failed."""
+    args, began = checked(parser().parse_args(argv)), time.monotonic()
+    where = "GPUs, NCCL" if args.device == "cuda" else "processes of the CPU, gloo"
+    checks = matrix(args.devices, args.dtypes, args.quick)
+    print(f"{args.devices} ranks ({where}), {len(checks)} checks; torch {torch.__version__}", flush=True)
+    try:
+        found = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
+    except RanksFailed as error:
+        print(f"{error}. Checks that ran are not compared.", file=sys.stderr)
+        raise SystemExit(1) from None
+    verdicts = [*one_rank(checks, args.device), *judge(checks, found)]
+    print(f"compared after {time.monotonic() - began:.0f} s\n")
+    code = report(verdicts)
+    if code:
+        raise SystemExit(code)
+
+
+__all__ = ["run"]

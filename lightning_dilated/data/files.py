@@ -1,0 +1,257 @@
+"""Turning paths, directories and globs into one ordered list of regular files.
+
+Digests of a little of the data, by which a resumed run notices that files of equal names and sizes hold something else.
+
+A dataset's fingerprint is what it says of names and sizes, then MARK and a digest of content. A checkpoint of an earlier
+version has the first part only.
+
+Words in a CSV that a spreadsheet shows and does not run.
+
+Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start programs
+and send data away. Names of slides and classes come from files and tables of others, so such words are written with a '
+in front.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import sysconfig
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from glob import glob
+from typing import Any
+
+import numpy as np
+
+HINT = "pass existing files, directories or globs in data.paths, or leave it out to read Python's standard library"
+_STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"})
+_MAGIC = frozenset("*?[")
+
+
+def path_list(paths: object) -> list[str] | None:
+    """Return `paths` as a list of strings, or None where it is None; nothing on disk is looked at.
+
+    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path.
+    """
+    if paths is None:
+        return None
+    entries = list(paths) if isinstance(paths, list | tuple) else [paths]
+    if not entries:
+        raise ValueError(f"data.paths is an empty list; {HINT}")
+    for entry in entries:
+        if not isinstance(entry, str | os.PathLike):
+            kind = type(entry).__name__
+            raise TypeError(f"data.paths holds {entry!r} ({kind}), but each entry must be a string; {HINT}")
+        if not os.fspath(entry):
+            raise ValueError(f"data.paths holds an empty string; {HINT}")
+    return [str(os.fspath(entry)) for entry in entries]
+
+
+def refuse_special(path: str) -> None:
+    """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
+
+
+def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) -> list[str]:
+    """List the regular files that `paths` name, each once, in the order of the list.
+
+    A directory gives all its files (those ending in one of `suffixes`, if given), sorted by relative path; a glob
+    gives the regular files that it matches, sorted. Names starting with "." inside directories are left out.
+    None stands for the source files of the running Python's standard library, without its tests.
+
+    Raises: FileNotFoundError (missing path, no match, nothing in a directory, dangling link), PermissionError
+    (unreadable), ValueError (neither file nor directory, such as a fifo).
+    """
+    if paths is None:
+        return _standard_library(suffixes or [".py"])
+    files: dict[str, None] = {}
+    for path in paths:
+        for file in _expand(os.path.expanduser(path), suffixes):
+            files.setdefault(os.path.abspath(file))
+    for file in files:
+        if not os.access(file, os.R_OK):
+            raise PermissionError(f"{file} cannot be read by this user: change its permissions or leave it out")
+    return list(files)
+
+
+def _standard_library(suffixes: list[str]) -> list[str]:
+    root = sysconfig.get_paths()["stdlib"]
+    files = []
+    if os.path.isdir(root):
+        found = _walk(root, skipped=_STDLIB_SKIPPED)
+        # a distribution may link some modules to files outside, which need not exist
+        files = [os.path.join(root, name) for name in found if os.path.isfile(os.path.join(root, name))]
+    files = [file for file in files if file.endswith(tuple(suffixes))]
+    if not files:
+        raise FileNotFoundError(
+            f"Python's standard library has no source files in {root}: pass files, directories or globs in data.paths"
+        )
+    return files
+
+
+def _expand(path: str, suffixes: list[str] | None) -> list[str]:
+    try:
+        mode = os.stat(path).st_mode
+    except PermissionError as error:
+        raise PermissionError(f"{path} cannot be reached by this user: change permissions or leave it out") from error
+    except (OSError, ValueError) as error:
+        if _MAGIC.intersection(path):
+            return _expand_glob(path)
+        raise FileNotFoundError(f"{path} does not exist; {HINT}") from error
+    if stat.S_ISDIR(mode):
+        return _expand_directory(path, suffixes)
+    if not stat.S_ISREG(mode):
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?); {HINT}")
+    return [path]
+
+
+def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
+    names = [
+        name for name in _walk(root) if suffixes is None or name.lower().endswith(tuple(x.lower() for x in suffixes))
+    ]
+    files = []
+    for name in names:
+        file = os.path.join(root, name)
+        if os.path.isfile(file):
+            files.append(file)
+        elif not os.path.exists(file):
+            raise FileNotFoundError(
+                f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
+            )
+        elif suffixes is not None:  # named like data; other sockets and the like of a directory are none of ours
+            refuse_special(file)
+    if not files:
+        wanted = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
+        raise FileNotFoundError(f"the directory {root} holds {wanted} (hidden ones are left out); {HINT}")
+    return files
+
+
+def _expand_glob(pattern: str) -> list[str]:
+    """Files that the glob matches; `**` stands for any number of directories and is safe against link loops."""
+    parts = pattern.replace(os.sep, "/").split("/")
+    if "**" in parts:
+        cut = parts.index("**")
+        prefix = "/".join(parts[:cut]) + "/" if cut else ""
+        roots = sorted(glob(prefix)) if prefix else [""]
+        rest = [part for part in parts[cut:] if part]
+        files = [root + name for root in roots for name in _walk(root or ".") if _matches(name.split("/"), rest)]
+    else:
+        files = sorted(glob(pattern))
+    files = [file for file in files if os.path.isfile(file)]
+    if not files:
+        raise FileNotFoundError(f"the glob {pattern} matches no regular file (** stands for any directories); {HINT}")
+    return files
+
+
+def _matches(names: list[str], pattern: list[str]) -> bool:
+    if not pattern:
+        return not names
+    if pattern[0] == "**":
+        if len(pattern) == 1:
+            return True
+        return any(_matches(names[skip:], pattern[1:]) for skip in range(len(names)))
+    return bool(names) and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:])
+
+
+def _walk(root: str, skipped: frozenset[str] = frozenset()) -> list[str]:
+    """Sorted relative names (with "/") of all that is not a directory under `root`, hidden names left out."""
+    seen: set[tuple[int, int]] = set()
+    return sorted(_walk_into(root, "", skipped, seen))
+
+
+def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tuple[int, int]]) -> Iterator[str]:
+    status = os.stat(folder)
+    # links to directories are followed, each directory once: a loop of links ends here
+    if (status.st_dev, status.st_ino) in seen:
+        return
+    seen.add((status.st_dev, status.st_ino))
+    try:
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
+    except PermissionError as error:
+        raise PermissionError(f"{folder} cannot be listed by this user: change permissions or leave it out") from error
+    for entry in entries:
+        if entry.name.startswith("."):
+            continue
+        if not _is_directory(entry):
+            yield prefix + entry.name
+        elif entry.name not in skipped:
+            yield from _walk_into(entry.path, f"{prefix}{entry.name}/", skipped, seen)
+
+
+def _is_directory(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a loop of links
+        return False
+
+
+#: between what a fingerprint says of names and sizes and the digest of content
+MARK = "; content "
+#: bytes of a block, and blocks of a file: the first, the last and others evenly between them
+BLOCK = 4096
+BLOCKS = 8
+#: files that are looked into: the first, the last and others evenly between them
+FILES = 4096
+
+
+def spread(count: int, most: int) -> list[int]:
+    """At most `most` of the numbers below `count`: the first, the last and others evenly between them."""
+    return np.unique(np.linspace(0, count - 1, min(count, most)).astype(np.int64)).tolist() if count else []
+
+
+def files_digest(files: Sequence[str]) -> str:
+    """A digest of BLOCKS blocks of BLOCK bytes of at most FILES files. Equal files give equal digests on every machine.
+
+    A file of up to 32 KiB is read whole; of a larger one a change elsewhere is not noticed.
+
+    Raises: OSError for a file that has gone.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    for at in spread(len(files), FILES):
+        with open(files[at], "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            for start in block_starts(size):
+                file.seek(start)
+                digest.update(file.read(BLOCK))
+    return digest.hexdigest()
+
+
+def block_starts(size: int) -> list[int]:
+    """Where the blocks of a file of `size` bytes begin."""
+    if size <= BLOCK * BLOCKS:
+        return list(range(0, size, BLOCK))
+    return np.linspace(0, size - BLOCK, BLOCKS).astype(np.int64).tolist()
+
+
+def same_fingerprint(stored: object, here: object) -> bool:
+    """Whether a checkpoint's fingerprint is that of the data; content counts where both tell of it."""
+    if isinstance(stored, str) and isinstance(here, str) and (MARK in stored) != (MARK in here):
+        return stored.split(MARK)[0] == here.split(MARK)[0]
+    return stored == here
+
+
+def tells_content(stored: object, here: object) -> bool:
+    """False where the data tells of its content and the checkpoint does not."""
+    return not (isinstance(stored, str) and isinstance(here, str) and MARK in here and MARK not in stored)
+
+
+#: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
+_MARKED = tuple("'=+-@\t\r\n＝＋－＠")
+
+
+def guarded_field(value: Any) -> Any:
+    """A word with ' in front where it begins with ' or as a formula does; numbers and other words as they are."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(_MARKED) else value
+
+
+def plain_field(text: str) -> str:
+    """The word that `guarded_field` was given: without the first ' where there is one."""
+    return text.removeprefix("'")

@@ -1,0 +1,17 @@
+"""A short list of patterns that the layers of a model take in turns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
+    """The entries of `depth` layers, which take those of a list in turns."""
+    return tuple(patterns[i % len(patterns)] for i in range(depth))
+
+
+def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest beginning of the list that, repeated, gives the list."""
+    lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
+    return tuple(patterns[: next(lengths, len(patterns))])
