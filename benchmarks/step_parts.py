@@ -24,12 +24,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from lightning_dilated.attention.executors.dispatch import local_forward, local_gradients
 from torch import Tensor, nn
 
 from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose
 from lightning_dilated.attention.executors.blockwise import Call
-from lightning_dilated.attention.executors.dispatch import local_forward, local_gradients
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span

@@ -11,6 +11,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from lightning_dilated.attention import resolve
+
 from .examples import examples
 
 torch.set_num_threads(1)
@@ -56,8 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
-    """Every test starts from the same random state, whatever ran before it."""
+    """Every test starts from the same random state, whatever ran before it, and resolves its calls anew."""
     torch.manual_seed(0)
+    resolve.forget()
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 
 from lightning_dilated.attention import op as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.backends import engine_names
+from lightning_dilated.attention.spec import encode
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -120,10 +121,10 @@ def dilated_attention(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed. Double backward: RuntimeError.
     """
-    q, k, v, rest = op_arguments(
+    arguments = op_arguments(
         q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, sequence
     )
-    out, lse, *_ = torch.ops.lightning_dilated.attention(q, k, v, *rest)
+    out, lse, *_ = torch.ops.lightning_dilated.attention(*arguments)
     return (out, lse.detach()) if return_lse else out
 
 
@@ -141,17 +142,22 @@ def op_arguments(
     engine: str = "auto",
     sequence: SequenceGroup | None = None,
     window: tuple[int, ...] = (),
-) -> tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]:
-    """(q, k, v, the op's other arguments), after every check that needs no other rank; `window`: see `place.Options`."""
+    needs_grad: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str]:
+    """What `torch.ops.lightning_dilated.attention` takes, after every check that needs no other rank.
+
+    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v.
+    """
     group = _group(sequence)
     q, k, v = autocast(q, k, v)
-    given = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
-    lengths, cu_seqlens, scale = _checked(*given) if group is None else group.guard(_checked, *given)
+    arguments = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
+    lengths, cu_seqlens, scale = check_call(*arguments) if group is None else group.guard(check_call, *arguments)
     seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
     name = "" if group is None else group.name
-    grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    rest = lengths, cu_seqlens, seed, pattern.code, causal, scale, float(dropout), engine, name, grad, list(window)
-    return q, k, v, rest
+    if needs_grad is None:
+        needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window)
+    return q, k, v, lengths, cu_seqlens, seed, spec
 
 
 def _group(sequence: Any) -> SequenceGroup | None:
@@ -163,7 +169,7 @@ def _group(sequence: Any) -> SequenceGroup | None:
     return sequence
 
 
-def _checked(
+def check_call(
     q: Any,
     k: Any,
     v: Any,

@@ -1,17 +1,13 @@
-"""The one op, registered with torch: forward, backward, shapes for tracing, and autograd.
+"""The one op, registered with torch: forward, backward, shapes for tracing, autograd, and its FLOPs.
 
-Saved for backward: q, k, v, out, lse and the rows received from other ranks, whatever the number of branches.
-
-FLOPs of the op for torch.utils.flop_counter: pairs that the pattern really has, not N squared.
-
-Two matmuls a pair forward (4 D FLOPs), five backward (10 D); softmax, merge and padding are not counted, as torch does.
-
+Saved for backward: q, k, v, out, lse and the rows received from other ranks, whatever the number of branches. FLOPs count
+the pairs that the pattern has: two matmuls a pair forward (4 D), five backward (10 D); softmax, merge and padding are left
+out, as torch does.
 Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D head dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,55 +16,50 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.cpython import with_room
-from lightning_dilated.attention import run
-from lightning_dilated.attention.resolve import Inputs, Options, Saved, share
+from lightning_dilated.attention.resolve import resolve, share
+from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import spans
-from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
-
-run_forward, run_backward = with_room(run.run_forward), with_room(run.run_backward)
 
 NAME = "lightning_dilated::attention"
 
 
 @torch.library.custom_op(NAME, mutates_args=())
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    pattern: str,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    engine: str,
-    sequence: str,
-    grad: bool,
-    window: list[int],
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(out (B, N, H, D), lse (B, H, N), received rows, number of the call).
+    """(out (B, N, H, D), lse (B, H, N), received rows, number of the call); `spec` is `CallSpec.code`.
 
-    `pattern` is `DilatedPattern.code`, `sequence` a group's name, `grad` whether a backward will follow, `window` where the
-    heads of q lie (see `Options`). On one rank
-    `sequence` is "" and nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that
-    the backward needs again, so that recomputation that keeps this op's results moves nothing twice. The number, () int64
-    on the CPU, is equal on all ranks, and tells their backwards apart.
+    On one rank nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that the
+    backward needs again, so that recomputation that saves this op's results moves nothing twice. The number, () int64 on
+    the CPU, is equal on all ranks, and tells their backwards apart.
     """
-    options = Options(lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad, tuple(window))
-    return run_forward(Inputs(q, k, v), options)
+    return run_forward(q, k, v, lengths, cu_seqlens, seed, spec)
+
+
+@with_room
+def run_forward(
+    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What `attention` does."""
+    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed)
+    out, lse, received = resolved.executor.forward((q, k, v), True)
+    if received is None:
+        received = q.new_empty(0, q.shape[3]) if decode(spec).sequence else q.new_empty(0)
+    number = torch.tensor(resolved.number, dtype=torch.int64, device="cpu")
+    return out.to(q.dtype), lse.contiguous(), received, number
 
 
 @attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, grad, window):
+def _(q, k, v, lengths, cu_seqlens, seed, spec):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
-    rows = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim)) if sequence else q.new_empty(0)
+    shared = bool(decode(spec).sequence)
+    received = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim)) if shared else q.new_empty(0)
     number = torch.empty((), dtype=torch.int64, device="cpu")
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, rows, number
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
 
 
 @torch.library.custom_op(NAME + "_backward", mutates_args=())
@@ -79,42 +70,57 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    rows: Tensor | None,
+    received: Tensor | None,
     number: Tensor | None,
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    pattern: str,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    engine: str,
-    sequence: str,
-    needs_grad: bool,
-    window: list[int],
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    options = Options(
-        lengths, cu_seqlens, seed, pattern, causal, scale, dropout, engine, sequence, needs_grad, tuple(window)
-    )
-    return run_backward(Inputs(q, k, v), options, Saved(grad, out, lse, rows, number))
+    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec)
+
+
+@with_room
+def run_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    received: Tensor | None,
+    number: Tensor | None,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    spec: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What `attention_backward` does."""
+    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, number, backward=True)
+    dq, dk, dv = resolved.executor.backward((grad, q, k, v, out), lse, received)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
 @attention_backward.register_fake
-def _(grad, q, k, v, *rest):
+def _(grad, q, k, v, *others):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, lengths, cu_seqlens, seed, *ctx.rest = inputs
-    out, lse, rows, number = output
-    kept = (rows, number) if ctx.rest[-3] else (None, None)  # on one rank nothing was received
-    ctx.save_for_backward(q, k, v, out, lse, *kept, lengths, cu_seqlens, seed)
+    q, k, v, *documents_and_seed, ctx.spec = inputs
+    out, lse, *received = output
+    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *documents_and_seed)
+
+
+def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
+    """Of (received rows, number of the call) what the backward needs: nothing on one rank."""
+    return received if decode(spec).sequence else [None, None]
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, *ctx.rest)
-    return dq, dk, dv, *([None] * 11)
+    dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, ctx.spec)
+    return dq, dk, dv, None, None, None, None
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -128,86 +134,37 @@ attention.register_autograd(_backward, setup_context=_setup)
 attention_backward.register_autograd(_no_double_backward)
 
 
-def attention_pairs(
-    q: Tensor,
-    k: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    pattern: str,
-    causal: bool,
-    sequence: str = "",
-    window: Sequence[int] = (),
-) -> int:
+# -- FLOPs -------------------------------------------------------------------------------------------------------------
+@register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
+def _forward_flops(q, k, v, lengths, cu_seqlens, seed, spec, *, out_val: Any = None, **options: Any) -> int:
+    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, decode(spec))
+
+
+@register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
+def _backward_flops(grad, q, k, *others, out_val: Any = None, **options: Any) -> int:
+    *_, lengths, cu_seqlens, _, spec = others
+    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, decode(spec))
+
+
+def attention_pairs(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec) -> int:
     """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
 
     On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
     """
     batch, seq_len, own, _ = q.shape
-    first, heads, kv_heads = window or (0, own, k.shape[2])
+    first, heads, kv_heads = spec.window or (0, own, k.shape[2])
+    window = first, first + own
     lengths, cu_seqlens = (None if isinstance(x, FakeTensor) else x for x in (lengths, cu_seqlens))
-    who = DilatedPattern.decode(pattern)
-    group = find_sequence(sequence) if sequence else None
+    group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:
-        found = spans(batch, seq_len, lengths, cu_seqlens)
-        of = heads, kv_heads, causal, (first, first + own)
-        return sum(s.batches * pairs(who, s.length, *of) for s in found)
+        documents = spans(batch, seq_len, lengths, cu_seqlens)
+        return sum(s.batches * pairs(spec.pattern, s.length, heads, kv_heads, spec.causal, window) for s in documents)
     seq_len = group.agreed.seq_len
-    found = spans(batch, seq_len, lengths, cu_seqlens)
-    problem, local = share(group, who, heads, kv_heads, causal, found, seq_len, (first, first + own))
-    near = (
-        span.batches * block.pairs(causal)
+    documents = spans(batch, seq_len, lengths, cu_seqlens)
+    problem, local = share(group, spec, heads, kv_heads, documents, seq_len, window)
+    local_pairs = (
+        span.batches * block.pairs(spec.causal)
         for span in local
-        for block in blocks(who, span.document, heads, kv_heads, span.part, problem.heads)
+        for block in blocks(spec.pattern, span.document, heads, kv_heads, span.part, problem.heads)
     )
-    return sum(near) + joint_pairs(problem, group.rank // group.head_size)
-
-
-@register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
-def _forward_flops(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    pattern: str,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    engine: str,
-    sequence: str,
-    grad: bool,
-    window: Sequence[int],
-    *,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)
-
-
-@register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
-def _backward_flops(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    rows: Tensor | None,
-    number: Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    pattern: str,
-    causal: bool,
-    scale: float,
-    dropout: float,
-    engine: str,
-    sequence: str,
-    needs_grad: bool,
-    window: Sequence[int],
-    *,
-    out_val: Any = None,
-    **kwargs: Any,
-) -> int:
-    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, pattern, causal, sequence, window)
+    return sum(local_pairs) + joint_pairs(problem, group.rank // group.head_size)

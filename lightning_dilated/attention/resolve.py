@@ -1,6 +1,7 @@
-"""Where a call's work lies: what the ranks agree on, this rank's blocks, its route to others and its head-parallel group.
+"""Resolving a call: its spec, shapes and documents become one frozen `Resolved`, which forward and backward share.
 
-One rank is the same with nothing to send.
+On one rank that is remembered by what it follows from. On several the ranks first compare their calls, then each takes its
+part of the sequence and the exchange that the planner chose.
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -8,17 +9,20 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose
+from lightning_dilated.attention import executors
+from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose, environment
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors import Call, Executor, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
+from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
+from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
-from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import HeadGroup, windows
@@ -31,193 +35,230 @@ from lightning_dilated.sequence.requirements import Document, Problem, straddlin
 from lightning_dilated.sequence.shard import Shard
 
 
-@dataclass
-class Inputs:
-    """q (B, L, H, D), k and v (B, L, K, D)."""
+@dataclass(frozen=True)
+class Resolved:
+    """How this rank computes a call.
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-
-
-@dataclass
-class Options:
-    """The op's other arguments, as it takes them.
-
-    `window` = (first, heads, kv heads): the heads of q are first, first + 1, ... of so many, and those of k and v theirs;
-    () where q has all.
+    Attributes:
+        executor: what computes it, forward and backward.
+        plan: the exchange, and why not others; None on one rank.
+        planned: of the forward's and the backward's exchange, where there is one.
+        number: of the call, equal on all ranks; 0 on one rank.
     """
 
-    lengths: Tensor | None
-    cu_seqlens: Tensor | None
-    seed: Tensor | None
-    pattern: str
-    causal: bool
-    scale: float
-    dropout: float
-    engine: str
-    sequence: str
-    grad: bool = True
-    window: tuple[int, ...] = ()
-
-
-@dataclass
-class Saved:
-    """What the backward has besides the inputs: the gradient of out, and the forward's results."""
-
-    grad: Tensor
-    out: Tensor
-    lse: Tensor
-    rows: Tensor | None = None
-    number: Tensor | None = None
-
-
-@dataclass
-class Place:
-    """What this rank does in a call: its blocks, its route to other ranks, and its head-parallel group."""
-
-    call: Call
-    spans: list[Span]
-    route: Compiled | CompiledSwitch | None = None
-    wire: Wire | None = None
-    heads: HeadGroup | None = None
-    windows: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ((), ())
+    executor: Executor
     plan: Plan | None = None
-    planned: Planned | None = None
+    planned: tuple[Planned, Planned] | None = None
     number: int = 0
 
 
-def find_documents(batch: int, seq_len: int, options: Options) -> list[Span]:
+def resolve(
+    code: str,
+    q: Tensor,
+    k: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    number: Tensor | None = None,
+    backward: bool = False,
+) -> Resolved:
+    """The `Resolved` of a call with q (B, L, H, D) and k (B, L, K, D); on several ranks after all of them agreed on it.
+
+    Args:
+        code: of the call's `CallSpec`.
+        lengths, cu_seqlens, seed: as the op takes them.
+        number, backward: of the call whose backward this is.
+
+    Raises:
+        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, and ranks that differ.
+    """
+    documents = None if lengths is None else tuple(lengths.tolist())
+    bounds = None if cu_seqlens is None else cu_seqlens.numpy().tobytes()
+    key = code, q.shape, k.shape[2], q.dtype, q.device, documents, bounds, environment(q.device)
+    spec = decode(code)
+    drawn = 0 if seed is None else int(seed)
+    if spec.sequence:
+        resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
+    else:
+        resolved = _alone(*key)
+    if seed is None or not spec.dropout:
+        return resolved
+    return replace(resolved, executor=resolved.executor.masked(Dropout(spec.dropout, drawn)))
+
+
+@functools.lru_cache(maxsize=64)
+def _alone(
+    code: str,
+    shape: torch.Size,
+    kv_heads: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    lengths: tuple[int, ...] | None,
+    bounds: bytes | None,
+    _: tuple,
+) -> Resolved:
+    """The call of one rank; the arguments are all that it follows from."""
+    spec = decode(code)
+    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
+    window = first, first + shape[2]
+    tensors = (None if lengths is None else torch.tensor(lengths), None)
+    if bounds is not None:
+        tensors = None, torch.frombuffer(bytearray(bounds), dtype=torch.int32)
+    documents = find_documents(shape[0], shape[1], *tensors, spec)
+    request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
+    blocks = spec.pattern, heads, all_kv_heads, window, False
+    engine = _engine(spec, request, blocks, documents, shape)
+    call = Call(engine, spec.pattern, heads, all_kv_heads, window, spec.causal, spec.scale)
+    return Resolved(executors.choose(call, documents, Layout(shape, dtype, device, spec.dropout > 0)))
+
+
+def forget() -> None:
+    """Forget how calls of one rank were resolved: for tests that change what the choice follows from."""
+    _alone.cache_clear()
+
+
+def find_documents(
+    batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec
+) -> tuple[Span, ...]:
     """The documents of a sequence of N tokens, after the checks that need values and not only shapes."""
-    lengths, cu_seqlens = options.lengths, options.cu_seqlens
     if lengths is not None and batch:
         low, high = int(lengths.min()), int(lengths.max())
         if low < 0 or high > seq_len:
             raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
     if cu_seqlens is not None:
         check_bounds(cu_seqlens.tolist(), seq_len)
-    found = spans(batch, seq_len, lengths, cu_seqlens)
-    for length in {s.length for s in found}:
-        check_padding(DilatedPattern.decode(options.pattern), length)
-    return found
+    documents = tuple(spans(batch, seq_len, lengths, cu_seqlens))
+    for length in {s.length for s in documents}:
+        check_padding(spec.pattern, length)
+    return documents
 
 
-def find_place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
-    """Where this call's work lies; on several ranks after all of them agreed on it."""
-    first, heads, kv_heads = o.window or (0, x.q.shape[2], x.k.shape[2])
-    own = first, first + x.q.shape[2]
-    group = find_sequence(o.sequence) if o.sequence else None
-    seed = 0 if o.seed is None else int(o.seed)
-    mask = lambda seed: Dropout(o.dropout, seed) if o.dropout > 0 and o.seed is not None else None  # noqa: E731
-    pattern, found = DilatedPattern.decode(o.pattern), []
-    if group is None:
-        found = find_documents(x.q.shape[0], x.q.shape[1], o)
-        engine = _engine(o, (pattern, heads, kv_heads, own, False), found, x.q)
-    else:  # known better where the blocks are known; that there is one is seen before anything moves
-        engine = group.guard(functools.partial(choose, say=False), o.engine, Request.of(x.q, o.dropout, o.scale)).engine
-    call = Call(engine, pattern, heads, kv_heads, own, o.causal, o.scale, mask(seed))
-    if group is None:
-        return Place(call, found)
-    turn = None if saved is None else f"backward of call {int(saved.number)}"
-    facts = _facts(x, o, saved)
-    agreed = group.agree(facts, x.q.shape[1], seed, turn, later=o.grad)
-    call = replace(call, chained=chained_up_to(o.engine, Request.of(x.q, o.dropout, o.scale)), mask=mask(agreed.seed))
-    # all that the place follows from; masks are another's in every call
-    key = (
-        None
-        if call.mask
-        else (*map(str, facts.values()), o.engine, engine.name, x.q.device, agreed.lengths, call.chained)
-    )
-    place = group.remember(key, lambda: _shared_place(call, group, o, agreed.lengths, x, saved is not None))
-    if place.plan.exchange and place.wire.traffic.clock is not None:
-        place.wire.traffic.clock.planned.append(place.planned)
-    group.plan = place.plan
-    return replace(place, number=agreed.number)
+def _engine(spec: CallSpec, request: Request, blocks: tuple, documents: Sequence[Span], shape: Sequence[int]) -> Engine:
+    """The engine for blocks of such sizes, where these matter; `blocks`: see `block_flops`."""
+    if spec.engine == "auto" and request.device.type == "cuda":
+        first, stop = blocks[3]
+        shape = shape[0], shape[1], stop - first, shape[3]
+        request = replace(request, block_flops=block_flops(blocks, spec.causal, documents, shape))
+    return choose(spec.engine, request).engine
 
 
-def _engine(o: Options, of: tuple, found: list[Span], q: Tensor) -> Engine:
-    """The engine for blocks of such sizes, where these matter; `of`: see `block_flops`."""
-    request = Request.of(q, o.dropout, o.scale)
-    if o.engine == "auto" and q.device.type == "cuda":
-        shape = *q.shape[:2], of[3][1] - of[3][0], q.shape[3]
-        request = replace(request, block_flops=block_flops(of, o.causal, found, shape))
-    return choose(o.engine, request).engine
+# -- one sequence on many ranks ----------------------------------------------------------------------------------------
+def _agreed(
+    key: tuple,
+    spec: CallSpec,
+    q: Tensor,
+    k: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    seed: int,
+    number: Tensor | None,
+    backward: bool,
+) -> tuple[Resolved, int]:
+    """The call of a rank of a sequence, and the seed of all ranks."""
+    group = find_sequence(spec.sequence)
+    request = Request.of(q, spec.dropout, spec.scale)
+    # that some engine serves is seen before anything moves; which one is known better where the blocks are known
+    engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
+    turn = f"backward of call {int(number)}" if backward else None
+    facts = _facts(spec, q, k, documents, backward)
+    agreed = group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad)
+    chained = chained_up_to(spec.engine, request)
+    key = *key, engine.name, chained, agreed.lengths
+    resolved = group.remember(key, lambda: _shared(spec, group, chained, documents, agreed.lengths, q, k))
+    if resolved.planned is not None and group.forward_traffic.clock is not None:
+        group.forward_traffic.clock.planned.append(resolved.planned[backward])
+    group.plan = resolved.plan
+    return replace(resolved, number=agreed.number), agreed.seed
 
 
-def _facts(x: Inputs, o: Options, saved: Saved | None) -> dict[str, object]:
+def _facts(
+    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], backward: bool
+) -> dict[str, object]:
     """What has to be equal on all ranks, besides the group's own settings."""
-    short = lambda t: None if t is None else (len(t), hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest())  # noqa: E731
+    lengths, bounds = documents
+    digest = None if bounds is None else hashlib.blake2b(bounds.numpy().tobytes(), digest_size=8).hexdigest()
     return {
-        "pass": "forward" if saved is None else "backward",
-        "requires grad": o.grad,
-        "pattern": o.pattern,
-        "batch": x.q.shape[0],
-        "heads": x.q.shape[2],
-        "kv heads": x.k.shape[2],
-        "window of heads": o.window,
-        "head dim": x.q.shape[3],
-        "dtype": x.q.dtype,
-        "causal": o.causal,
-        "scale": o.scale,
-        "dropout": o.dropout,
-        "lengths": None if o.lengths is None else o.lengths.tolist(),
-        "cu_seqlens (number, digest)": short(o.cu_seqlens),
+        "pass": "backward" if backward else "forward",
+        "requires grad": spec.needs_grad,
+        "pattern": spec.pattern.code,
+        "batch": q.shape[0],
+        "heads": q.shape[2],
+        "kv heads": k.shape[2],
+        "window of heads": spec.window,
+        "head dim": q.shape[3],
+        "dtype": q.dtype,
+        "causal": spec.causal,
+        "scale": spec.scale,
+        "dropout": spec.dropout,
+        "lengths": None if lengths is None else lengths.tolist(),
+        "cu_seqlens (number, digest)": None if bounds is None else (len(bounds), digest),
     }
 
 
-def _shared_place(
-    call: Call, group: SequenceGroup, o: Options, lengths: tuple[int, ...], x: Inputs, backward: bool
-) -> Place:
-    """The place of a rank of a sequence."""
-    found = find_documents(x.q.shape[0], sum(lengths), o)
-    size, traffic = group.head_size, group.backward_traffic if backward else group.forward_traffic
-    ring, number = divmod(group.rank, size)
-    of = call.pattern, call.num_heads, call.num_kv_heads, call.causal
-    problem, local = share(group, *of, found, sum(lengths), call.heads)
-    call = replace(call, heads=problem.heads)
-    sizes = {"head_dim": x.q.shape[3], "element_size": x.q.element_size()}
+def _shared(
+    spec: CallSpec,
+    group: SequenceGroup,
+    chained: float,
+    documents: tuple[Tensor | None, Tensor | None],
+    lengths: tuple[int, ...],
+    q: Tensor,
+    k: Tensor,
+) -> Resolved:
+    """What a rank of a sequence computes, alone and with others; `lengths` are the tokens of each rank."""
+    batch, _, heads, head_dim = q.shape
+    first, num_heads, kv_heads = spec.window or (0, heads, k.shape[2])
+    every = find_documents(batch, sum(lengths), *documents, spec)
+    problem, local = share(group, spec, num_heads, kv_heads, every, sum(lengths), (first, first + heads))
+    sizes = {"head_dim": head_dim, "element_size": q.element_size()}
     chosen = plan(problem, group.exchange, ranks_per_node=group.ranks_per_node, links=group.links, **sizes)
-    place = Place(call, local, plan=chosen)
+    ring, member = divmod(group.rank, group.head_size)
+    members = range(ring * group.head_size, (ring + 1) * group.head_size)
+    per_node = max(1, group.ranks_per_node // group.head_size)
+    route = None
     if chosen.exchange:
-        per_node = max(1, group.ranks_per_node // size)
-        key = problem, ring, chosen.exchange, per_node, x.q.device
-        place.route = group.remember(key, functools.partial(_compile, *key))
-        place.wire = Wire(group.group, tuple(range(number, group.ranks, size)), ring, traffic)
-        place.call = replace(call, whole=isinstance(place.route, CompiledSwitch))
-        place.planned = Planned(traffic.run, problem, chosen.exchange, ring, per_node, **sizes)
-    of = call.pattern, call.num_heads, call.num_kv_heads, call.heads, place.call.whole
-    place.call = replace(place.call, engine=_engine(o, of, local, x.q))
-    if size > 1:
-        cuts = windows(x.q.shape[2], x.k.shape[2], size)
-        members = tuple(range(ring * size, (ring + 1) * size))
-        place.heads = HeadGroup(Wire(group.group, members, number, traffic), tuple(lengths[m] for m in members))
-        kv = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
-        place.windows = cuts, kv
-    return place
+        parts = problem, ring, chosen.exchange, per_node, q.device
+        route = group.remember(parts, functools.partial(_compile, *parts))
+    whole = isinstance(route, CompiledSwitch)
+    blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
+    engine = _engine(spec, Request.of(q, spec.dropout, spec.scale), blocks, local, q.shape)
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, chained=chained)
+    shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
+    executor: Executor = executors.choose(call, local, Layout(shape, q.dtype, q.device, spec.dropout > 0))
+    traffic, planned = (group.forward_traffic, group.backward_traffic), None
+    if route is not None:
+        ranks = tuple(range(member, group.ranks, group.head_size))
+        wires = tuple(Wire(group.group, ranks, ring, x) for x in traffic)
+        executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
+        planned = tuple(Planned(x.run, problem, chosen.exchange, ring, per_node, **sizes) for x in traffic)
+    if group.head_size > 1:
+        cuts = windows(heads, k.shape[2], group.head_size)
+        kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
+        tokens = tuple(lengths[m] for m in members)
+        groups = tuple(HeadGroup(Wire(group.group, tuple(members), member, x), tokens) for x in traffic)
+        executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
+    return Resolved(executor, chosen, planned)
 
 
 def share(
     group: SequenceGroup,
-    pattern: DilatedPattern,
+    spec: CallSpec,
     num_heads: int,
     num_kv_heads: int,
-    causal: bool,
-    found: list[Span],
+    documents: Sequence[Span],
     seq_len: int,
     window: tuple[int, int],
-) -> tuple[Problem, list[Span]]:
+) -> tuple[Problem, tuple[Span, ...]]:
     """The problem that this rank's ring solves, and the parts of documents that the rank computes alone.
 
     `window` = (first, stop) of the `num_heads` query heads are attended with.
     """
-    ring, number = divmod(group.rank, group.head_size)
+    ring, member = divmod(group.rank, group.head_size)
     first, count = window[0], window[1] - window[0]
-    heads = windows(count, count * num_kv_heads // num_heads, group.head_size)[number]
-    heads = first + heads[0], first + heads[1]
+    low, high = windows(count, count * num_kv_heads // num_heads, group.head_size)[member]
     shard = Shard(seq_len, group.ranks // group.head_size, group.layout, group.head_size)
-    documents = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in found]
-    problem = Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), heads)
-    return problem, local_spans(documents, shard.ranges(ring))
+    pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
+    heads = first + low, first + high
+    problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), heads)
+    return problem, local_spans(pieces, shard.ranges(ring))
 
 
 def _compile(
@@ -228,14 +269,14 @@ def _compile(
     return make(problem, rank, program, device)
 
 
-def local_spans(documents: list[Document], pieces: tuple[range, ...]) -> list[Span]:
+def local_spans(documents: Sequence[Document], pieces: Sequence[range]) -> tuple[Span, ...]:
     """The parts of documents that lie in runs of consecutive positions of a rank."""
-    out, start = [], 0
+    parts, start = [], 0
     for piece in pieces:
         for d in documents if piece.step == 1 else ():
             low, high = max(piece.start, d.start), min(piece.stop, d.stop)
             if low < high:
                 here, origin = start + low - piece.start, piece.start - start
-                out.append(Span(d.sample, d.samples, here, high - low, d.stop - d.start, low - d.start, origin))
+                parts.append(Span(d.sample, d.samples, here, high - low, d.stop - d.start, low - d.start, origin))
         start += len(piece)
-    return out
+    return tuple(parts)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.functional import _checked, autocast
+from lightning_dilated.attention.functional import autocast, check_call
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.pattern import Branch
 from lightning_dilated.pattern.rows import check_bounds, check_padding, count_rows, place, segment_bounds
@@ -60,7 +60,7 @@ def attention_weights(
             "whole sequence (sequence_gather puts q and k together), outside of the strategy's steps."
         )
     q, k = autocast(q, k)  # the op computes with these numbers
-    lengths, cu_seqlens, scale = _checked(q, k, k, pattern, causal, scale, 0.0, lengths, cu_seqlens, False, "auto")
+    lengths, cu_seqlens, scale = check_call(q, k, k, pattern, causal, scale, 0.0, lengths, cu_seqlens, False, "auto")
     positions = _positions(queries, q.shape[1])
     counts, pads = _counts(q, k, pattern, positions, causal, _documents(q, lengths, cu_seqlens))
     with torch.autocast(q.device.type, enabled=False):

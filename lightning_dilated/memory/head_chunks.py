@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated._validation import integer
+from lightning_dilated.attention.op import to_save
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory.recompute import Replay
 from lightning_dilated.memory.token_chunks import (
@@ -78,13 +79,13 @@ class Pieces:
     Attributes:
         norm: of (x, dtype) what is projected, in that dtype; each token's from that token alone.
         modules: whose parameters `norm` reads.
-        arguments: of (q, k, v, window=...) q, k, v and the op's other arguments, see `functional.op_arguments`.
+        arguments: of (q, k, v, window=..., needs_grad=...) the op's arguments, see `functional.op_arguments`.
         tile: tokens of all samples that are normed and projected at a time; None: all.
     """
 
     norm: Callable[[Tensor, torch.dtype], Tensor]
     modules: tuple[nn.Module, ...]
-    arguments: Callable[..., tuple[Tensor, Tensor, Tensor, tuple[Any, ...]]]
+    arguments: Callable[..., tuple[Any, ...]]
     tile: int | None = None
 
 
@@ -111,10 +112,11 @@ class _Chunked(torch.autograd.Function):
         for window in chunks.windows:
             torch.set_rng_state(state)
             q, k, v = projection.forward(window, x, weight, bias, more[:count])
-            q, k, v, rest = pieces.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
-            rest = *rest[:-2], any(ctx.needs_input_grad), rest[-1]
-            part, *saved = torch.ops.lightning_dilated.attention(q, k, v, *rest)
-            del q, k, v
+            heads = window[0], chunks.heads, chunks.kv_heads
+            arguments = pieces.arguments(q, k, v, window=heads, needs_grad=any(ctx.needs_input_grad))
+            part, *saved = torch.ops.lightning_dilated.attention(*arguments)
+            rest = arguments[3:]
+            del q, k, v, arguments
             if out is None:
                 out = part.new_empty(*part.shape[:2], chunks.heads, chunks.head_dim)
             out[:, :, slice(*window)] = part
@@ -223,12 +225,10 @@ def _backward(
     grad: Tensor, made: tuple[Tensor, ...], out: Tensor, kept: list[Tensor], rest: tuple[Any, ...]
 ) -> list[Tensor]:
     """dq, dk, dv in the dtypes of q, k and v as they were projected."""
-    lse, received, number = kept
-    lengths, cu_seqlens, seed, *more, sequence, needs_grad, window = rest
-    dtype = out.dtype
-    some = (received, number) if sequence else (None, None)
+    lse, *received = kept
+    dtype, spec = out.dtype, rest[-1]
     inputs = (y.detach().to(dtype) for y in made)
     found = torch.ops.lightning_dilated.attention_backward(
-        grad.to(dtype), *inputs, out, lse, *some, lengths, cu_seqlens, seed, *more, sequence, needs_grad, window
+        grad.to(dtype), *inputs, out, lse, *to_save(received, spec), *rest
     )
     return [g.to(y.dtype) for g, y in zip(found, made, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from lightning_dilated.attention import resolve
 from lightning_dilated.attention.backends import ENGINES, Engine
 
 
@@ -39,5 +40,6 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = Non
         calls.backward.append((grad, q, k, v, out, lse))
         return base.backward(grad, q, k, v, out, lse, *rest)
 
+    resolve.forget()  # calls that chose the engine before
     monkeypatch.setitem(ENGINES, name, replace(base, name=name, forward=forward, backward=backward, **statements))
     return calls

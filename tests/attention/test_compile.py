@@ -6,6 +6,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import engine_names
+from lightning_dilated.attention.spec import encode
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from .reference import GRADIENTS, close, gradients
@@ -122,7 +123,7 @@ def test_autocast():
 def opcheck(case, seed=None, dropout=0.0, engine="auto"):
     q, k, v, _ = case.tensors(torch.float32)
     documents = (case.options()["lengths"], case.options()["cu_seqlens"])
-    args = (q, k, v, *documents, seed, case.pattern.code, case.causal, 0.3, dropout, engine, "", True, [])
+    args = (q, k, v, *documents, seed, encode(case.pattern, case.causal, 0.3, dropout, engine, needs_grad=True))
     torch.library.opcheck(torch.ops.lightning_dilated.attention, args)
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from lightning_dilated.attention import DilatedAttention, backends, dilated_attention
+from lightning_dilated.attention import DilatedAttention, backends, dilated_attention, resolve
 from lightning_dilated.attention.backends import ENGINES, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.pattern import Branch, DilatedPattern
@@ -99,6 +99,7 @@ def test_oracle_wide(name, engine, dtype):
 )
 def test_auto(dtype, dropout, want, monkeypatch):
     monkeypatch.setattr(backends, "GROUPED_BELOW", {})
+    resolve.forget()
     monkeypatch.setattr(grouped, "plan", lambda *given: None)  # blocks go to their engine one by one
     q = torch.randn(1, 64, 2, 64, device="cuda", dtype=dtype, requires_grad=True)
     assert choose("auto", Request.of(q, dropout)).name == want
@@ -110,6 +111,7 @@ def test_auto(dtype, dropout, want, monkeypatch):
 @pytest.mark.parametrize("tokens, want", [(4096, "triton"), (200000, "cudnn")])
 def test_auto_launches_small_blocks_at_once(tokens, want, monkeypatch):
     pattern, plans, real = DilatedPattern.geometric(1024, 4096), [], grouped.plan
+    resolve.forget()
     monkeypatch.setattr(grouped, "plan", lambda *given: plans.append(real(*given)) or plans[-1])
     q = torch.randn(1, tokens, 8, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     assert DilatedAttention(pattern, causal=True).engine_choice(q).name == want
@@ -247,6 +249,7 @@ def test_long_calls(engine):
                 for name, size in zip(("FORWARD", "DENSE", "THIN", "WHOLE"), sizes, strict=True):
                     patch.setattr(fused, name, size)
                 patch.setattr(grouped, "LIMIT", 2 * unit)
+                resolve.forget()
                 x = leaves(q, k, v)
                 got = dilated_attention(*x, pattern, causal=True, engine=engine)
                 got = [got, *gradients(got, x, grad)]

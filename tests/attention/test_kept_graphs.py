@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
+from lightning_dilated.attention import resolve
 from lightning_dilated.attention.backends import ENGINES, sdpa
 from lightning_dilated.pattern import DilatedPattern
 
@@ -22,6 +23,7 @@ class Forgetful:
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
         base, laid = ENGINES["math"], sdpa._laid
+        resolve.forget()
         monkeypatch.setattr(sdpa, "_READ", {})
         monkeypatch.setattr(sdpa, "_laid", lambda *given: (setattr(self, "copies", self.copies + 1), laid(*given))[1])
         engine = replace(base, backward=lambda *given: self.backward(base, *given))

@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import lightning_dilated as ld
-from lightning_dilated.attention import resolve as place
+from lightning_dilated.attention import op
 
 
 @pytest.mark.parametrize(("keep", "runs"), [(False, 3), (True, 2)], ids=["recompute-all", "keep-the-op"])
@@ -16,8 +16,9 @@ def test_recomputed_block(keep: bool, runs: int, monkeypatch: pytest.MonkeyPatch
     project = torch.nn.Linear(16, 48)
     x = torch.randn(1, 40, 16, requires_grad=True)
     calls = []
-    choose = place.choose
-    monkeypatch.setattr(place, "choose", lambda *args: calls.append(args) or choose(*args))
+    for name in ("run_forward", "run_backward"):
+        run = getattr(op, name)
+        monkeypatch.setattr(op, name, lambda *args, run=run: calls.append(args) or run(*args))
 
     def block(x: torch.Tensor) -> torch.Tensor:
         q, k, v = project(x).unflatten(-1, (3, 2, 8)).unbind(2)

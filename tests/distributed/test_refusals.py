@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dilated.attention import dilated_attention
-from lightning_dilated.attention import run as sharded
+from lightning_dilated.attention.executors.blockwise import Blockwise
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceGroup, active_sequence, sequence_gather, sequence_sum
 from lightning_dilated.sequence.exchange import run
@@ -217,13 +217,12 @@ def broken_off(rank, group, backward):
     def no_memory(*args):
         raise torch.OutOfMemoryError("none left")
 
-    name = "local_gradients" if backward else "local_forward"
     with sequence(group) as ours:
         x = torch.randn(1, 8, 1, 2)[:, positions(ours, 8)].requires_grad_()
         pattern = DilatedPattern.dense()
         out = dilated_attention(x, x, x, pattern, sequence=ours) if backward else None
         with (
-            mock.patch.object(sharded, name, no_memory),
+            mock.patch.object(Blockwise, "backward" if backward else "forward", no_memory),
             mock.patch.object(run, "abandon", lambda *about: waited.append(len(about[1]))),
         ):
             try:

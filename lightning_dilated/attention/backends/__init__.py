@@ -30,7 +30,18 @@ DEFAULT = 0.0
 CHAINED_UP_TO: dict[tuple[int, int], float] = {(9, 0): 2.0**24}
 
 
-__all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "chained_up_to", "choose", "engine_names", "for_rows"]
+__all__ = [
+    "ENGINES",
+    "FAMILIES",
+    "Choice",
+    "Engine",
+    "Request",
+    "chained_up_to",
+    "choose",
+    "engine_names",
+    "environment",
+    "for_rows",
+]
 
 _log = logging.getLogger(__name__)
 #: every engine by its name
@@ -57,6 +68,13 @@ class Choice:
     def __str__(self) -> str:
         because = "; ".join(f"{name} {reason}" for name, reason in self.rejected.items())
         return f"{self.name}" + (f" ({because})" if because else "")
+
+
+def environment(device: torch.device) -> tuple[object, ...]:
+    """What the choice of engine and executor follows from besides the request, and what may change between calls."""
+    impl = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return torch.are_deterministic_algorithms_enabled(), kernels.available(device), captured, impl
 
 
 def engine_names() -> list[str]:

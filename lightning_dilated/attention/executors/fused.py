@@ -18,7 +18,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated.attention.executors.blockwise import Call, block_backward, block_forward
+from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.attention.executors.base import Call, Layout
+from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
 from lightning_dilated.attention.executors.tables import entries
 from lightning_dilated.attention.views import Span, folds
 from lightning_dilated.pattern import DilatedPattern
@@ -28,7 +30,7 @@ Part = TypeVar("Part")
 
 
 @dataclass(frozen=True)
-class Stretch:
+class Chunk:
     """Positions [start, stop) of a span.
 
     Its blocks are computed when it begins, and held to its end; `inner` are its pieces, with the blocks of narrower or
@@ -38,17 +40,17 @@ class Stretch:
     start: int
     stop: int
     blocks: tuple[Block, ...]
-    inner: tuple[Stretch, ...] = ()
+    inner: tuple[Chunk, ...] = ()
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], own: int | None = None) -> Stretch:
-    """The stretches of positions `part` of a document.
+def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], own: int | None = None) -> Chunk:
+    """The chunks of positions `part` of a document.
 
     Args:
         call_key: (pattern, tokens of the document, H, kv heads, heads, whole), as `blocks` takes them.
         part: (start, stop) in the document.
-        limits: most positions of a stretch for dense branches, and for thin ones, whose parts have half the rows or fewer.
+        limits: most positions of a chunk for dense branches, and for thin ones, whose parts have half the rows or fewer.
         own: a branch that is computed at once for all positions, since its part is no more than the result itself.
     """
     pattern, document, num_heads, num_kv_heads, heads, whole = call_key
@@ -61,13 +63,13 @@ def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], own:
         made = blocks(pattern, document, num_heads, num_kv_heads, where, heads, whole) if names else ()
         return tuple(replace(b, first=b.first + start) for b in made if b.branch in names)
 
-    def grow(start: int, stop: int, depth: int) -> Stretch:
-        inner: tuple[Stretch, ...] = ()
+    def grow(start: int, stop: int, depth: int) -> Chunk:
+        inner: tuple[Chunk, ...] = ()
         if depth + 1 < len(levels):
             step = levels[depth + 1][0]
             cuts = [start, *range(start + step - (part[0] + start) % step, stop, step), stop]
             inner = tuple(grow(a, b, depth + 1) for a, b in itertools.pairwise(cuts))
-        return Stretch(start, stop, found(start, stop, levels[depth][1]), inner)
+        return Chunk(start, stop, found(start, stop, levels[depth][1]), inner)
 
     return grow(0, length, 0)
 
@@ -75,7 +77,7 @@ def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], own:
 def _levels(
     pattern: DilatedPattern, num_heads: int, limits: tuple[int, int], names: frozenset[int], length: int
 ) -> list[tuple[int, frozenset[int]]]:
-    """(positions of a stretch, its branches) from the whole span inwards; the span has what fits into no shorter stretch."""
+    """(positions of a chunk, its branches) from the whole span inwards; the span has what fits into no shorter chunk."""
     branches = pattern.branches
     dense = {i for i in names if 2 * len(branches[i].heads or range(num_heads)) > num_heads * branches[i].dilation_rate}
     fine, inner = _fitting(pattern, dense, limits[0], 1)
@@ -99,33 +101,33 @@ def _fitting(pattern: DilatedPattern, among: Iterable[int], limit: int, step: in
 
 
 def walk(
-    stretch: Stretch,
+    chunk: Chunk,
     make: Callable[[Block], Part],
-    combine: Callable[[Stretch, tuple[Block, ...], list[Part]], None],
+    combine: Callable[[Chunk, tuple[Block, ...], list[Part]], None],
     found: tuple[Block, ...] = (),
     parts: Sequence[Part] = (),
 ) -> None:
-    """Make every block's part, and combine them where no stretch is inside; a stretch's parts are let go when it is done."""
-    held = [*parts, *map(make, stretch.blocks)]
-    found += stretch.blocks
-    if not stretch.inner:
-        combine(stretch, found, held)
-    for inner in stretch.inner:
+    """Make every block's part, and combine them where no chunk is inside; a chunk's parts are let go when it is done."""
+    held = [*parts, *map(make, chunk.blocks)]
+    found += chunk.blocks
+    if not chunk.inner:
+        combine(chunk, found, held)
+    for inner in chunk.inner:
         walk(inner, make, combine, found, held)
 
 
-def every_block(stretch: Stretch) -> list[Block]:
-    """Its blocks and those of all stretches inside."""
-    return [*stretch.blocks, *(b for inner in stretch.inner for b in every_block(inner))]
+def every_block(chunk: Chunk) -> list[Block]:
+    """Its blocks and those of all chunks inside."""
+    return [*chunk.blocks, *(b for inner in chunk.inner for b in every_block(inner))]
 
 
-#: Limits of a stretch, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64 and multiples of it.
+#: Limits of a chunk, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64 and multiples of it.
 HELD = 131072 * 12 * 64
 #: of the forward, which holds one tensor where the backward holds three and the engine's workspace
 FORWARD = 4 * HELD
 #: of the backward: of branches that have most rows; of the others, whose calls are small and gain by more segments
 DENSE, THIN = HELD, 2 * HELD
-#: a call up to this size is one stretch in the backward
+#: a call up to this size is one chunk in the backward
 WHOLE = 2 * HELD
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -134,22 +136,23 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 OVERLAP = 2.5
 
 
-def serves(pattern: DilatedPattern, q: Tensor) -> bool:
+def serves(pattern: DilatedPattern, q: Layout) -> bool:
     """Whether the kernels take tensors like q, and the parts of the pattern's branches are few enough to be held."""
-    overlap = sum(len(b.heads or range(q.shape[2])) / q.shape[2] / b.dilation_rate for b in pattern.branches)
-    fits = q.shape[0] < 2**16 and q.shape[1] < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
-    return overlap <= OVERLAP and fits and q.dtype in DTYPES and kernels.available(q.device) and not _captured(q)
+    batch, tokens, heads, _ = q.shape
+    overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
+    fits = batch < 2**16 and tokens < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
+    return overlap <= OVERLAP and fits and q.dtype in DTYPES and kernels.available(q.device) and not captured(q.device)
 
 
-def _captured(q: Tensor) -> bool:
+def captured(device: torch.device) -> bool:
     """Whether a CUDA graph records the call: its replay would read addresses from a table that is gone by then."""
-    return q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _pieces(
     call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], may_own: bool
-) -> tuple[list[tuple[Span, Stretch]], int | None]:
-    """Spans with their stretches, and the branch whose part can be the result (see `_own`)."""
+) -> tuple[list[tuple[Span, Chunk]], int | None]:
+    """Spans with their chunks, and the branch whose part can be the result (see `_own`)."""
     own = _own(call, found, tensors) if may_own else None
     pieces = list(_cut(call, found, tensors, held, own))
     if own is not None and len(pieces) > 1:
@@ -159,8 +162,8 @@ def _pieces(
 
 def _cut(
     call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], own: int | None
-) -> Iterator[tuple[Span, Stretch]]:
-    """Spans with their stretches; samples one by one where blocks cannot fold them into one axis."""
+) -> Iterator[tuple[Span, Chunk]]:
+    """Spans with their chunks; samples one by one where blocks cannot fold them into one axis."""
     q = tensors[0]
     for span in found:
         part = span.part or (0, span.length)
@@ -188,8 +191,8 @@ def _own(call: Call, found: list[Span], tensors: Sequence[Tensor]) -> int | None
     return None
 
 
-def _where(span: Span, stretch: Stretch) -> tuple[int, int, int, int]:
-    return span.batches, stretch.start, stretch.stop, span.start
+def _where(span: Span, chunk: Chunk) -> tuple[int, int, int, int]:
+    return span.batches, chunk.start, chunk.stop, span.start
 
 
 def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: Tensor | None, covered: bool) -> Tensor:
@@ -211,10 +214,10 @@ def _is(parts: Sequence[Tensor], own: int | None, out: Tensor) -> bool:
     return own is not None and parts[own].data_ptr() == out.data_ptr()
 
 
-def _descend(device: torch.device, made: Stretch, make: Callable, combine: Callable, parts: list) -> None:
-    """`walk` from the blocks of a span's first stretch on, which are made.
+def _descend(device: torch.device, made: Chunk, make: Callable, combine: Callable, parts: list) -> None:
+    """`walk` from the blocks of a span's first chunk on, which are made.
 
-    On a GPU the stretches inside take turns on two streams, so that the sums and last waves of one run beside the products
+    On a GPU the chunks inside take turns on two streams, so that the sums and last waves of one run beside the products
     of another. They write to no common row; what one allocates is freed before its turn ends.
     """
     if device.type != "cuda" or len(made.inner) < 2:
@@ -241,76 +244,80 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
 
 
-def forward(call: Call, found: list[Span], inputs: list[Tensor], final: bool) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D), in q's dtype if it is `final`, else fp32, and lse (B, H, N) fp32 of the blocks of q, k, v."""
-    q, out = inputs[0], None
-    pieces, own = _pieces(call, found, inputs, (FORWARD, FORWARD), final)
-    dtype, covered = q.dtype if final else torch.float32, _covered(found, q)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    for span, made in pieces:
-        make = functools.partial(block_forward, call, inputs, span)
-        parts, at = [make(b) for b in made.blocks], _number(made.blocks, own)
-        if out is None:
-            out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
-        _descend(q.device, made, make, functools.partial(_merge, own, span, out, lse), parts)
-        del parts  # before those of the next span are made
-    return torch.zeros_like(q, dtype=dtype) if out is None else out, lse
+@dataclass(frozen=True)
+class Fused:
+    """The executor: the parts of a chunk, then one kernel that writes its output rows."""
+
+    call: Call
+    spans: tuple[Span, ...]
+
+    def masked(self, mask: Dropout) -> Fused:
+        return replace(self, call=replace(self.call, mask=mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
+        call, inputs = self.call, suited(self.call.engine, *inputs)
+        q, out = inputs[0], None
+        pieces, own = _pieces(call, self.spans, inputs, (FORWARD, FORWARD), final)
+        dtype, covered = q.dtype if final else torch.float32, _covered(self.spans, q)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+        for span, chunk in pieces:
+            make = functools.partial(block_forward, call, inputs, span)
+            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, own)
+            if out is None:
+                out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
+            _descend(q.device, chunk, make, functools.partial(_merge, own, span, out, lse), parts)
+            del parts  # before those of the next span are made
+        return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """dq, dk, dv at every position of the spans, in q's dtype, or added to `total`."""
+        call, tensors = self.call, suited(self.call.engine, *tensors)
+        q, add, total = tensors[1], total is not None, total or []
+        whole = q.numel() <= WHOLE
+        limits = (WHOLE, WHOLE) if whole else (DENSE, THIN)
+        pieces, own = _pieces(call, self.spans, tensors, limits, whole and not add)
+        for span, chunk in pieces:
+            make = functools.partial(block_backward, call, tensors, lse, span)
+            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, own)
+            if not total:
+                likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
+                total = [_result(x.shape, x.dtype, x.device, p, _covered(self.spans, q)) for x, p in likes]
+            _descend(q.device, chunk, make, functools.partial(_sum, own, span, total, add), parts)
+            del parts
+        return total or [torch.zeros_like(x) for x in tensors[1:4]]
 
 
 def _merge(
-    own: int | None, span: Span, out: Tensor, lse: Tensor, stretch: Stretch, of: tuple[Block, ...], parts: list
+    own: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, of: tuple[Block, ...], parts: list
 ) -> None:
-    """Merge parts into the rows of a stretch."""
+    """Merge parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import merge_parts
 
-    table = entries(
-        of, out.shape[2], False, out.device, stretch.start, stretch.stop - stretch.start, _stream(out.device)
-    )
+    table = entries(of, out.shape[2], False, out.device, chunk.start, chunk.stop - chunk.start, _stream(out.device))
     mine = slice(span.batch, span.batch + span.batches)
     out, lse = out[mine], lse[mine]
     values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
     in_place = _is(values, _number(of, own), out)
     with kernels.on(out.device):
-        merge_parts(out, lse, _alike(values, out), weights, table, _where(span, stretch), in_place)
-
-
-def backward(
-    call: Call, found: list[Span], tensors: list[Tensor], lse: Tensor, total: list[Tensor] | None = None
-) -> list[Tensor]:
-    """dq, dk, dv of the blocks at every position of the spans, in q's dtype, or added to `total`.
-
-    `tensors`: grad, q, k, v and the merged out.
-    """
-    q, add, total = tensors[1], total is not None, total or []
-    whole = q.numel() <= WHOLE
-    pieces, own = _pieces(call, found, tensors, (WHOLE, WHOLE) if whole else (DENSE, THIN), whole and not add)
-    for span, made in pieces:
-        make = functools.partial(block_backward, call, tensors, lse, span)
-        parts, at = [make(b) for b in made.blocks], _number(made.blocks, own)
-        if not total:
-            likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
-            total = [_result(x.shape, x.dtype, x.device, p, _covered(found, q)) for x, p in likes]
-        _descend(q.device, made, make, functools.partial(_sum, own, span, total, add), parts)
-        del parts
-    return total or [torch.zeros_like(x) for x in tensors[1:4]]
+        merge_parts(out, lse, _alike(values, out), weights, table, _where(span, chunk), in_place)
 
 
 def _sum(
-    own: int | None, span: Span, total: list[Tensor], add: bool, stretch: Stretch, of: tuple[Block, ...], parts: list
+    own: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, of: tuple[Block, ...], parts: list
 ) -> None:
-    """Sum parts into the rows of a stretch."""
+    """Sum parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import sum_parts
 
-    length, mine = stretch.stop - stretch.start, slice(span.batch, span.batch + span.batches)
+    length, mine = chunk.stop - chunk.start, slice(span.batch, span.batch + span.batches)
     outs, device, at = [x[mine] for x in total], total[0].device, _number(of, own)
-    tables = [
-        entries(of, x.shape[2], i > 0, device, stretch.start, length, _stream(device)) for i, x in enumerate(outs)
-    ]
+    tables = [entries(of, x.shape[2], i > 0, device, chunk.start, length, _stream(device)) for i, x in enumerate(outs)]
     of_each = list(zip(*parts, strict=True)) or [()] * len(outs)
     in_place = [_is(p, at, x) for p, x in zip(of_each, outs, strict=True)]
     with kernels.on(device):
         alike = [_alike(p, x) for p, x in zip(of_each, outs, strict=True)]
-        sum_parts(outs, alike, tables, _where(span, stretch), add, in_place)
+        sum_parts(outs, alike, tables, _where(span, chunk), add, in_place)
 
 
 def _number(of: tuple[Block, ...], branch: int | None) -> int | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +19,8 @@ from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import fused
-from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors.base import Call, Layout
+from lightning_dilated.attention.executors.blockwise import suited
 from lightning_dilated.attention.executors.tables import work_of
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
@@ -33,23 +35,23 @@ LIMIT = 2 * fused.HELD
 _recorded: dict[int, Work] = {}
 
 
-def plan(call: Call, found: Sequence[Span], q: Tensor) -> list[Work] | None:
-    """The work of a call, each a few launches, or None where it is not to be done so."""
+def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | None:
+    """The work of a call on tensors like q, each a few launches, or None where it is not to be done so."""
     if call.engine.name != "triton" or q.dtype not in fused.DTYPES or not kernels.available(q.device):
         return None
-    if not q.numel() or q.shape[3] > 256 or not found or not fits(found, q.shape):
+    if q.shape[3] > 256 or not spans or not fits(spans, q.shape):
         return None
-    captured = q.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    if captured and call.mask:
+    captured = fused.captured(q.device)
+    if captured and q.dropout:
         return None  # the hash's states are sent with every call
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
     try:
-        works = [work_of(call, some, q.device, *sizes) for some in _launches(found, q.shape)]
+        works = tuple(work_of(call, some, q.device, *sizes) for some in _launches(spans, q.shape))
     except LookupError:
         return None
     if captured:
         _recorded.update((id(work), work) for work in works)
-    return works if sum(work.rows for work in works) * q.shape[3] <= fused.OVERLAP * q.numel() else None
+    return works if sum(work.rows for work in works) * q.shape[3] <= fused.OVERLAP * math.prod(q.shape) else None
 
 
 def fits(found: Sequence[Span], shape: Sequence[int]) -> bool:
@@ -128,21 +130,6 @@ def _empty(covered: bool, like: Tensor, dtype: torch.dtype) -> Tensor:
     return (torch.empty if covered else torch.zeros)(like.shape, dtype=dtype, device=like.device)
 
 
-def forward(call: Call, works: Sequence[Work], inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor]:
-    """out (B, N, H, D), in q's dtype if it is `final`, else fp32, and lse (B, H, N) fp32 of the blocks of q, k, v."""
-    from lightning_dilated.kernels.combine import merge_jobs
-    from lightning_dilated.kernels.grouped import forward as run
-
-    q = inputs[0]
-    out = _empty(_covered(works, q), q, q.dtype if final else torch.float32)
-    lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
-    with kernels.on(q.device):
-        for work in works:
-            _wait(work, q.device)
-            merge_jobs(out, lse, *run(*inputs, work, call.causal, call.scale, _drop(call, q.device)), work)
-    return out, lse
-
-
 def _wait(work: Work, device: torch.device) -> None:
     """Have this stream wait for the tables, which another may have sent; what is recorded began after all that was."""
     if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
@@ -152,20 +139,6 @@ def _wait(work: Work, device: torch.device) -> None:
 def _covered(works: Sequence[Work], q: Tensor) -> bool:
     """Whether spans hold every position of a (B, N, ...) tensor."""
     return sum(work.positions for work in works) == q.shape[0] * q.shape[1]
-
-
-def backward(
-    call: Call, works: Sequence[Work], tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor] | None = None
-) -> list[Tensor]:
-    """dq, dk, dv of the blocks, in q's dtype, or added to `total`; `tensors`: grad, q, k, v, merged out."""
-    q, add = tensors[1], total is not None
-    if total is None:
-        total = [_empty(_covered(works, q), x, x.dtype) for x in tensors[1:4]]
-    with kernels.on(q.device):
-        for work in works:
-            _wait(work, q.device)
-            _sum(call, work, tensors, lse, total, add)
-    return total
 
 
 def _sum(call: Call, work: Work, tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor], add: bool) -> None:
@@ -178,3 +151,40 @@ def _sum(call: Call, work: Work, tensors: Sequence[Tensor], lse: Tensor, total: 
         sum_jobs(x, part, work, True, add)
     del part  # before dq's are made
     sum_jobs(total[0], run.queries(), work, False, add)
+
+
+@dataclass(frozen=True)
+class Grouped:
+    """The executor: all blocks in the launches of `works`."""
+
+    call: Call
+    works: tuple[Work, ...]
+
+    def masked(self, mask: Dropout) -> Grouped:
+        return replace(self, call=replace(self.call, mask=mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
+        from lightning_dilated.kernels.combine import merge_jobs
+        from lightning_dilated.kernels.grouped import forward
+
+        call, (q, k, v) = self.call, suited(self.call.engine, *inputs)
+        out = _empty(_covered(self.works, q), q, q.dtype if final else torch.float32)
+        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+        with kernels.on(q.device):
+            for work in self.works:
+                _wait(work, q.device)
+                merge_jobs(out, lse, *forward(q, k, v, work, call.causal, call.scale, _drop(call, q.device)), work)
+        return out, lse, None
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """dq, dk, dv of the blocks, in q's dtype, or added to `total`."""
+        add, tensors = total is not None, suited(self.call.engine, *tensors)
+        if total is None:
+            total = [_empty(_covered(self.works, tensors[1]), x, x.dtype) for x in tensors[1:4]]
+        with kernels.on(lse.device):
+            for work in self.works:
+                _wait(work, lse.device)
+                _sum(self.call, work, tensors, lse, total, add)
+        return total

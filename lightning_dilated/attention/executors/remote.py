@@ -1,14 +1,16 @@
-"""Attention over rows picked by number: batches of equal wants, whose keys lie in a store of rows from many ranks.
+"""Executors on several ranks: each wraps the executor of a rank's own blocks and adds what other ranks hold.
 
-Attention where (segment, head) problems are computed by their owners: queries travel, too, and outputs come back.
-
-Shape letters: B batch, L local tokens, H heads of q, D head dim, G wants of a batch, n queries and m keys of each, a
-row of the store is (2, D): K and V, an owner holds m query rows and n key rows.
+`RowExchange` brings rows of K and V here; `AllToAll` sends queries, too, to the owners of (segment, head) problems, and
+brings their outputs back; `HeadParallel` trades tokens for heads around either. Rows are picked by number: a batch has
+requests of equal shape, whose keys lie in a store of rows from many ranks.
+Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of each; a row
+of the store is (2, D): K and V.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -16,12 +18,13 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated.attention.backends import ENGINES, for_rows
 from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import BatchDropout
-from lightning_dilated.attention.executors.blockwise import Call, attend_pads, empty_state
-from lightning_dilated.attention.executors.dispatch import local_forward
-from lightning_dilated.attention.views import Span
+from lightning_dilated.attention.dropout import BatchDropout, Dropout
+from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
+from lightning_dilated.attention.executors.base import merge as log_sum_exp
 from lightning_dilated.sequence.exchange import row_ops
-from lightning_dilated.sequence.exchange.row_ops import Batch, add_at, take, take_apart
+from lightning_dilated.sequence.exchange.head_parallel import HeadGroup, Windows
+from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart
+from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
 from lightning_dilated.sequence.exchange.switch import CompiledSwitch, SwitchRun
 from lightning_dilated.sequence.exchange.transport import Wire
 
@@ -72,12 +75,8 @@ def merge_rows(rows: Tensor, part: Tensor, part_lse: Tensor, out: Tensor, lse: T
         part, part_lse = (x if rows.dim() > 1 else x[None] for x in (part, part_lse))
         return merge(rows.view(part_lse.shape), part, part_lse, out, lse)
     at, flat = _lse_index(lse, rows), out.view(-1, out.shape[-1])
-    before, part_lse = lse[at], part_lse.to(lse.dtype)
-    total = torch.logaddexp(before, part_lse)
-    least = total.masked_fill(total == -torch.inf, 0.0)  # of rows that nothing was attended in, which stay 0
-    weight = lambda x: torch.exp(x - least)[..., None]  # noqa: E731
-    flat[rows] = (flat[rows] * weight(before)).addcmul_(part.to(out.dtype), weight(part_lse))
-    lse[at] = total
+    lse[at], weight, part_weight = log_sum_exp(lse[at], part_lse)
+    flat[rows] = (flat[rows] * weight[..., None]).addcmul_(part.to(out.dtype), part_weight[..., None])
 
 
 def add_batch(
@@ -93,59 +92,165 @@ def add_batch(
     add_at(grads, batch.keys, [x[:, 0] for x in key_parts], batch.distinct)
 
 
+@dataclass(frozen=True)
+class RowExchange:
+    """Rows leave first, local blocks are computed, and what arrives is merged.
+
+    Attributes:
+        local: the executor of the rank's own blocks.
+        route: which rows go where.
+        wires: of the forward and of the backward.
+    """
+
+    call: Call
+    local: Executor
+    route: Compiled
+    wires: tuple[Wire, Wire]
+
+    def masked(self, mask: Dropout) -> RowExchange:
+        return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = inputs
+        some = self.route.queries
+        with Run(self.route, self.wires[0], k, v) as run:
+            out, lse, _ = self.local.forward(inputs, some is not None)
+            queries, state = _picked(some, q), (_picked(some, out).to(lse.dtype), _picked_lse(some, lse))
+            for arrival in run.arrivals():
+                for batch in arrival.batches:
+                    merge_batch(self.call, batch, queries, arrival.rows, *state)
+        if some is not None:
+            some.put(out, state[0][0, :, 0])
+            some.put(lse.transpose(1, 2), state[1][0, 0])
+        return out, lse, run.rows.flatten(0, 1)
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        grad, q, k, v, out = tensors
+        some = self.route.queries
+        with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
+            picked, rows_lse = [_picked(some, x) for x in (grad, q, out)], _picked_lse(some, lse)
+            dq = torch.zeros(picked[1].shape, dtype=lse.dtype, device=q.device)
+            for arrival in run.arrivals():
+                for batch in arrival.batches:
+                    add_batch(self.call, batch, picked, arrival.rows, rows_lse, dq, arrival.grads)
+            total = self.local.backward(tensors, lse, None, total)
+            add_rows(some, total[0], dq[0, :, 0] if some is not None else dq)
+            run.finish(*total[1:])
+        return total
+
+
+def _picked(some: Rows | None, x: Tensor) -> Tensor:
+    """(1, n, 1, D) of a (B, L, H, D) tensor, or all of it."""
+    return x if some is None else some.take(x)[None, :, None]
+
+
+def _picked_lse(some: Rows | None, lse: Tensor) -> Tensor:
+    """(1, 1, n) of a (B, H, L) tensor, or all of it."""
+    return lse if some is None else some.take(lse.transpose(1, 2))[None, None]
+
+
+@dataclass(frozen=True)
+class AllToAll:
+    """Each (segment, head) problem is computed by its owner, to which q, k and v go; outputs come back and are merged."""
+
+    call: Call
+    local: Executor
+    route: CompiledSwitch
+    wires: tuple[Wire, Wire]
+
+    def masked(self, mask: Dropout) -> AllToAll:
+        return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
+        run = SwitchRun(self.route, self.wires[0])
+        run.post(*inputs)
+        out, lse, _ = self.local.forward(inputs, False)
+        queries, rows = run.arrived()
+        queries = _as_tensor(queries)
+        state = empty_state(queries)
+        for batch in self.route.batches:
+            merge_batch(self.call, batch, queries, rows, *state)
+        # out and lse side by side, in fp32: only the merge into the result rounds
+        partial = torch.cat([state[0][0, :, 0], state[1][0, 0, :, None]], 1)
+        for at, part in run.by_peer(run.home(partial).wait()):
+            merge_rows(at, part[:, :-1], part[:, -1], out, lse)
+        return out, lse, run.kept
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        grad, q, _, _, out = tensors
+        total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
+        run = SwitchRun(self.route, self.wires[1], received)
+        sides, sent_lse = run.to_owners(grad, out), run.to_owners(lse.transpose(1, 2)[..., None])
+        queries, rows = run.arrived()
+        queries, sides, owned_lse = _as_tensor(queries), sides.wait(), sent_lse.wait()[:, 0, 0][None, None]
+        owned = _as_tensor(sides[:, 0]), queries, _as_tensor(sides[:, 1])
+        dq, grads = (torch.zeros(x.shape, dtype=lse.dtype, device=q.device) for x in (queries, rows))
+        for batch in self.route.batches:
+            add_batch(self.call, batch, owned, rows, owned_lse, dq, grads)
+        query_grads, key_grads = run.home(dq[0, :, 0]), run.home(grads, keys=True)
+        self.local.backward(tensors, lse, None, total)
+        dim = q.shape[3]
+        total[0].view(-1, dim).index_add_(0, self.route.queries.rows, query_grads.wait())
+        for x, part in zip(total[1:], key_grads.wait().unbind(1), strict=True):
+            x.view(-1, dim).index_add_(0, self.route.keys.rows, part)
+        return total
+
+
 def _as_tensor(rows: Tensor) -> Tensor:
     """(m, D) rows as a (1, m, 1, D) tensor, so that row numbers are flat numbers."""
     return rows[None, :, None]
 
 
-def forward(
-    call: Call,
-    found: list[Span],
-    route: CompiledSwitch,
-    wire: Wire,
-    inputs: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """out (B, L, H, D), lse (B, H, L), and the rows to keep for the backward, (2n + m, D)."""
-    run = SwitchRun(route, wire)
-    run.post(*inputs)
-    out, lse = local_forward(call, found, inputs, False)
-    queries, rows = run.arrived()
-    queries = _as_tensor(queries)
-    state = empty_state(queries)
-    for batch in route.batches:
-        merge_batch(call, batch, queries, rows, *state)
-    # out and lse side by side, in fp32: the merge at home rounds once
-    partial = torch.cat([state[0][0, :, 0], state[1][0, 0, :, None]], 1)
-    for at, part in run.by_peer(run.home(partial).wait()):
-        merge_rows(at, part[:, :-1], part[:, -1], out, lse)
-    return out, lse, run.kept
+@dataclass(frozen=True)
+class HeadParallel:
+    """Neighbouring ranks trade tokens for heads, and each computes all their tokens for its own heads.
 
+    Attributes:
+        inner: the executor of the rank's heads.
+        groups: the neighbours, of the forward and of the backward.
+        cuts, kv_cuts: (first, stop) of the query heads, and of the kv heads, of each neighbour.
+    """
 
-def backward(
-    call: Call,
-    route: CompiledSwitch,
-    wire: Wire,
-    tensors: tuple[Tensor, ...],
-    lse: Tensor,
-    kept: Tensor,
-    total: list[Tensor],
-    local: Callable[[], None],
-) -> None:
-    """Add all gradients to `total` (dq, dk, dv); `tensors` are grad, q, k, v, out and `local` adds the local blocks'."""
-    grad, q, _, _, out = tensors
-    run = SwitchRun(route, wire, kept)
-    sides, their_lse = run.to_owners(grad, out), run.to_owners(lse.transpose(1, 2)[..., None])
-    queries, rows = (_as_tensor(x) if i == 0 else x for i, x in enumerate(run.arrived()))
-    sides, their_lse = sides.wait(), their_lse.wait()[:, 0, 0][None, None]
-    their_grad, their_out = (_as_tensor(sides[:, i]) for i in range(2))
-    dq = torch.zeros(queries.shape, dtype=lse.dtype, device=q.device)
-    grads = torch.zeros(rows.shape, dtype=lse.dtype, device=q.device)
-    for batch in route.batches:
-        add_batch(call, batch, (their_grad, queries, their_out), rows, their_lse, dq, grads)
-    coming = run.home(dq[0, :, 0]), run.home(grads, keys=True)
-    local()
-    dim = q.shape[3]
-    total[0].view(-1, dim).index_add_(0, route.queries.rows, coming[0].wait())
-    back = coming[1].wait()
-    for i in range(2):
-        total[1 + i].view(-1, dim).index_add_(0, route.keys.rows, back[:, i])
+    call: Call
+    inner: Executor
+    groups: tuple[HeadGroup, HeadGroup]
+    cuts: Windows
+    kv_cuts: Windows
+
+    def masked(self, mask: Dropout) -> HeadParallel:
+        return replace(self, inner=self.inner.masked(mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
+        group, q = self.groups[0], inputs[0]
+        traded = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
+        out, lse, received = self.inner.forward(traded, True)
+        saved = [x.reshape(-1, x.shape[-1]) for x in (*traded, received) if x is not None]
+        out = group.to_tokens(out.to(q.dtype), self.cuts, q.shape[2])
+        lse = group.to_tokens(lse.transpose(1, 2)[..., None], self.cuts, q.shape[2])
+        return out, lse[..., 0].transpose(1, 2), torch.cat(saved)
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        group, (grad, q, k, v, out) = self.groups[1], tensors
+        *traded, received = self._saved(received, q, k)
+        grad, out = group.to_heads((grad, out), (self.cuts, self.cuts))
+        (lse,) = group.to_heads((lse.transpose(1, 2)[..., None],), (self.cuts,))
+        lse = lse[..., 0].transpose(1, 2).contiguous()
+        parts = self.inner.backward((grad, *traded, out), lse, received)
+        sides = zip(parts, (self.cuts, self.kv_cuts, self.kv_cuts), (q, k, v), strict=True)
+        return [group.to_tokens(x, cuts, like.shape[2]) for x, cuts, like in sides]
+
+    def _saved(self, rows: Tensor, q: Tensor, k: Tensor) -> list[Tensor]:
+        """q, k and v of the rank's heads as the forward received them, and what the inner executor saved."""
+        batch, tokens = q.shape[0], sum(self.groups[1].lengths)
+        first, stop = self.call.heads
+        group = q.shape[2] // k.shape[2]
+        widths = [stop - first, *[-(-stop // group) - first // group] * 2]
+        sizes = [batch * tokens * w for w in widths]
+        *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
+        return [*(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), rest]

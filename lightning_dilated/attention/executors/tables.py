@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import Block, blocks

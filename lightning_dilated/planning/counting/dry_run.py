@@ -37,7 +37,7 @@ from lightning_dilated.planning.counting.memory_tracker import (
 from lightning_dilated.sequence import group
 
 #: by its name: the package of models has a function of that name
-image_patches = importlib.import_module("lightning_dilated.models.longvit.model")
+image_patches = importlib.import_module("lightning_dilated.models.longvit.image_patches")
 
 
 @contextlib.contextmanager

@@ -1,0 +1,96 @@
+"""What executors share: the call that they compute, the `Executor` protocol, and the log-sum-exp merge in torch.
+
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.pattern import DilatedPattern
+
+
+@dataclass(frozen=True)
+class Call:
+    """What every block of one call shares.
+
+    `heads` = (first, stop) are the query heads in the tensors, of `num_heads` in all; with `whole` only segments that a
+    span holds whole are computed (other ranks compute the rest). Rows that arrive from other ranks are merged by triton's
+    forward itself up to `chained` (query, key) pairs of a head.
+    """
+
+    engine: Engine
+    pattern: DilatedPattern
+    num_heads: int
+    num_kv_heads: int
+    heads: tuple[int, int]
+    causal: bool
+    scale: float
+    mask: Dropout | None = None
+    whole: bool = False
+    chained: float = 0.0
+
+
+class Layout(NamedTuple):
+    """What is known of q (B, N, H, D) before it is there, and whether attention weights are dropped."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    dropout: bool = False
+
+
+class Executor(Protocol):
+    """Computes a call. One is chosen for the blocks that a rank holds; others wrap it and add what other ranks hold."""
+
+    def masked(self, mask: Dropout) -> Self:
+        """The same with a dropout mask."""
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(out (B, N, H, D), lse (B, H, N), rows to save for the backward or None) of q, k and v.
+
+        Rows without a key are 0, and -inf in lse. Where nothing is merged into out afterwards (`final`) it may come in
+        q's dtype, else it is fp32 (fp64 for float64), as lse is.
+        """
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        """dq, dk, dv from grad, q, k, v, the merged out and lse, and what the forward saved; added to `total` if given.
+
+        Without `total` they may come in the dtype of q, k and v.
+        """
+
+
+# -- the log-sum-exp merge ---------------------------------------------------------------------------------------------
+def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, lse) of no branch at all: zeros (B, N, H, D) and -inf (B, H, N), in fp32 (fp64 for float64 inputs)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    batch, seq_len, heads, _ = q.shape
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    return out, torch.full((batch, heads, seq_len), -torch.inf, dtype=dtype, device=q.device)
+
+
+def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(merged lse, weight of the result so far, weight of the part), (...) each; weights of rows without a key are 0.
+
+    With out = out * weight + part * part_weight this is one softmax over the keys of both.
+    """
+    part_lse = part_lse.to(lse.dtype)
+    total = torch.logaddexp(lse, part_lse)
+    least = total.masked_fill(total == -torch.inf, 0.0)
+    return total, torch.exp(lse - least), torch.exp(part_lse - least)
+
+
+def attend_pads(part: Tensor, part_lse: Tensor, pads: int) -> tuple[Tensor, Tensor]:
+    """Let `pads` zero keys with zero values (score 0) into a block's softmax: out is scaled by exp(lse - lse')."""
+    total, weight, _ = merge(part_lse, torch.full_like(part_lse, math.log(pads)))
+    return part * weight.to(part.dtype)[..., None], total
