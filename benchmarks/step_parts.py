@@ -24,12 +24,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from lightning_dilated.attention.executors.dispatch import local_forward, local_gradients
 from torch import Tensor, nn
 
 from lightning_dilated import DilatedPattern, LongNetLM
+from lightning_dilated.attention import executors
 from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose
-from lightning_dilated.attention.executors.blockwise import Call
+from lightning_dilated.attention.executors import Call, Layout
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import add_batch, merge_batch
 from lightning_dilated.attention.views import Span
@@ -114,7 +114,7 @@ class Bench:
         return [self.random(1, tokens, h, self.head_dim) for h in (self.args.heads, self.kv_heads, self.kv_heads)]
 
     def call(self, pattern: DilatedPattern, engine: Engine) -> Call:
-        """What `attention.place` makes of a call."""
+        """What `attention.resolve` makes of a call."""
         args = self.args
         return Call(engine, pattern, args.heads, self.kv_heads, (0, args.heads), args.causal, self.head_dim**-0.5)
 
@@ -134,10 +134,11 @@ class Bench:
             print(f"{tokens:,} tokens: {engine.name} on one rank, as measured; {others.name} on a rank of a sequence")
         grad, call, offset = torch.randn_like(q), self.call(self.pattern(tokens * ranks), engine), tokens * (ranks // 2)
         spans = [Span(0, 1, 0, tokens, tokens * ranks, offset, offset)]
-        forward = lambda: local_forward(call, spans, (q, k, v), True)  # noqa: E731
-        out, lse = forward()
-        out = out.to(q.dtype)
-        return self.seconds(forward), self.seconds(lambda: local_gradients(call, spans, (grad, q, k, v, out), lse))
+        executor = executors.choose(call, spans, Layout(q.shape, q.dtype, q.device))
+        forward = lambda: executor.forward((q, k, v), True)  # noqa: E731
+        out, lse, _ = forward()
+        tensors = (grad, q, k, v, out.to(q.dtype))
+        return self.seconds(forward), self.seconds(lambda: executor.backward(tensors, lse, None))
 
     def model(self, tokens: int) -> LongNetLM:
         """A LongNetLM of one block."""

@@ -21,8 +21,8 @@ from torch import Tensor
 from lightning_dilated.attention import backends
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request
 from lightning_dilated.attention.executors import fused, grouped
-from lightning_dilated.attention.executors.blockwise import Call
-from lightning_dilated.attention.executors.fused import Stretch
+from lightning_dilated.attention.executors.base import Call
+from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns
@@ -217,7 +217,7 @@ def _fused(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
     return first, _held(x, call, made, own, _Pass(3 * x.row, sums + 2 * LSE, x.results[1]))
 
 
-def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Stretch]], own: int | None, one: _Pass) -> int:
+def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Chunk]], own: int | None, one: _Pass) -> int:
     """The most that is held at once: the results, once the first parts are made, and the parts of a stretch and of those
     that it lies in."""
     peak, results = 0, 0
@@ -233,7 +233,7 @@ def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Stretch]], own: in
     return peak
 
 
-def _inner(span: Span, made: Stretch, live: int, one: _Pass) -> int:
+def _inner(span: Span, made: Chunk, live: int, one: _Pass) -> int:
     peak = live
     for inner in made.inner:
         here = live
