@@ -33,6 +33,7 @@ NAMES = (
     "hybrid-lite",
     "hybrid-half",
     "hybrid-first",
+    "hybrid-ends",
 )
 Batch = dict[str, Tensor]
 
@@ -58,6 +59,10 @@ def pattern_of(arm: str, depth: int, heads: int, local: int = 2048) -> list[ld.D
         "hybrid-all": lambda: hybrid(depth, heads, local=local, global_heads="all"),
         "hybrid-lite": lambda: hybrid(depth, heads, local=local, far=far),
         "hybrid-first": lambda: hybrid(depth, heads, local=local, global_first=0),
+        # dense heads where recall learns them (layer 0) and where copying does (every fourth layer)
+        "hybrid-ends": lambda: (
+            hybrid(depth, heads, local=local, global_first=0)[:1] + hybrid(depth, heads, local=local)[1:]
+        ),
         "hybrid-half": lambda: hybrid(depth, heads, local=local, global_every=2),
     }[arm]()
 
