@@ -22,7 +22,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-#: asked once here, because older compilers cannot trace the question
+#: evaluated at import, because torch.compile of some versions cannot trace the check
 AUTOCAST_DEVICES = frozenset(d for d in ("cpu", "cuda", "mps", "xpu", "hpu") if torch.amp.is_autocast_available(d))
 
 

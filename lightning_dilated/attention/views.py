@@ -47,13 +47,13 @@ def spans(batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor |
     if cu_seqlens is not None:
         bounds = cu_seqlens.tolist()
         return [Span(0, 1, a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
-    out: list[Span] = []
+    documents: list[Span] = []
     for i, length in enumerate([seq_len] * batch if lengths is None else lengths.tolist()):
-        if out and out[-1].length == length and out[-1].batch + out[-1].batches == i:
-            out[-1] = replace(out[-1], batches=out[-1].batches + 1)
+        if documents and documents[-1].length == length and documents[-1].batch + documents[-1].batches == i:
+            documents[-1] = replace(documents[-1], batches=documents[-1].batches + 1)
         elif length:
-            out.append(Span(i, 1, 0, length))
-    return out
+            documents.append(Span(i, 1, 0, length))
+    return documents
 
 
 def folds(span: Span, block: Block, *tensors: Tensor) -> bool:
@@ -85,7 +85,7 @@ def row_view(x: Tensor, span: Span, block: Block, kv: bool = False) -> Tensor:
 def _row_geometry(
     strides: tuple[int, ...], dim: int, offset: int, span: Span, block: Block, kv: bool
 ) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """(sizes, strides, offset) of a row view: kept, because a short call is over before they are reckoned anew."""
+    """(sizes, strides, offset) of a row view: cached, because computing them takes longer than a short call."""
     sb, sn, sh, sd = strides
     head, step = (block.kv_head, block.kv_head_step) if kv else (block.head, block.head_step)
     outer = block.segment_stride * sn if block.segments > 1 else sb

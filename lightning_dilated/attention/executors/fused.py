@@ -1,7 +1,7 @@
-"""Attention over a rank's own blocks with each output row written once: parts of the branches, then one kernel.
+"""The fused executor: each branch gives parts, and one kernel combines them, so that every output row is written once.
 
-The sequence is cut into chunks that no narrow segment crosses, done one after another, so that only the parts of a chunk,
-and the thin ones of wide segments, are held with the results.
+The sequence is cut into chunks that no narrow segment crosses. They are computed one after another, so that only the parts
+of one chunk, and the small parts of wide segments, are in memory together with the results.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, w segment length, r dilation rate.
 """
 
@@ -33,8 +33,8 @@ Part = TypeVar("Part")
 class Chunk:
     """Positions [start, stop) of a span.
 
-    Its blocks are computed when it begins, and held to its end; `inner` are its pieces, with the blocks of narrower or
-    denser branches. What has no pieces is where parts are combined.
+    The parts of its blocks are computed when it begins and freed at its end. `inner` are the chunks that it is cut into,
+    with the blocks of narrower or denser branches; parts are combined in chunks without inner ones.
     """
 
     start: int
@@ -44,34 +44,34 @@ class Chunk:
 
 
 @functools.lru_cache(maxsize=1024)
-def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], own: int | None = None) -> Chunk:
+def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], at_once: int | None = None) -> Chunk:
     """The chunks of positions `part` of a document.
 
     Args:
         call_key: (pattern, tokens of the document, H, kv heads, heads, whole), as `blocks` takes them.
         part: (start, stop) in the document.
         limits: most positions of a chunk for dense branches, and for thin ones, whose parts have half the rows or fewer.
-        own: a branch that is computed at once for all positions, since its part is no more than the result itself.
+        at_once: a branch that is computed for all positions at once, since its part takes no more room than the result.
     """
     pattern, document, num_heads, num_kv_heads, heads, whole = call_key
     length, every = part[1] - part[0], frozenset(range(len(pattern.branches)))
-    short = length <= limits[0 if own is None else 1]
-    levels = [(length, every)] if short else _levels(pattern, num_heads, limits, every - {own}, length)
+    short = length <= limits[0 if at_once is None else 1]
+    levels = [(length, every)] if short else _levels(pattern, num_heads, limits, every - {at_once}, length)
 
-    def found(start: int, stop: int, names: frozenset[int]) -> tuple[Block, ...]:
-        where = part[0] + start, part[0] + stop
-        made = blocks(pattern, document, num_heads, num_kv_heads, where, heads, whole) if names else ()
-        return tuple(replace(b, first=b.first + start) for b in made if b.branch in names)
+    def blocks_of(start: int, stop: int, branches: frozenset[int]) -> tuple[Block, ...]:
+        positions = part[0] + start, part[0] + stop
+        every_branch = blocks(pattern, document, num_heads, num_kv_heads, positions, heads, whole) if branches else ()
+        return tuple(replace(b, first=b.first + start) for b in every_branch if b.branch in branches)
 
-    def grow(start: int, stop: int, depth: int) -> Chunk:
+    def chunk(start: int, stop: int, depth: int) -> Chunk:
         inner: tuple[Chunk, ...] = ()
         if depth + 1 < len(levels):
             step = levels[depth + 1][0]
             cuts = [start, *range(start + step - (part[0] + start) % step, stop, step), stop]
-            inner = tuple(grow(a, b, depth + 1) for a, b in itertools.pairwise(cuts))
-        return Chunk(start, stop, found(start, stop, levels[depth][1]), inner)
+            inner = tuple(chunk(a, b, depth + 1) for a, b in itertools.pairwise(cuts))
+        return Chunk(start, stop, blocks_of(start, stop, levels[depth][1]), inner)
 
-    return grow(0, length, 0)
+    return chunk(0, length, 0)
 
 
 def _levels(
@@ -83,9 +83,9 @@ def _levels(
     fine, inner = _fitting(pattern, dense, limits[0], 1)
     coarse, middle = _fitting(pattern, names - inner, limits[1], fine)
     # a multiple of all segments, as long as the limit allows
-    found = [(coarse * (limits[1] // coarse), middle), (fine * (limits[0] // fine), inner)]
-    found = [(step, taken) for step, taken in found if taken and step < length]
-    return [(length, frozenset(range(len(branches))).difference(*(taken for _, taken in found))), *found]
+    cuts = [(coarse * (limits[1] // coarse), middle), (fine * (limits[0] // fine), inner)]
+    cuts = [(step, taken) for step, taken in cuts if taken and step < length]
+    return [(length, frozenset(range(len(branches))).difference(*(taken for _, taken in cuts))), *cuts]
 
 
 def _fitting(pattern: DilatedPattern, among: Iterable[int], limit: int, step: int) -> tuple[int, frozenset[int]]:
@@ -104,16 +104,15 @@ def walk(
     chunk: Chunk,
     make: Callable[[Block], Part],
     combine: Callable[[Chunk, tuple[Block, ...], list[Part]], None],
-    found: tuple[Block, ...] = (),
-    parts: Sequence[Part] = (),
+    outer: tuple[Block, ...] = (),
+    outer_parts: Sequence[Part] = (),
 ) -> None:
-    """Make every block's part, and combine them where no chunk is inside; a chunk's parts are let go when it is done."""
-    held = [*parts, *map(make, chunk.blocks)]
-    found += chunk.blocks
+    """Make every block's part and combine them in the innermost chunks, with the parts of the chunks around these."""
+    every, parts = outer + chunk.blocks, [*outer_parts, *map(make, chunk.blocks)]
     if not chunk.inner:
-        combine(chunk, found, held)
+        combine(chunk, every, parts)
     for inner in chunk.inner:
-        walk(inner, make, combine, found, held)
+        walk(inner, make, combine, every, parts)
 
 
 def every_block(chunk: Chunk) -> list[Block]:
@@ -121,7 +120,7 @@ def every_block(chunk: Chunk) -> list[Block]:
     return [*chunk.blocks, *(b for inner in chunk.inner for b in every_block(inner))]
 
 
-#: Limits of a chunk, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64 and multiples of it.
+#: limits of a chunk, in (position, head, feature) triples: 131,072 tokens of 12 heads of 64, and multiples of it
 HELD = 131072 * 12 * 64
 #: of the forward, which holds one tensor where the backward holds three and the engine's workspace
 FORWARD = 4 * HELD
@@ -132,12 +131,12 @@ WHOLE = 2 * HELD
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-#: parts may have this many rows for each of q; branches that overlap more are merged one by one, to hold one part at a time
+#: parts may have this many rows for each of q; branches that overlap more are merged one by one, with one part in memory
 OVERLAP = 2.5
 
 
 def serves(pattern: DilatedPattern, q: Layout) -> bool:
-    """Whether the kernels take tensors like q, and the parts of the pattern's branches are few enough to be held."""
+    """Whether the kernels take tensors like q, and the parts of all branches are few enough to be in memory together."""
     batch, tokens, heads, _ = q.shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
     fits = batch < 2**16 and tokens < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
@@ -150,39 +149,39 @@ def captured(device: torch.device) -> bool:
 
 
 def _pieces(
-    call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], may_own: bool
+    call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], limits: tuple[int, int], may_own: bool
 ) -> tuple[list[tuple[Span, Chunk]], int | None]:
-    """Spans with their chunks, and the branch whose part can be the result (see `_own`)."""
-    own = _own(call, found, tensors) if may_own else None
-    pieces = list(_cut(call, found, tensors, held, own))
-    if own is not None and len(pieces) > 1:
-        return list(_cut(call, found, tensors, held, None)), None
-    return pieces, own
+    """Spans with their chunks, and the branch whose part can be the result (see `_result_branch`)."""
+    branch = _result_branch(call, spans, tensors) if may_own else None
+    pieces = list(_cut(call, spans, tensors, limits, branch))
+    if branch is not None and len(pieces) > 1:
+        return list(_cut(call, spans, tensors, limits, None)), None
+    return pieces, branch
 
 
 def _cut(
-    call: Call, found: list[Span], tensors: Sequence[Tensor], held: tuple[int, int], own: int | None
+    call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], limits: tuple[int, int], at_once: int | None
 ) -> Iterator[tuple[Span, Chunk]]:
     """Spans with their chunks; samples one by one where blocks cannot fold them into one axis."""
     q = tensors[0]
-    for span in found:
+    for span in spans:
         part = span.part or (0, span.length)
         key = call.pattern, span.document, call.num_heads, call.num_kv_heads, call.heads, call.whole
-        limits = lambda batches: tuple(max(1, x // (batches * q.shape[2] * q.shape[3])) for x in held)  # noqa: E731
-        made = layout(key, part, limits(span.batches), own)
-        if span.batches == 1 or all(folds(span, b, *tensors) for b in every_block(made)):
-            yield span, made
+        positions = lambda batches: tuple(max(1, x // (batches * q.shape[2] * q.shape[3])) for x in limits)  # noqa: E731
+        chunk = layout(key, part, positions(span.batches), at_once)
+        if span.batches == 1 or all(folds(span, b, *tensors) for b in every_block(chunk)):
+            yield span, chunk
         else:
-            alone = layout(key, part, limits(1), own)
-            yield from ((replace(span, batch=span.batch + i, batches=1), alone) for i in range(span.batches))
+            sample = layout(key, part, positions(1), at_once)
+            yield from ((replace(span, batch=span.batch + i, batches=1), sample) for i in range(span.batches))
 
 
-def _own(call: Call, found: list[Span], tensors: Sequence[Tensor]) -> int | None:
+def _result_branch(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor]) -> int | None:
     """A branch that has every row of the call in one block, where the engine lays those out as they lie in q."""
     batch, seq_len, heads, _ = tensors[0].shape
-    if len(found) != 1 or not call.engine.rows_in_place or found[0].batches * found[0].length != batch * seq_len:
+    if len(spans) != 1 or not call.engine.rows_in_place or spans[0].batches * spans[0].length != batch * seq_len:
         return None
-    span = found[0]
+    span = spans[0]
     key = call.pattern, span.document, call.num_heads, call.num_kv_heads, span.part, call.heads, call.whole
     for b in blocks(*key):
         every = b.segments * b.rows == span.length and b.heads == heads and b.row_stride == 1
@@ -204,39 +203,39 @@ def _result(shape: torch.Size, dtype: torch.dtype, device: torch.device, part: T
     return (torch.empty if covered else torch.zeros)(shape, dtype=dtype, device=device)
 
 
-def _covered(found: list[Span], x: Tensor) -> bool:
+def _covered(spans: Sequence[Span], x: Tensor) -> bool:
     """Whether spans hold every position of a (B, N, ...) tensor."""
-    return sum(span.batches * span.length for span in found) == x.shape[0] * x.shape[1]
+    return sum(span.batches * span.length for span in spans) == x.shape[0] * x.shape[1]
 
 
-def _is(parts: Sequence[Tensor], own: int | None, out: Tensor) -> bool:
-    """Whether part `own` is the memory of the result already."""
-    return own is not None and parts[own].data_ptr() == out.data_ptr()
+def _is_result(parts: Sequence[Tensor], number: int | None, out: Tensor) -> bool:
+    """Whether the memory of part `number` is that of the result already."""
+    return number is not None and parts[number].data_ptr() == out.data_ptr()
 
 
-def _descend(device: torch.device, made: Chunk, make: Callable, combine: Callable, parts: list) -> None:
-    """`walk` from the blocks of a span's first chunk on, which are made.
+def _descend(device: torch.device, chunk: Chunk, make: Callable, combine: Callable, parts: list) -> None:
+    """`walk` through a span's outermost chunk, whose own parts exist.
 
-    On a GPU the chunks inside take turns on two streams, so that the sums and last waves of one run beside the products
-    of another. They write to no common row; what one allocates is freed before its turn ends.
+    On a GPU its inner chunks take turns on two streams, so that the sums and last waves of one run concurrently with the
+    products of another. They write to no common row; what one allocates is freed before its turn ends.
     """
-    if device.type != "cuda" or len(made.inner) < 2:
-        walk(replace(made, blocks=()), make, combine, made.blocks, parts)
+    if device.type != "cuda" or len(chunk.inner) < 2:
+        walk(replace(chunk, blocks=()), make, combine, chunk.blocks, parts)
         return
     with torch.cuda.device(device):
         streams = torch.cuda.current_stream(), _side_stream(device)
         streams[1].wait_stream(streams[0])
         try:
-            for i, inner in enumerate(made.inner):
+            for i, inner in enumerate(chunk.inner):
                 with torch.cuda.stream(streams[i % 2]):
-                    walk(inner, make, combine, made.blocks, parts)
+                    walk(inner, make, combine, chunk.blocks, parts)
         finally:
             streams[0].wait_stream(streams[1])
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for good: memory that was freed on a stream is taken again on it only."""
+    """The same one for all calls: memory that was freed on a stream is reused on that stream only."""
     return torch.cuda.Stream(device)
 
 
@@ -257,15 +256,15 @@ class Fused:
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         call, inputs = self.call, suited(self.call.engine, *inputs)
         q, out = inputs[0], None
-        pieces, own = _pieces(call, self.spans, inputs, (FORWARD, FORWARD), final)
+        pieces, branch = _pieces(call, self.spans, inputs, (FORWARD, FORWARD), final)
         dtype, covered = q.dtype if final else torch.float32, _covered(self.spans, q)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
         for span, chunk in pieces:
             make = functools.partial(block_forward, call, inputs, span)
-            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, own)
+            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, branch)
             if out is None:
                 out = _result(q.shape, dtype, q.device, None if at is None else parts[at][0], covered)
-            _descend(q.device, chunk, make, functools.partial(_merge, own, span, out, lse), parts)
+            _descend(q.device, chunk, make, functools.partial(_merge, branch, span, out, lse), parts)
             del parts  # before those of the next span are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
@@ -277,57 +276,60 @@ class Fused:
         q, add, total = tensors[1], total is not None, total or []
         whole = q.numel() <= WHOLE
         limits = (WHOLE, WHOLE) if whole else (DENSE, THIN)
-        pieces, own = _pieces(call, self.spans, tensors, limits, whole and not add)
+        pieces, branch = _pieces(call, self.spans, tensors, limits, whole and not add)
         for span, chunk in pieces:
             make = functools.partial(block_backward, call, tensors, lse, span)
-            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, own)
+            parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, branch)
             if not total:
                 likes = zip(tensors[1:4], (None, None, None) if at is None else parts[at], strict=True)
                 total = [_result(x.shape, x.dtype, x.device, p, _covered(self.spans, q)) for x, p in likes]
-            _descend(q.device, chunk, make, functools.partial(_sum, own, span, total, add), parts)
+            _descend(q.device, chunk, make, functools.partial(_sum, branch, span, total, add), parts)
             del parts
         return total or [torch.zeros_like(x) for x in tensors[1:4]]
 
 
 def _merge(
-    own: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, of: tuple[Block, ...], parts: list
+    branch: int | None, span: Span, out: Tensor, lse: Tensor, chunk: Chunk, every: tuple[Block, ...], parts: list
 ) -> None:
     """Merge parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import merge_parts
 
-    table = entries(of, out.shape[2], False, out.device, chunk.start, chunk.stop - chunk.start, _stream(out.device))
-    mine = slice(span.batch, span.batch + span.batches)
-    out, lse = out[mine], lse[mine]
+    length = chunk.stop - chunk.start
+    table = entries(every, out.shape[2], False, out.device, chunk.start, length, _stream(out.device))
+    samples = slice(span.batch, span.batch + span.batches)
+    out, lse = out[samples], lse[samples]
     values, weights = [x for x, _ in parts], [x.float() for _, x in parts]
-    in_place = _is(values, _number(of, own), out)
+    in_place = _is_result(values, _number(every, branch), out)
     with kernels.on(out.device):
-        merge_parts(out, lse, _alike(values, out), weights, table, _where(span, chunk), in_place)
+        merge_parts(out, lse, _of_one_dtype(values, out), weights, table, _where(span, chunk), in_place)
 
 
 def _sum(
-    own: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, of: tuple[Block, ...], parts: list
+    branch: int | None, span: Span, total: list[Tensor], add: bool, chunk: Chunk, every: tuple[Block, ...], parts: list
 ) -> None:
     """Sum parts into the rows of a chunk."""
     from lightning_dilated.kernels.combine import sum_parts
 
-    length, mine = chunk.stop - chunk.start, slice(span.batch, span.batch + span.batches)
-    outs, device, at = [x[mine] for x in total], total[0].device, _number(of, own)
-    tables = [entries(of, x.shape[2], i > 0, device, chunk.start, length, _stream(device)) for i, x in enumerate(outs)]
-    of_each = list(zip(*parts, strict=True)) or [()] * len(outs)
-    in_place = [_is(p, at, x) for p, x in zip(of_each, outs, strict=True)]
+    length, samples = chunk.stop - chunk.start, slice(span.batch, span.batch + span.batches)
+    sums, device, number = [x[samples] for x in total], total[0].device, _number(every, branch)
+    tables = [
+        entries(every, x.shape[2], i > 0, device, chunk.start, length, _stream(device)) for i, x in enumerate(sums)
+    ]
+    by_sum = list(zip(*parts, strict=True)) or [()] * len(sums)
+    in_place = [_is_result(p, number, x) for p, x in zip(by_sum, sums, strict=True)]
     with kernels.on(device):
-        alike = [_alike(p, x) for p, x in zip(of_each, outs, strict=True)]
-        sum_parts(outs, alike, tables, _where(span, chunk), add, in_place)
+        alike = [_of_one_dtype(p, x) for p, x in zip(by_sum, sums, strict=True)]
+        sum_parts(sums, alike, tables, _where(span, chunk), add, in_place)
 
 
-def _number(of: tuple[Block, ...], branch: int | None) -> int | None:
+def _number(every: tuple[Block, ...], branch: int | None) -> int | None:
     """Which block is the branch's."""
-    return next((i for i, b in enumerate(of) if b.branch == branch), None)
+    return next((i for i, b in enumerate(every) if b.branch == branch), None)
 
 
-def _alike(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
-    """Parts of one dtype (the math engine, which serves blocks too small for another, makes fp32), rows in one piece."""
-    found = {p.dtype for p in parts}
-    dtype = found.pop() if len(found) == 1 else like.dtype
+def _of_one_dtype(parts: Sequence[Tensor], like: Tensor) -> list[Tensor]:
+    """Parts of one dtype with contiguous rows; the math engine, which takes the blocks too small for others, makes fp32."""
+    dtypes = {p.dtype for p in parts}
+    dtype = dtypes.pop() if len(dtypes) == 1 else like.dtype
     parts = [p.to(dtype) for p in parts]
     return [p if p.stride(-1) == 1 and p.data_ptr() % 16 == 0 else p.contiguous().clone() for p in parts]

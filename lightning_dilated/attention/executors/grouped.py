@@ -1,6 +1,6 @@
-"""Attention over a rank's own blocks in a number of launches that neither documents nor branches add to: `kernels.jobs`.
+"""The grouped executor: a constant number of kernel launches for all blocks of a rank, however many documents and branches.
 
-The parts of the whole call are held at once, so calls above a size go block by block (`fused`).
+The parts of the whole call are in memory together, so calls above a size go to `fused`.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
 
@@ -54,20 +54,20 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
     return works if sum(work.rows for work in works) * q.shape[3] <= fused.OVERLAP * math.prod(q.shape) else None
 
 
-def fits(found: Sequence[Span], shape: Sequence[int]) -> bool:
+def fits(spans: Sequence[Span], shape: Sequence[int]) -> bool:
     """Whether each span of a (B, N, H, D) tensor is small enough for a launch."""
-    return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in found)
+    return all(span.batches * span.length * shape[2] * shape[3] <= LIMIT for span in spans)
 
 
-def block_flops(of: tuple, causal: bool, found: Sequence[Span], shape: Sequence[int]) -> float:
+def block_flops(of: tuple, causal: bool, spans: Sequence[Span], shape: Sequence[int]) -> float:
     """FLOPs of forward and backward of a block of a (B, N, H, D) call, on the mean; infinite where it is not grouped.
 
     `of` = (pattern, query heads, kv heads, (first, stop) of the heads in the tensors, only whole segments): see `Call`.
     """
-    if not found or not fits(found, shape):
+    if not spans or not fits(spans, shape):
         return math.inf
     pairs, calls, rows = 0, 0, 0
-    for span in found:
+    for span in spans:
         of_span, of_calls, of_rows = _work_of(*of, causal, span.document, span.part)
         pairs, calls, rows = pairs + span.batches * of_span, calls + of_calls, rows + span.batches * of_rows
     if rows * shape[3] > fused.OVERLAP * math.prod(shape):
@@ -81,22 +81,22 @@ def _work_of(
     tokens: int, part: tuple[int, int] | None,
 ) -> tuple[int, int, int]:  # fmt: skip
     """(pairs, blocks, rows) of a document, or of a part of it."""
-    found = blocks(pattern, tokens, num_heads, kv_heads, part, heads, whole)
-    return sum(b.pairs(causal) for b in found), len(found), sum(b.segments * b.heads * b.rows for b in found)
+    every = blocks(pattern, tokens, num_heads, kv_heads, part, heads, whole)
+    return sum(b.pairs(causal) for b in every), len(every), sum(b.segments * b.heads * b.rows for b in every)
 
 
-def _launches(found: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
+def _launches(spans: Sequence[Span], shape: Sequence[int]) -> list[list[Span]]:
     """Spans of one launch each."""
-    out: list[list[Span]] = [[]]
-    held = 0
-    for span in found:
+    launches: list[list[Span]] = [[]]
+    total = 0
+    for span in spans:
         size = span.batches * span.length * shape[2] * shape[3]
-        if held + size > LIMIT and out[-1]:
-            out.append([])
-            held = 0
-        out[-1].append(span)
-        held += size
-    return out
+        if total + size > LIMIT and launches[-1]:
+            launches.append([])
+            total = 0
+        launches[-1].append(span)
+        total += size
+    return launches
 
 
 def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...], int]:
@@ -121,7 +121,7 @@ def _drop(call: Call, device: torch.device) -> GroupedDrop | None:
 
 @functools.lru_cache(maxsize=64)
 def _states(mask: Dropout, branches: int, device: torch.device, stream: int) -> Tensor:
-    """(branches,) int64, sent by that stream; kept for the backward of the same call."""
+    """(branches,) int64, sent by that stream; cached for the backward of the same call."""
     return send(mask.states(branches), device)
 
 

@@ -51,11 +51,11 @@ def merge_batch(call: Call, batch: Batch, q: Tensor, rows: Tensor, out: Tensor, 
     engine, keep = _parts(call, batch)
     if batch.queries.shape[1] * batch.keys.shape[1] <= call.chained:
         engine = ENGINES["triton"]
-    given = take(q, batch.queries)[:, None], *_keys(rows, batch), batch.causal, call.scale, keep
+    arguments = take(q, batch.queries)[:, None], *_keys(rows, batch), batch.causal, call.scale, keep
     if engine.forward_into is not None:
-        engine.forward_into(*given, (out, lse, batch.queries[:, None], batch.pads))
+        engine.forward_into(*arguments, (out, lse, batch.queries[:, None], batch.pads))
         return
-    part, part_lse = engine.forward(*given)
+    part, part_lse = engine.forward(*arguments)
     if batch.pads:
         part, part_lse = attend_pads(part, part_lse, batch.pads)
     merge_rows(batch.queries, part[:, 0], part_lse[:, 0], out, lse)
@@ -112,43 +112,43 @@ class RowExchange:
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = inputs
-        some = self.route.queries
+        reached = self.route.queries
         with Run(self.route, self.wires[0], k, v) as run:
-            out, lse, _ = self.local.forward(inputs, some is not None)
-            queries, state = _picked(some, q), (_picked(some, out).to(lse.dtype), _picked_lse(some, lse))
+            out, lse, _ = self.local.forward(inputs, reached is not None)
+            queries, state = _picked(reached, q), (_picked(reached, out).to(lse.dtype), _picked_lse(reached, lse))
             for arrival in run.arrivals():
                 for batch in arrival.batches:
                     merge_batch(self.call, batch, queries, arrival.rows, *state)
-        if some is not None:
-            some.put(out, state[0][0, :, 0])
-            some.put(lse.transpose(1, 2), state[1][0, 0])
+        if reached is not None:
+            reached.put(out, state[0][0, :, 0])
+            reached.put(lse.transpose(1, 2), state[1][0, 0])
         return out, lse, run.rows.flatten(0, 1)
 
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         grad, q, k, v, out = tensors
-        some = self.route.queries
+        reached = self.route.queries
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
-            picked, rows_lse = [_picked(some, x) for x in (grad, q, out)], _picked_lse(some, lse)
+            picked, rows_lse = [_picked(reached, x) for x in (grad, q, out)], _picked_lse(reached, lse)
             dq = torch.zeros(picked[1].shape, dtype=lse.dtype, device=q.device)
             for arrival in run.arrivals():
                 for batch in arrival.batches:
                     add_batch(self.call, batch, picked, arrival.rows, rows_lse, dq, arrival.grads)
             total = self.local.backward(tensors, lse, None, total)
-            add_rows(some, total[0], dq[0, :, 0] if some is not None else dq)
+            add_rows(reached, total[0], dq[0, :, 0] if reached is not None else dq)
             run.finish(*total[1:])
         return total
 
 
-def _picked(some: Rows | None, x: Tensor) -> Tensor:
+def _picked(reached: Rows | None, x: Tensor) -> Tensor:
     """(1, n, 1, D) of a (B, L, H, D) tensor, or all of it."""
-    return x if some is None else some.take(x)[None, :, None]
+    return x if reached is None else reached.take(x)[None, :, None]
 
 
-def _picked_lse(some: Rows | None, lse: Tensor) -> Tensor:
+def _picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
     """(1, 1, n) of a (B, H, L) tensor, or all of it."""
-    return lse if some is None else some.take(lse.transpose(1, 2))[None, None]
+    return lse if reached is None else reached.take(lse.transpose(1, 2))[None, None]
 
 
 @dataclass(frozen=True)

@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 
 @functools.lru_cache(maxsize=4096)
 def entries(
-    found: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
+    every: tuple[Block, ...], heads: int, kv: bool, device: torch.device, start: int, length: int, stream: int = 0
 ) -> Entries:
     """The table of the rows of blocks at start..start + length by output head (kv head with `kv`).
 
-    One for each stream: its memory, when it is let go, is taken again by what runs after its last reader.
+    One for each stream: its memory, once freed, is reused by what runs after its last reader.
     """
     from lightning_dilated.kernels.combine import COLUMNS, Entries
 
-    rows = rows_by_head(found, heads, kv)
-    step = _step(found, length)
+    rows = rows_by_head(every, heads, kv)
+    step = _step(every, length)
     classes = [
         [(*x, step // x[6] * (step % x[6] == 0)) for x in of_head if _meets(x, start + residue, step)]
         for residue in range(step)
@@ -52,10 +52,10 @@ def entries(
     return Entries(table, tensor(begins), tensor(several), tensor(range(len(classes))), step)
 
 
-def rows_by_head(found: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
+def rows_by_head(every: tuple[Block, ...], heads: int, kv: bool) -> list[list[tuple[int, ...]]]:
     """By output head (kv head with `kv`): (block, head in it, first position, segments, width, rows, rate) of its blocks."""
     rows: list[list[tuple[int, ...]]] = [[] for _ in range(heads)]
-    for number, b in enumerate(found):
+    for number, b in enumerate(every):
         for j in range(b.heads):
             head = b.kv_head + j * b.kv_head_step if kv else b.head + j * b.head_step
             first = b.first + j * b.position_step
@@ -70,12 +70,12 @@ def rate_of(b: Block) -> int:
     return b.row_stride if b.rows > 1 else 1
 
 
-def _step(found: tuple[Block, ...], length: int) -> int:
+def _step(every: tuple[Block, ...], length: int) -> int:
     """A multiple of most rates at which a program's rows are still in one segment, mostly."""
     from lightning_dilated.kernels.combine import SUM
 
-    step, widths = 1, [b.segment_stride for b in found if b.segments > 1]
-    for rate in sorted({b.row_stride for b in found}):
+    step, widths = 1, [b.segment_stride for b in every if b.segments > 1]
+    for rate in sorted({b.row_stride for b in every}):
         together = math.lcm(step, rate)
         step = together if together <= 64 and together * SUM[0] <= min([length, *widths]) else step
     return step
@@ -108,32 +108,31 @@ class _Document:
     tiles: int
 
 
-def work_of(call: Call, found: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def work_of(call: Call, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
     """The table of all blocks of a call, and the programs of tiles of `sizes` rows; programs that combine have `tokens`.
 
     Raises:
         LookupError: while a CUDA graph records and the table is not there yet: it cannot be sent then.
     """
     of = (call.pattern, call.num_heads, call.num_kv_heads, call.heads, call.whole)
-    return _work(of, tuple(map(_fields, found)), device, sizes, tokens)
+    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens)
 
 
 @functools.lru_cache(maxsize=64)
-def _work(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def _work(of: tuple, span_fields: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LookupError("no table yet")
     with torch.device("cpu"):
-        work = _made(of, found, device, sizes, tokens)
+        work = _build(of, [Span(*fields) for fields in span_fields], device, sizes, tokens)
     if device.type != "cuda":
         return work
     stream = torch.cuda.current_stream(device)
     return replace(work, sent=(stream, stream.record_event()))
 
 
-def _made(of: tuple, found: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def _build(of: tuple, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
     from lightning_dilated.kernels.grouped import JOB, Work
 
-    spans = [Span(*fields) for fields in found]
     documents = [_document(*of, s.document, s.part, tokens) for s in spans]
     each = torch.tensor([len(d.jobs) for d in documents], dtype=torch.int64)
     facts = torch.tensor([(s.batch, s.start, s.origin, s.batches, d.step, d.tiles, s.length)
@@ -180,14 +179,14 @@ def _grid(rows: Tensor, heads: Tensor, size: int, to: functools.partial[Tensor])
     return Grid(int(programs.sum()), to(order.int().repeat_interleave(ordered)), to(first.int()))
 
 
-def _outputs(found: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.partial[Tensor]) -> Outputs:
+def _outputs(rows: list[tuple[Tensor, Tensor]], each: Tensor, to: functools.partial[Tensor]) -> Outputs:
     """Entries of all spans, with the jobs' numbers among all."""
     from lightning_dilated.kernels.grouped import Outputs
 
-    entries = _join([table for table, _ in found], 7).int()
-    lengths = torch.tensor([len(table) for table, _ in found], dtype=torch.int64)
+    entries = _join([table for table, _ in rows], 7).int()
+    lengths = torch.tensor([len(table) for table, _ in rows], dtype=torch.int64)
     entries[:, 0] += (each.cumsum(0) - each).repeat_interleave(lengths).int()
-    counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(c for _, c in found)])
+    counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(c for _, c in rows)])
     return Outputs(to(entries), to(counts.cumsum(0).int()))
 
 
@@ -203,24 +202,24 @@ def _document(
     tokens: int,
 ) -> _Document:
     """The share of `part` of a document of so many tokens."""
-    found = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
+    every = blocks(pattern, document, num_heads, num_kv_heads, part, heads, whole)
     length, group = (part[1] - part[0] if part else document), num_heads // num_kv_heads
     jobs = [
         (0, b.segments, b.first, b.segment_stride, b.rows, rate_of(b), b.heads, b.head, b.head_step, b.kv_head,
-         b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in found
+         b.kv_head_step, b.position_step, 0, 0, b.branch, b.pads) for b in every
     ]  # fmt: skip
     kv_heads = -(-heads[1] // group) - heads[0] // group
     step = 1
-    for rate in sorted({rate_of(b) for b in found}):
+    for rate in sorted({rate_of(b) for b in every}):
         together = math.lcm(step, rate)
         step = together if together <= 64 and together * tokens <= length else step
     tiles = -(-length // (tokens * step)) * step
     table = torch.tensor(jobs, dtype=torch.int64).reshape(-1, 16)
-    return _Document(table, (_rows(found, heads[1] - heads[0], False), _rows(found, kv_heads, True)), step, tiles)
+    return _Document(table, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles)
 
 
-def _rows(found: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
+def _rows(every: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:
     """Entries by output head (kv head with `kv`) as `Outputs` has them, and how many each head has."""
-    rows = rows_by_head(found, heads, kv)
+    rows = rows_by_head(every, heads, kv)
     table = torch.tensor([x for of_head in rows for x in of_head], dtype=torch.int32).reshape(-1, 7)
     return table, torch.tensor([len(of_head) for of_head in rows], dtype=torch.int64)
