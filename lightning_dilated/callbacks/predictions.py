@@ -18,6 +18,7 @@ import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.files import guarded_field
 from lightning_dilated.models import SlideEncoder
 
@@ -147,10 +148,8 @@ class AttentionWriter(pl.Callback):
     """
 
     def __init__(self, layer: int = -1, heads: Literal["mean", "all"] = "mean", path: str | None = None) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise TypeError(f"layer must be the number of one layer, such as -1 for the last; got {layer!r}.")
-        if heads not in ("mean", "all"):
-            raise ValueError(f"heads must be mean or all, got {heads!r}.")
+        integer(layer, "layer", hint=" It is the number of one layer; -1 is the last.")
+        one_of(heads, "heads", ("mean", "all"))
         self.layer, self.heads, self.path = layer, heads, path
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -255,3 +255,19 @@ def guarded_field(value: Any) -> Any:
 def plain_field(text: str) -> str:
     """The word that `guarded_field` was given: without the first ' where there is one."""
     return text.removeprefix("'")
+
+
+def file_suffixes(value: object, name: str) -> list[str] | None:
+    """Return a list of file name endings, each with its leading dot, or None.
+
+    Raises: TypeError if it is not a list of strings, ValueError if the list or an entry is empty.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} must be a list of file name endings such as ['.txt', '.md'], or null; got {value!r}.")
+    if not value or not all(item.strip(".") for item in value):
+        raise ValueError(
+            f"{name} must hold at least one ending such as '.txt', or be null for all files; got {value!r}."
+        )
+    return [item if item.startswith(".") else f".{item}" for item in value]

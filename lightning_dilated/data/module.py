@@ -19,7 +19,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lightning_dilated._validation import flag, whole_number
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.data.sampler import (
     ResumableLoader,
     ResumableSampler,
@@ -126,10 +126,10 @@ class SplitDataModule(pl.LightningDataModule):
         self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool | None = None
     ) -> None:
         super().__init__()
-        self.batch_size = whole_number("data.batch_size", batch_size, 1)
-        self.seed = whole_number("data.seed", seed, 0)
-        self.num_workers = whole_number("data.num_workers", num_workers, 0)
-        self.pin_memory = None if pin_memory is None else flag("data.pin_memory", pin_memory)
+        self.batch_size = integer(batch_size, "data.batch_size", 1)
+        self.seed = integer(seed, "data.seed", 0)
+        self.num_workers = integer(num_workers, "data.num_workers", 0)
+        self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
         # a rank may have no sample of a short validation split, as none is served twice
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._train_loader: ResumableLoader | None = None

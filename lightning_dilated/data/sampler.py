@@ -25,6 +25,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
 
+from lightning_dilated._validation import integer
 from lightning_dilated.data.files import same_fingerprint, tells_content
 
 
@@ -45,9 +46,8 @@ class SeqLenSchedule:
             raise TypeError(
                 f"{name} is {lengths!r}; it must be a mapping from steps to lengths, such as {{0: {seq_len}}}"
             )
-        for number in (*lengths, *lengths.values()):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} holds {number!r}; steps and lengths must be whole numbers")
+        for entry in (*lengths, *lengths.values()):
+            integer(entry, f"each step and length of {name}")
         self.steps = sorted(lengths)
         self.lengths = [lengths[step] for step in self.steps]
         if not self.steps or self.steps[0] != 0:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import whole_number
+from lightning_dilated._validation import integer
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 
 #: padding, digits 0 to 9, four opened operations, the closing bracket
@@ -201,9 +201,9 @@ class RuleDataModule(SplitDataModule):
         pin_memory: bool | None,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
         self.sizes = {
-            split: whole_number(f"data.{split}_size", size, 1 if split == "train" else 0)
+            split: integer(size, f"data.{split}_size", 1 if split == "train" else 0)
             for split, size in zip(SPLITS, (train_size, val_size, test_size), strict=True)
         }
 
@@ -281,11 +281,9 @@ class FarRecallDataModule(RuleDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
-        self.num_pairs = whole_number("data.num_pairs", num_pairs, 1)
-        self.vocabulary = whole_number("data.vocabulary", vocabulary, 2)
-        self.num_queries = (
-            num_pairs if num_queries is None else whole_number("data.num_queries", num_queries, num_pairs)
-        )
+        self.num_pairs = integer(num_pairs, "data.num_pairs", 1)
+        self.vocabulary = integer(vocabulary, "data.vocabulary", 2)
+        self.num_queries = num_pairs if num_queries is None else integer(num_queries, "data.num_queries", num_pairs)
         if self.num_pairs > self.vocabulary:
             raise ValueError(
                 f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
@@ -390,10 +388,10 @@ class ListOpsDataModule(RuleDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
-        self.max_depth = whole_number("data.max_depth", max_depth, 1)
-        self.max_arguments = whole_number("data.max_arguments", max_arguments, 2)
-        whole_number("data.seq_len", seq_len, 4)  # [MIN 1 2 ]
-        self.min_length = max(4, seq_len // 4) if min_length is None else whole_number("data.min_length", min_length, 4)
+        self.max_depth = integer(max_depth, "data.max_depth", 1)
+        self.max_arguments = integer(max_arguments, "data.max_arguments", 2)
+        integer(seq_len, "data.seq_len", 4)  # [MIN 1 2 ]
+        self.min_length = max(4, seq_len // 4) if min_length is None else integer(min_length, "data.min_length", 4)
         if self.min_length > seq_len:
             raise ValueError(f"data.min_length is {min_length}, above data.seq_len = {seq_len}: lower it")
         most = most_tokens(self.max_depth, self.max_arguments, seq_len)

@@ -119,8 +119,8 @@ def test_steps_that_a_module_takes_itself_are_refused(file):
         ({0: 0, 5: 4}, "sequences of 0 tokens"),
         ({0: 2}, "ends with sequences of 2 tokens, but validation uses data.seq_len = 4"),
         ({0: 8}, "sequences of 8 tokens"),
-        ({0: 2.0, 1: 4}, "holds 2.0"),
-        ({True: 2, 3: 4}, "holds True"),
+        ({0: 2.0, 1: 4}, "must be an integer, got 2.0"),
+        ({True: 2, 3: 4}, "must be an integer, got the bool True"),
     ],
 )
 def test_bad_schedules(file, schedule, says):

@@ -232,17 +232,17 @@ def test_bad_paths(folder, name):
 OPTIONS = {
     "no paths": ({"paths": None}, ValueError, "data.paths is an empty list; pass existing .h5"),
     "labels without a csv": ({"labels": "classes", "labels_csv": None}, ValueError, "need data.labels_csv"),
-    "labels": ({"labels": "words"}, ValueError, "data.labels is 'words'; it must be one of classes, numbers, none"),
-    "over": ({"over": "cut"}, ValueError, "data.over is 'cut'; .* error, sample"),
-    "order": ({"order": "hilbert"}, ValueError, "data.order is 'hilbert'; .* file, raster"),
+    "labels": ({"labels": "words"}, ValueError, "data.labels must be one of classes, numbers, none; got 'words'"),
+    "over": ({"over": "cut"}, ValueError, "data.over must be .*got .*'cut'"),
+    "order": ({"order": "hilbert"}, ValueError, "data.order must be .*got .*'hilbert'"),
     "raster": ({"order": "raster", "coords_name": None}, ValueError, "'raster' needs coordinates"),
-    "dtype": ({"feature_dtype": "int8"}, ValueError, "data.feature_dtype is 'int8'"),
+    "dtype": ({"feature_dtype": "int8"}, ValueError, "data.feature_dtype must be .*got .*'int8'"),
     "values": ({"check_values": "none"}, ValueError, "data.check_values"),
     "unmatched": ({"unmatched": True}, ValueError, "data.unmatched"),
-    "max_tiles": ({"max_tiles": 0}, ValueError, "data.max_tiles is 0"),
-    "tile_size": ({"tile_size": 2.5}, TypeError, "data.tile_size is 2.5"),
-    "class_token": ({"class_token": 1}, TypeError, "data.class_token is 1"),
-    "fraction": ({"val_fraction": 1.0}, ValueError, "data.val_fraction is 1"),
+    "max_tiles": ({"max_tiles": 0}, ValueError, "data.max_tiles must be .*got .*0"),
+    "tile_size": ({"tile_size": 2.5}, TypeError, "data.tile_size must be .*got .*2.5"),
+    "class_token": ({"class_token": 1}, TypeError, "data.class_token must be .*got .*1"),
+    "fraction": ({"val_fraction": 1.0}, ValueError, "data.val_fraction must be .*got .*1"),
 }
 
 
@@ -265,7 +265,7 @@ CHECKS = {
         {"test_fraction": 1},
         "val_fraction 0.1 and data.test_fraction 1 are above 1.*set data.val_fraction to 0",
     ),
-    "split": ({}, "split is 'dev'; it must be one of train, val, test"),
+    "split": ({}, "split must be one of train, val, test; got 'dev'"),
 }
 
 

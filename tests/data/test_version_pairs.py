@@ -178,9 +178,9 @@ BAD = [
     ({"out": "there.bin"}, FileExistsError, "there.bin is there already: remove it"),
     ({"out": "half.bin", "hold_out": ["fs"]}, FileExistsError, "half.val.bin is there already"),
     ({"out": "told.bin"}, FileExistsError, "told.json is there already"),
-    ({"seq_len": 15}, ValueError, "seq_len is 15; it must be a whole number of at least 16"),
-    ({"boundary": "random"}, ValueError, "boundary is 'random'; it must be one of fixed, drawn"),
-    ({"suffixes": []}, ValueError, r"suffixes is \[\]; name at least one ending"),
+    ({"seq_len": 15}, ValueError, "seq_len must be at least 16, got 15"),
+    ({"boundary": "random"}, ValueError, "boundary must be one of fixed, drawn; got 'random'"),
+    ({"suffixes": []}, ValueError, r"suffixes must hold at least one ending"),
     ({"suffixes": [".py"]}, ValueError, r"none of the 60 files of both trees is left by suffixes \['.py'\]"),
     ({"include": "fs"}, TypeError, "include is 'fs'; it must be a list of folders"),
     (
@@ -194,8 +194,8 @@ BAD = [
     ({"hold_out": ["fs", "net", "drivers"]}, ValueError, "the train split has 0 files of 0 bytes .* or hold out less"),
     ({"hold_out": ["fs/f000.h"], "seq_len": 512}, ValueError, "the val split has 1 files of .* or hold out more"),
     ({"seq_len": 1 << 20}, ValueError, "the train split has 60 files of .* lower seq_len, .* or name other trees"),
-    ({"limit": 0}, ValueError, "limit is 0"),
-    ({"changed_only": "yes"}, TypeError, "changed_only is 'yes'"),
+    ({"limit": 0}, ValueError, "limit must be .*got .*0"),
+    ({"changed_only": "yes"}, TypeError, "changed_only must be .*got .*'yes'"),
     ({"new": "copy", "changed_only": True}, ValueError, "all 60 files are equal in both trees: leave changed_only out"),
 ]
 

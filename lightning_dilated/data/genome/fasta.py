@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import one_of, share, whole_number
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.data.genome.files import LETTERS, N_CODE, Genome, Record
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import SeqLenSchedule
@@ -87,7 +87,7 @@ class GenomeDataModule(SplitDataModule):
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = required_paths("paths", paths)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
         if seq_len_schedule is not None:
             self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
@@ -96,11 +96,11 @@ class GenomeDataModule(SplitDataModule):
             raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
         own = {split: bool(names) for split, names in self.names.items()}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "names")
-        self.reverse_complement = share("data.reverse_complement", reverse_complement)
-        self.max_n_fraction = share("data.max_n_fraction", max_n_fraction)
-        self.n_policy = one_of("data.n_policy", n_policy, ("skip", "token"))
-        self.short = one_of("data.short", short, ("error", "skip"))
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
+        self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
+        self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
+        self.short = one_of(short, "data.short", ("error", "skip"))
+        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
         self.cache_dir = cache_dir
         self._genome: Genome | None = None
 

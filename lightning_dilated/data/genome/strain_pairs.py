@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated._validation import flag, fraction, share, whole_number
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.genome.fasta import SUFFIXES
 from lightning_dilated.data.genome.files import N_CODE, Genome
 from lightning_dilated.data.module import SPLITS
@@ -222,11 +222,11 @@ class StrainPairsDataModule(RuleDataModule):
         self.names = _names(list(self.paths), {"train": train, "val": val, "test": test})
         sizes = [train_size, val_size if self.names["val"] else 0, test_size if self.names["test"] else 0]
         super().__init__(seq_len, batch_size, *sizes, seed, num_workers, pin_memory)
-        whole_number("data.seq_len", seq_len, 2 * LENGTH)
-        self.boundary_range = fraction("data.boundary_range", boundary_range)
-        self.max_dropped = whole_number("data.max_dropped", max_dropped, 0)
-        self.rename_bases = flag("data.rename_bases", rename_bases)
-        self.reverse_complement = share("data.reverse_complement", reverse_complement)
+        integer(seq_len, "data.seq_len", 2 * LENGTH)
+        self.boundary_range = real(boundary_range, "data.boundary_range", least=0, below=1)
+        self.max_dropped = integer(max_dropped, "data.max_dropped", 0)
+        self.rename_bases = flag(rename_bases, "data.rename_bases")
+        self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
         self.cache_dir = cache_dir
         self._strains: dict[str, list[Strain]] | None = None
         self._shared: list[tuple[float, str, str]] = []

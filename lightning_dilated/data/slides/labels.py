@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dilated._validation import fraction
+from lightning_dilated._validation import real
 from lightning_dilated.data.files import HINT, collect_files, path_list, refuse_special
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.slides.files import slide_name
@@ -39,7 +39,10 @@ def split_fractions(given: dict[str, float | None], own: dict[str, bool], by: st
         nothing to train on.
     """
     default = 0.0 if any(own.values()) else SHARE
-    shares = {x: fraction(f"data.{x}_fraction", default if share is None else share) for x, share in given.items()}
+    shares = {
+        x: real(default if share is None else share, f"data.{x}_fraction", least=0, below=1)
+        for x, share in given.items()
+    }
     for split, share in shares.items():
         if own[split] and share > 0:
             raise ValueError(

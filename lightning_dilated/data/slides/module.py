@@ -18,7 +18,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import flag, fraction, one_of, share, whole_number
+from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import MARK, collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
@@ -278,32 +278,32 @@ class SlideDataModule(SplitDataModule):
         self.paths = about_slides(path_list, [] if paths is None else paths)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "none")
-        self.labels = one_of("data.labels", labels or ("none" if labels_csv is None else "classes"), kinds)
+        self.labels = one_of(labels or ("none" if labels_csv is None else "classes"), "data.labels", kinds)
         if labels_csv is None and (self.labels != "none" or group_column):
             raise ValueError("data.labels and data.group_column need data.labels_csv, a csv with a line for each slide")
         label = None if self.labels == "none" else label_column
         self.columns = Columns(slide_column, label, split_column, group_column)
         self.classes_wanted = None if classes is None else [str(x) for x in classes]
-        self.val_fraction = fraction("data.val_fraction", val_fraction)
-        self.test_fraction = share("data.test_fraction", test_fraction)
+        self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
+        self.test_fraction = real(test_fraction, "data.test_fraction", least=0, most=1)
         if self.val_fraction + self.test_fraction > 1:
             raise ValueError(
                 f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} are above 1 together: lower one "
                 "(to test or predict all slides, set data.val_fraction to 0 and data.test_fraction to 1)"
             )
-        self.unmatched = one_of("data.unmatched", unmatched, ("error", "leave_out"))
-        self.class_token = flag("data.class_token", class_token)
-        self.max_tiles = None if max_tiles is None else whole_number("data.max_tiles", max_tiles, 1)
-        self.over = one_of("data.over", over, ("error", "sample"))
-        self.order = one_of("data.order", order, ("file", "raster"))
+        self.unmatched = one_of(unmatched, "data.unmatched", ("error", "leave_out"))
+        self.class_token = flag(class_token, "data.class_token")
+        self.max_tiles = None if max_tiles is None else integer(max_tiles, "data.max_tiles", 1)
+        self.over = one_of(over, "data.over", ("error", "sample"))
+        self.order = one_of(order, "data.order", ("file", "raster"))
         if coords_name is None and order == "raster":
             raise ValueError(
                 "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
             )
-        dtype = DTYPES[one_of("data.feature_dtype", feature_dtype, tuple(DTYPES))]
+        dtype = DTYPES[one_of(feature_dtype, "data.feature_dtype", tuple(DTYPES))]
         self.reader = SlideReader(features_name, coords_name, dtype)
-        self.tile_size = None if tile_size is None else whole_number("data.tile_size", tile_size, 1)
-        self.check_values = one_of("data.check_values", check_values, ("first", "all"))
+        self.tile_size = None if tile_size is None else integer(tile_size, "data.tile_size", 1)
+        self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._found: Found | None = None
         self._said_unchecked = False
 
@@ -370,7 +370,7 @@ class SlideDataModule(SplitDataModule):
 
     def dataset(self, split: str) -> SlideSequences:
         """The slides of "train", "val" or "test". Raises ValueError for another name."""
-        one_of("split", split, SPLITS)
+        one_of(split, "split", SPLITS)
         found = self.found
         self._say_unchecked(None)
         mine = [i for i, word in enumerate(found.splits) if word == split]

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_dilated._validation import one_of, whole_number
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.slides.files import import_h5py
 
 
@@ -53,11 +53,11 @@ def write_synthetic_slides(
         ImportError: where h5py is needed and missing.
     """
     for name, value in (("slides", slides), ("features", features), ("classes", classes), ("tile_size", tile_size)):
-        whole_number(name, value, 1)
-    least, most = (whole_number("tiles", x, 1) for x in tiles)
+        integer(value, name, 1)
+    least, most = (integer(x, "tiles", 1) for x in tiles)
     if least > most:
         raise ValueError(f"tiles is {tiles}; it must be (least, most)")
-    one_of("kind", kind, ("h5", "pt"))
+    one_of(kind, "kind", ("h5", "pt"))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     directions = np.random.default_rng([seed]).standard_normal((classes, features))

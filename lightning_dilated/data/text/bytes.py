@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import file_suffixes, fraction, whole_number
-from lightning_dilated.data.files import HINT, MARK, collect_files, path_list
+from lightning_dilated._validation import integer, real
+from lightning_dilated.data.files import HINT, MARK, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import SeqLenSchedule
 from lightning_dilated.data.stream import ByteStream
@@ -145,18 +145,18 @@ class ByteDataModule(SplitDataModule):
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
         self.paths = path_list(paths)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
         if seq_len_schedule is not None:
             self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
-        self.val_fraction = fraction("data.val_fraction", val_fraction)
-        self.test_fraction = fraction("data.test_fraction", test_fraction)
+        self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
+        self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to 1 or more, "
                 "which leaves nothing to train on: lower one of them"
             )
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
-        self.suffixes = file_suffixes("data.suffixes", suffixes)
+        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
+        self.suffixes = file_suffixes(suffixes, "data.suffixes")
         self._stream: ByteStream | None = None
         self._bigram: dict[str, Any] = {}
 

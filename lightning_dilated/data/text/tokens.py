@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import torch
 
-from lightning_dilated._validation import flag, whole_number
+from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import SeqLenSchedule
@@ -373,18 +373,18 @@ class TokenDataModule(SplitDataModule):
         super().__init__(batch_size, seed, num_workers, pin_memory)
         given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
         if seq_len_schedule is not None:
             self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
-        self.vocab_size = whole_number("data.vocab_size", vocab_size, 1)
+        self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
         own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
-        if dtype is not None and dtype not in RAW_DTYPES:
-            raise ValueError(f"data.dtype is {dtype!r}; it must be one of {', '.join(RAW_DTYPES)}, or null for uint16")
-        self.dtype, self.header = dtype, whole_number("data.header", header, 0)
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
-        self.scan = flag("data.scan", scan)
-        self.eos_token = None if eos_token is None else whole_number("data.eos_token", eos_token, 0)
+        if dtype is not None:
+            one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
+        self.dtype, self.header = dtype, integer(header, "data.header", 0)
+        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
+        self.scan = flag(scan, "data.scan")
+        self.eos_token = None if eos_token is None else integer(eos_token, "data.eos_token", 0)
         if self.eos_token is not None:
             self._check_documents(self.eos_token)
             self.collate = collate_documents

@@ -15,7 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_dilated._validation import file_suffixes, flag, one_of, whole_number
+from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.data.files import file_suffixes
 
 #: parts of N between which a boundary is drawn
 DRAWN = (7 / 16, 9 / 16)
@@ -58,20 +59,19 @@ class _Options:
         """Raises: TypeError or ValueError, naming the option."""
         suffixes = options["suffixes"]
         limits = {
-            name: None if options[name] is None else whole_number(name, options[name], 1)
-            for name in ("limit", "val_limit")
+            name: None if options[name] is None else integer(options[name], name, 1) for name in ("limit", "val_limit")
         }
         return cls(
-            seq_len=whole_number("seq_len", options["seq_len"], 16),
-            boundary=one_of("boundary", options["boundary"], ("fixed", "drawn")),
-            suffixes=file_suffixes("suffixes", suffixes),
+            seq_len=integer(options["seq_len"], "seq_len", 16),
+            boundary=one_of(options["boundary"], "boundary", ("fixed", "drawn")),
+            suffixes=file_suffixes(suffixes, "suffixes"),
             include=_folders("include", options["include"]),
             exclude=_folders("exclude", options["exclude"]),
             hold_out=_folders("hold_out", options["hold_out"]),
-            changed_only=flag("changed_only", options["changed_only"]),
+            changed_only=flag(options["changed_only"], "changed_only"),
             limit=limits["limit"],
             val_limit=limits["val_limit"],
-            seed=whole_number("seed", options["seed"], 0),
+            seed=integer(options["seed"], "seed", 0),
         )
 
 
