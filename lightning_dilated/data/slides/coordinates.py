@@ -214,6 +214,24 @@ def _far_apart(values: np.ndarray, tile_size: int) -> list[str]:
     ]
 
 
+def overlap_faults(coords: np.ndarray, tile_size: int, slide: Slide) -> list[str]:
+    """Tiles of a file that states their side but no overlap, if most neighbours are at another distance than `tile_size`.
+
+    CLAM writes such files for a step_size below the patch_size: cells of the side would hold several tiles.
+    """
+    gaps = _gaps(coords)
+    if slide.tile_size is None or slide.overlap_known or len(gaps) < ENOUGH:
+        return []
+    step = tile_step(coords)
+    regular = 2 * np.count_nonzero(gaps == step) >= len(gaps)
+    if not regular or step == tile_size or min(step, tile_size) >= slide.tile_size:
+        return []
+    return [
+        f"neighbours are {step} apart, but tile_size={tile_size}. The tiles are {slide.tile_size} wide, and the file does "
+        f"not state by how much they overlap: set data.tile_size and the model's tile_size to {step}."
+    ]
+
+
 def grid_faults(coords: np.ndarray, tile_size: int, grid: int, sure: bool = True) -> list[str]:
     """What lies beyond n x n cells, as `coordinate_faults` says it; `sure`: the tile_size is known to be right."""
     cells = tile_cells(coords, tile_size)
@@ -315,19 +333,23 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
 def one_tile_size(slides: list[Slide], given: int | None) -> int | None:
     """The side of a tile that `given` and all slides agree on; None where nobody says. Raises ValueError for two of them."""
     said = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
-    if given is not None and set(said) - {given}:
-        size, path = next((x, y) for x, y in said.items() if x != given)
-        raise ValueError(
-            f"{path} says that its tiles are {size} level-0 pixels wide, but data.tile_size is {given}: set it to {size}, "
-            "or to null"
-        )
+    if given is not None:
+        # a smaller one is the distance of overlapping tiles, which `overlap_faults` compares with the coordinates
+        others = [s for s in slides if s.tile_size not in (None, given)]
+        other = next((s for s in others if s.overlap_known or given > (s.tile_size or 0)), None)
+        if other is not None:
+            raise ValueError(
+                f"{other.path} says that its tiles are {other.tile_size} level-0 pixels wide, but data.tile_size is "
+                f"{given}: set it to {other.tile_size}, or to null"
+            )
+        return given
     if len(said) > 1:
         told = ", ".join(f"{path} says {size}" for size, path in sorted(said.items()))
         raise ValueError(
             f"slides have tiles of different level-0 widths ({told}), so one model would place them differently: train on "
             "slides of one magnification, or cut the tiles anew"
         )
-    return given if given is not None else next(iter(said), None)
+    return next(iter(said), None)
 
 
 def about_slides(look: Any, *args: Any) -> Any:

@@ -37,15 +37,20 @@ from lightning_dilated.data.files import refuse_special, spread
 _LARGEST = 1 << 31
 
 
+def states_overlap(attributes: Mapping[str, Any]) -> bool:
+    """Whether `tile_size_of` knows what tiles share. CLAM (step_size below patch_size) does not write it."""
+    return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
+
+
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Side of a tile in level-0 pixels, less what it shares with the next one; None where the attributes do not say it.
+    """Side of a tile in level-0 pixels, less the overlap if stated (`states_overlap`); None if the attributes lack it.
 
     Raises:
         ValueError: for an attribute that is no such number, naming file and attribute.
     """
     if "patch_size_level0" in attributes:  # TRIDENT
         side = _whole(path, attributes, "patch_size_level0")
-        if "overlap" not in attributes or "patch_size" not in attributes:
+        if not states_overlap(attributes):
             return side
         size, overlap = _whole(path, attributes, "patch_size"), _numbers(path, attributes, "overlap", 1, least=0)[0]
         if overlap >= size:
@@ -237,9 +242,10 @@ SAMPLED = 8
 
 @dataclass(frozen=True)
 class Slide:
-    """What the head of a file says.
+    """What the head of a file states.
 
-    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not said.
+    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not stated.
+    Without `overlap_known`, tiles may lie closer than `tile_size`.
     """
 
     path: str
@@ -247,6 +253,7 @@ class Slide:
     width: int
     tile_size: int | None = None
     extent: tuple[int, int] | None = None
+    overlap_known: bool = True
 
     @property
     def name(self) -> str:
@@ -315,8 +322,9 @@ class SlideReader:
             for name, rows in ((self.features, features), (str(self.coords), coords)):
                 if rows is not None and not isinstance(rows.array, Tensor):
                     check_declared_size(path, rows.array, name)
-            left = {} if coords is None else getattr(coords.array, "attrs", {})
-            return Slide(path, features.count, features.width, tile_size_of(path, left), extent_of(path, left))
+            attributes = {} if coords is None else getattr(coords.array, "attrs", {})
+            sizes = tile_size_of(path, attributes), extent_of(path, attributes), states_overlap(attributes)
+            return Slide(path, features.count, features.width, *sizes)
 
     def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.

@@ -34,6 +34,7 @@ from lightning_dilated.data.slides.coordinates import (
     inspected,
     matched,
     one_tile_size,
+    overlap_faults,
     tile_step,
 )
 from lightning_dilated.data.slides.files import BLOCK, H5, PT, Slide, SlideReader
@@ -233,7 +234,7 @@ class SlideDataModule(SplitDataModule):
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
             takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
-            model's.
+            model's. CLAM does not write its step_size: where that is below the patch_size, set it here in level-0 pixels.
         check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
@@ -472,7 +473,7 @@ class SlideDataModule(SplitDataModule):
         """The largest coordinate of a slide; raise ValueError where they look wrong."""
         coords = self.reader.read_coords(slide.path)
         size = self.tile_size or tile_step(coords) or 1
-        faults = coordinate_faults(coords, size, extent=slide.extent)
+        faults = coordinate_faults(coords, size, extent=slide.extent) or overlap_faults(coords, size, slide)
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
         return int(coords.max())
