@@ -1,16 +1,4 @@
-"""Turning paths, directories and globs into one ordered list of regular files.
-
-Digests of a little of the data, by which a resumed run notices that files of equal names and sizes hold something else.
-
-A dataset's fingerprint is what it says of names and sizes, then MARK and a digest of content. A checkpoint of an earlier
-version has the first part only.
-
-Words in a CSV that a spreadsheet shows and does not run.
-
-Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start programs
-and send data away. Names of slides and classes come from files and tables of others, so such words are written with a '
-in front.
-"""
+"""Files of the data: lists from paths, directories and globs, digests of content, and CSV fields that are safe to open."""
 
 from __future__ import annotations
 
@@ -49,6 +37,22 @@ def path_list(paths: object) -> list[str] | None:
     return [str(os.fspath(entry)) for entry in entries]
 
 
+def file_suffixes(value: object, name: str) -> list[str] | None:
+    """Return a list of file name endings, each with its leading dot, or None.
+
+    Raises: TypeError if it is not a list of strings, ValueError if the list or an entry is empty.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} must be a list of file name endings such as ['.txt', '.md'], or null; got {value!r}.")
+    if not value or not all(item.strip(".") for item in value):
+        raise ValueError(
+            f"{name} must hold at least one ending such as '.txt', or be null for all files; got {value!r}."
+        )
+    return [item if item.startswith(".") else f".{item}" for item in value]
+
+
 def refuse_special(path: str) -> None:
     """Raise ValueError for a fifo, socket or device, whose reading may never end; a path that is not there passes."""
     try:
@@ -79,6 +83,43 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
         if not os.access(file, os.R_OK):
             raise PermissionError(f"{file} cannot be read by this user: change its permissions or leave it out")
     return list(files)
+
+
+def required_paths(name: str, paths: object) -> list[str]:
+    """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
+    if paths is None:
+        raise TypeError(f"data.{name} is None; {_hint(name)}")
+    try:
+        found = path_list(paths)
+    except (TypeError, ValueError) as error:
+        raise _renamed(error, name) from error
+    assert found is not None
+    return found
+
+
+def files_of(name: str, paths: list[str], suffixes: list[str]) -> list[str]:
+    """The files that `paths` stand for; of directories those ending in `suffixes`. Raises: as `collect_files`."""
+    try:
+        return collect_files(paths, suffixes)
+    except (OSError, ValueError) as error:
+        raise _renamed(error, name) from error
+
+
+def name_list(name: str, value: object) -> list[str]:
+    """A list of names from one name, a list of them or None. Raises: TypeError for anything else."""
+    entries = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
+        raise TypeError(f"data.{name} is {value!r}; it must be a name, a list of names, or null")
+    return list(entries)
+
+
+def _hint(name: str) -> str:
+    return f"pass existing files, directories or globs in data.{name}"
+
+
+def _renamed(error: Exception, name: str) -> Exception:
+    """The error in terms of this option: the hint of `paths` is that of bytes, which do without."""
+    return type(error)(str(error).replace(HINT, _hint(name)).replace("data.paths", f"data.{name}"))
 
 
 def _standard_library(suffixes: list[str]) -> list[str]:
@@ -193,7 +234,8 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-#: between what a fingerprint says of names and sizes and the digest of content
+# -- digests: a resumed run notices that files of equal names and sizes hold something else -----------------------------
+#: in a fingerprint between the part about names and sizes and the digest of content, which old checkpoints lack
 MARK = "; content "
 #: bytes of a block, and blocks of a file: the first, the last and others evenly between them
 BLOCK = 4096
@@ -243,31 +285,20 @@ def tells_content(stored: object, here: object) -> bool:
     return not (isinstance(stored, str) and isinstance(here, str) and MARK in here and MARK not in stored)
 
 
+# -- CSV fields --------------------------------------------------------------------------------------------------------
 #: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
 _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """A word with ' in front where it begins with ' or as a formula does; numbers and other words as they are."""
+    """A word with ' in front if it begins with ' or like a formula; numbers and other words unchanged.
+
+    Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
+    programs and send data away; names of slides and classes come from other people's files.
+    """
     return f"'{value}" if isinstance(value, str) and value.startswith(_MARKED) else value
 
 
 def plain_field(text: str) -> str:
-    """The word that `guarded_field` was given: without the first ' where there is one."""
+    """The inverse of `guarded_field`."""
     return text.removeprefix("'")
-
-
-def file_suffixes(value: object, name: str) -> list[str] | None:
-    """Return a list of file name endings, each with its leading dot, or None.
-
-    Raises: TypeError if it is not a list of strings, ValueError if the list or an entry is empty.
-    """
-    if value is None:
-        return None
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise TypeError(f"{name} must be a list of file name endings such as ['.txt', '.md'], or null; got {value!r}.")
-    if not value or not all(item.strip(".") for item in value):
-        raise ValueError(
-            f"{name} must hold at least one ending such as '.txt', or be null for all files; got {value!r}."
-        )
-    return [item if item.startswith(".") else f".{item}" for item in value]

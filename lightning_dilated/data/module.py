@@ -1,9 +1,6 @@
-"""Batches that a worker can send to the process that trains.
+"""What the DataModules share: splits, loaders that resume exactly, and batches that a worker can send.
 
-torch sends a batch from a thread of the worker. What cannot be sent is printed there, and the training process waits for the
-batch for ever; so it is found before, where an error still reaches the training process.
-
-What the DataModules share: train, validation and test splits behind loaders that resume exactly.
+Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
 
 from __future__ import annotations
@@ -19,87 +16,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lightning_dilated._validation import flag, integer
-from lightning_dilated.data.sampler import (
-    ResumableLoader,
-    ResumableSampler,
-    ScheduledSequences,
-    SeqLenSchedule,
-    collate_rows,
-)
-
-
-class SendableCollate:
-    """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
-
-    def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
-        self.collate = default_collate if collate is None else collate
-
-    def __call__(self, samples: Any) -> Any:
-        return sendable(self.collate(detached(samples)))
-
-
-def sendable(batch: Any) -> Any:
-    """The batch with its tensors detached from the graph of whatever made them; data has no gradient, in a worker or not.
-
-    Raises:
-        TypeError: in a worker, for what cannot be sent to another process, naming the entry.
-    """
-    batch = detached(batch)
-    if get_worker_info() is not None:
-        _refuse_unsendable(batch)
-    return batch
-
-
-def detached(batch: Any) -> Any:
-    """The batch, or a copy of its containers where a tensor in mappings, lists or tuples has to be detached."""
-    if isinstance(batch, Tensor):
-        return batch.detach() if batch.requires_grad else batch
-    if isinstance(batch, Mapping):
-        new = {name: detached(x) for name, x in batch.items()}
-        if all(new[name] is x for name, x in batch.items()):
-            return batch
-        return new if type(batch) is dict else _rebuilt(batch, new)
-    if isinstance(batch, list | tuple):
-        parts = [detached(x) for x in batch]
-        if all(new is old for new, old in zip(parts, batch, strict=True)):
-            return batch
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of a kind of its own; a plain dict where that kind cannot be made from one."""
-    try:
-        return type(batch)(entries)  # type: ignore[call-arg]
-    except TypeError:
-        return entries
-
-
-class _WithoutArrays(pickle.Pickler):
-    """Pickles everything but tensors and plain arrays, which can be sent and are large."""
-
-    def persistent_id(self, x: Any) -> str | None:
-        if isinstance(x, Tensor) and not x.is_leaf:
-            raise TypeError("a tensor in it has a graph: detach it")
-        large = isinstance(x, Tensor) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
-        return "array" if large else None
-
-
-def _refuse_unsendable(batch: Any) -> None:
-    entries = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
-    for name, x in entries:
-        try:
-            _WithoutArrays(io.BytesIO()).dump(x)
-        except Exception as error:  # pickle lets through whatever an object's own methods raise
-            where = "a batch" if name is None else f"the entry {name!r} of a batch"
-            raise TypeError(
-                f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "
-                "the collate function return tensors, numbers and strings, or set num_workers to 0"
-            ) from error
-
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
 SPLITS = ("train", "val", "test")
+#: share of validation, and of test, where nothing is said
+SHARE = 0.05
 
 
 class SplitDataModule(pl.LightningDataModule):
@@ -249,3 +172,167 @@ class SplitDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._pins(),
         )
+
+
+class SequenceDataModule(SplitDataModule):
+    """Base of the DataModules that cut a long stream into sequences of N tokens.
+
+    Args:
+        seq_len: N, tokens of a sequence.
+        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
+        batch_size, seed, num_workers, pin_memory: see `SplitDataModule`.
+    """
+
+    #: what errors call a sequence
+    unit = "sequences"
+
+    def __init__(
+        self,
+        seq_len: int,
+        val_limit: int | None,
+        seq_len_schedule: dict[int, int] | None,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool | None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
+        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
+
+    def limit(self, split: str) -> int | None:
+        """The most sequences of a split; None for all."""
+        return None if split == "train" else self.val_limit
+
+    def check_length(self, split: str, size: int, total: int, items: str, change: str) -> None:
+        """Raise ValueError where the `size` items of a split, such as bytes, make no sequence and its label."""
+        if size > self.seq_len:
+            return
+        shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
+        raise ValueError(
+            f"the {split} split has {size} of the {total} {items}, but one sequence of data.seq_len = {self.seq_len} needs "
+            f"{self.seq_len + 1}: pass more data{shorter}, or {change}"
+        )
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        return (
+            f"the train split has {count} {self.unit} of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
+
+# -- splits by share ---------------------------------------------------------------------------------------------------
+def split_fractions(given: dict[str, float | None], own: dict[str, bool], by: str) -> dict[str, float]:
+    """The shares of the "val" and "test" split.
+
+    Args:
+        given: of each split the user's `data.<split>_fraction`, or None. Left out, it is 0.05; and 0 as soon as one of
+            the splits has data of its own, so that nothing is taken from the training data unasked.
+        own: whether a split has data of its own.
+        by: how that was said, such as "paths" for `data.val_paths`.
+
+    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
+        nothing to train on.
+    """
+    default = 0.0 if any(own.values()) else SHARE
+    shares = {
+        x: real(default if share is None else share, f"data.{x}_fraction", least=0, below=1)
+        for x, share in given.items()
+    }
+    for split, share in shares.items():
+        if own[split] and share > 0:
+            raise ValueError(
+                f"data.{split}_fraction is {share} and data.{split}_{by} is set too: a split is either a share of the data "
+                f"or has data of its own; leave one of them out"
+            )
+    if sum(shares.values()) >= 1:
+        raise ValueError(
+            f"data.val_fraction {shares['val']} and data.test_fraction {shares['test']} add up to 1 or more, which leaves "
+            "nothing to train on: lower one of them"
+        )
+    return shares
+
+
+def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, int]]:
+    """[start, stop) of each split in `total` items: training first, then validation, then test."""
+    val, test = int(total * shares["val"]), int(total * shares["test"])
+    train = total - val - test
+    return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+
+
+# -- batches that a worker can send ------------------------------------------------------------------------------------
+# A thread of the worker sends a batch. An error there is printed only, and the training process would wait for ever; so
+# what cannot be sent is detected before, where the error still reaches the training process.
+class SendableCollate:
+    """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
+
+    def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
+        self.collate = default_collate if collate is None else collate
+
+    def __call__(self, samples: Any) -> Any:
+        return sendable(self.collate(detached(samples)))
+
+
+def sendable(batch: Any) -> Any:
+    """The batch with its tensors detached from the graph of whatever made them; data has no gradient, in a worker or not.
+
+    Raises:
+        TypeError: in a worker, for what cannot be sent to another process, naming the entry.
+    """
+    batch = detached(batch)
+    if get_worker_info() is not None:
+        _refuse_unsendable(batch)
+    return batch
+
+
+def detached(batch: Any) -> Any:
+    """The batch, or a copy of its containers where a tensor in mappings, lists or tuples has to be detached."""
+    if isinstance(batch, Tensor):
+        return batch.detach() if batch.requires_grad else batch
+    if isinstance(batch, Mapping):
+        new = {name: detached(x) for name, x in batch.items()}
+        if all(new[name] is x for name, x in batch.items()):
+            return batch
+        return new if type(batch) is dict else _rebuilt(batch, new)
+    if isinstance(batch, list | tuple):
+        parts = [detached(x) for x in batch]
+        if all(new is old for new, old in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of a kind of its own; a plain dict where that kind cannot be made from one."""
+    try:
+        return type(batch)(entries)  # type: ignore[call-arg]
+    except TypeError:
+        return entries
+
+
+class _WithoutArrays(pickle.Pickler):
+    """Pickles everything but tensors and plain arrays, which can be sent and are large."""
+
+    def persistent_id(self, x: Any) -> str | None:
+        if isinstance(x, Tensor) and not x.is_leaf:
+            raise TypeError("a tensor in it has a graph: detach it")
+        large = isinstance(x, Tensor) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
+        return "array" if large else None
+
+
+def _refuse_unsendable(batch: Any) -> None:
+    entries = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
+    for name, x in entries:
+        try:
+            _WithoutArrays(io.BytesIO()).dump(x)
+        except Exception as error:  # pickle lets through whatever an object's own methods raise
+            where = "a batch" if name is None else f"the entry {name!r} of a batch"
+            raise TypeError(
+                f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "
+                "the collate function return tensors, numbers and strings, or set num_workers to 0"
+            ) from error

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 
 #: padding, digits 0 to 9, four opened operations, the closing bracket
@@ -221,8 +221,7 @@ class RuleDataModule(SplitDataModule):
 
     def dataset(self, split: str) -> RuleSamples:
         """The samples of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         return RuleSamples(self, split)
 
     def describe(self) -> str:

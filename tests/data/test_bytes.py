@@ -84,7 +84,7 @@ def test_reads_outside_a_sample(tmp_path: Path, arguments: tuple[int, int, int])
     module = ByteDataModule(folder, seq_len=32)
     with pytest.raises(IndexError, match=r"were asked for|was asked for"):
         module.dataset("val").read(*arguments)
-    with pytest.raises(ValueError, match="there is no split 'dev': choose one of train, val, test"):
+    with pytest.raises(ValueError, match="split must be one of train, val, test; got 'dev'"):
         module.dataset("dev")
 
 
@@ -159,7 +159,7 @@ def test_suffixes_with_and_without_dot(tmp_path: Path) -> None:
     [
         (0, {}, "all files of data.paths are empty"),
         (10, {}, "train split has 10 of the 10 bytes.* needs 11: pass more data.*lower data.seq_len to at most 9"),
-        (1, {}, "train split has 1 of the 1 bytes, .* needs 11: pass more data in data.paths, or lower"),
+        (1, {}, "train split has 1 of the 1 bytes, .* needs 11: pass more data, or lower"),
         (100, {"val_fraction": 0.1}, "val split has 10 of the 100 bytes.* 11: .* or raise data.val_fraction, or set"),
         (100, {"test_fraction": 0.001}, "test split has 0 of the 100 bytes.* raise data.test_fraction, or set it to 0"),
         (100, {"val_fraction": 0.45, "test_fraction": 0.45}, "train split has 10 of the 100 bytes.* lower data.val_fr"),

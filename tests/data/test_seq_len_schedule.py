@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.data import ByteDataModule, GenomeDataModule, TokenDataModule
-from lightning_dilated.data.sampler import ScheduledSequences, SeqLenSchedule, collate_rows
+from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 from lightning_dilated.sequence.shard import Place, SequenceSpec
 from lightning_dilated.strategy.loader import RankDataset
 

@@ -180,7 +180,7 @@ def test_wrong_values(options: dict, error: type[Exception], message: str) -> No
     [
         (
             {"seq_len": 1000},
-            "train split has 900 of 1000 tokens.* needs 1001: pass more data, lower data.seq_len to at most 899",
+            "train split has 900 of the 1000 tokens.* needs 1001: pass more data, lower data.seq_len to at most 899",
         ),
         (
             {"seq_len": 50, "test_fraction": 0.01},
@@ -193,5 +193,5 @@ def test_wrong_values(options: dict, error: type[Exception], message: str) -> No
 def test_too_little_data(tmp_path: Path, options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         module(tmp_path, **options).check()
-    with pytest.raises(ValueError, match="there is no split 'dev'"):
+    with pytest.raises(ValueError, match=r"split must be one of .*; got 'dev'"):
         module(tmp_path).dataset("dev")

@@ -13,16 +13,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import integer, one_of, real
+from lightning_dilated._validation import one_of, real
+from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.genome.files import LETTERS, N_CODE, Genome, Record
-from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import SeqLenSchedule
-from lightning_dilated.data.slides.labels import files_of, name_list, required_paths, split_bounds, split_fractions
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
 
 
-class GenomeDataModule(SplitDataModule):
+class GenomeDataModule(SequenceDataModule):
     """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as windows of bases that lie end to end.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4; lower
@@ -55,15 +54,15 @@ class GenomeDataModule(SplitDataModule):
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
         cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
             missing it is made for this user alone (mode 0700); make it yourself to share it.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
-            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
-            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
 
     vocab_size: int = len(LETTERS)
+    unit = "windows"
 
     def __init__(
         self,
@@ -85,11 +84,8 @@ class GenomeDataModule(SplitDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
         self.paths = required_paths("paths", paths)
-        self.seq_len = integer(seq_len, "data.seq_len", 1)
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
         if both:
@@ -100,7 +96,6 @@ class GenomeDataModule(SplitDataModule):
         self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
         self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
         self.short = one_of(short, "data.short", ("error", "skip"))
-        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
         self.cache_dir = cache_dir
         self._genome: Genome | None = None
 
@@ -137,8 +132,7 @@ class GenomeDataModule(SplitDataModule):
 
     def dataset(self, split: str) -> GenomeWindows:
         """The windows of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         return self._windows(self.genome, split)
 
     def describe(self) -> str:
@@ -157,14 +151,6 @@ class GenomeDataModule(SplitDataModule):
         """None where a split was asked for, else the setting that says it was not."""
         asked = split == "train" or self.names[split] or self.fractions[split] > 0
         return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
-
-    def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training windows than there are."""
-        return (
-            f"the train split has {count} windows of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-            "data.seq_len, use fewer ranks, or pass more data in data.paths"
-        )
 
     def _stretches(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
         """(record's number, start, stop) of what a split has of each record that is as long as a window."""
@@ -188,7 +174,7 @@ class GenomeDataModule(SplitDataModule):
             max_n,
             reverse_complement=self.reverse_complement if train else 0.0,
             seed=self.seed,
-            limit=None if train else self.val_limit,
+            limit=self.limit(split),
         )
 
     def _check_names(self, records: list[Record]) -> None:

@@ -18,10 +18,8 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.data.files import MARK
-from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import SeqLenSchedule
-from lightning_dilated.data.slides.labels import files_of, required_paths, split_bounds, split_fractions
+from lightning_dilated.data.files import MARK, files_of, required_paths
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.text.bytes import ByteSequences
 
@@ -318,7 +316,7 @@ class _Part:
     ends: np.ndarray
 
 
-class TokenDataModule(SplitDataModule):
+class TokenDataModule(SequenceDataModule):
     """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes them) as one stream cut into sequences.
 
     Batches are {"tokens": (B, N), "labels": (B, N) the next token, "index": (B,)}, all int64. With `eos_token`, B is 1,
@@ -342,9 +340,8 @@ class TokenDataModule(SplitDataModule):
         eos_token: the token that ends a document; null takes everything as one text.
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         scan: look at every token before training; false checks only what is served, and cannot find documents.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
-            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
-            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -370,19 +367,15 @@ class TokenDataModule(SplitDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
         given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
-        self.seq_len = integer(seq_len, "data.seq_len", 1)
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
         own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
         if dtype is not None:
             one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
         self.dtype, self.header = dtype, integer(header, "data.header", 0)
-        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
         self.scan = flag(scan, "data.scan")
         self.eos_token = None if eos_token is None else integer(eos_token, "data.eos_token", 0)
         if self.eos_token is not None:
@@ -425,8 +418,7 @@ class TokenDataModule(SplitDataModule):
 
     def dataset(self, split: str) -> TokenSequences:
         """The sequences of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         self.check()
         assert self._parts is not None
         return self._sequences(self._parts[split], split)
@@ -442,14 +434,6 @@ class TokenDataModule(SplitDataModule):
         """None where a split was asked for, else the setting that says it was not."""
         asked = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
         return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
-
-    def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training sequences than there are."""
-        return (
-            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-            "data.seq_len, use fewer ranks, or pass more data in data.paths"
-        )
 
     def _stream(self, files: list[str]) -> TokenStream:
         return TokenStream([token_file(path, os.path.getsize(path), self.dtype, self.header) for path in files])
@@ -468,22 +452,18 @@ class TokenDataModule(SplitDataModule):
         return ends
 
     def _sequences(self, part: _Part, split: str) -> TokenSequences:
-        limit = None if split == "train" else self.val_limit
         documents: dict[str, Any] = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
-        return TokenSequences(part.stream, part.start, part.stop, self.seq_len, self.vocab_size, limit, **documents)
+        return TokenSequences(
+            part.stream, part.start, part.stop, self.seq_len, self.vocab_size, self.limit(split), **documents
+        )
 
     def _check_split(self, split: str, size: int, total: int) -> None:
-        if size > self.seq_len:
-            return
-        own = f"{split}_paths" in self.paths
         change = f"raise data.{split}_fraction, or set it to 0 to do without"
-        if own or split == "train":
-            change = f"pass more data in data.{split}_paths" if own else "lower data.val_fraction or data.test_fraction"
-        shorter = f"lower data.seq_len to at most {size - 1}, " if size > 1 else ""
-        raise ValueError(
-            f"the {split} split has {size} of {total} tokens, but one sequence of data.seq_len = {self.seq_len} needs "
-            f"{self.seq_len + 1}: pass more data, {shorter}or {change}"
-        )
+        if f"{split}_paths" in self.paths:
+            change = f"pass more data in data.{split}_paths"
+        elif split == "train":
+            change = "lower data.val_fraction or data.test_fraction"
+        self.check_length(split, size, total, "tokens", change)
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
