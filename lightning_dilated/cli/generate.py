@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
+from lightning_dilated._compat.cpython import option_actions
 from lightning_dilated.cli.load_model import load_language_model
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models.longnet.lm import check_sampling
@@ -52,7 +53,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     config = given.config
     if config is not None:
         values = yaml.safe_load(config.read_text())
-        known = {a.dest: a for a in p._actions if a.dest not in ("help", "config")}
+        known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")

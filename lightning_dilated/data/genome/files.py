@@ -20,8 +20,7 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.files import refuse_special
-from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.files import ByteStream, refuse_special
 
 #: most bytes that a compressed byte may unpack to, and bytes of text that any file may have: gzip itself reaches 1,032
 MOST_PACKED = 100

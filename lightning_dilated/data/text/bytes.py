@@ -12,9 +12,8 @@ import torch
 from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
-from lightning_dilated.data.files import HINT, MARK, collect_files, file_suffixes, path_list
+from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
-from lightning_dilated.data.stream import ByteStream
 
 _CHUNK = 1 << 22
 

@@ -18,9 +18,8 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import flag, integer, one_of
-from lightning_dilated.data.files import MARK, files_of, required_paths
+from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
-from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.text.bytes import ByteSequences
 
 #: what tokens may be stored as
