@@ -114,10 +114,10 @@ class LossByPosition(pl.Callback):
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
     """(each position in its document, tokens of that document), (B, L) int64 on the CPU."""
-    size, own = shape
-    positions = token_positions(0, own)
+    size, local = shape
+    positions = token_positions(0, local)
     group = active_sequence()
-    whole = own if group is None or group.agreed is None else group.agreed.seq_len
+    whole = local if group is None or group.agreed is None else group.agreed.seq_len
     bounds, lengths = batch.get("cu_seqlens"), batch.get("lengths")
     if bounds is not None:
         bounds = torch.as_tensor(bounds).cpu().long()
@@ -125,9 +125,9 @@ def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor
         before, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
     else:
         before, length = positions, torch.full_like(positions, whole)
-    before, length = before.expand(size, own), length.expand(size, own)
+    before, length = before.expand(size, local), length.expand(size, local)
     if lengths is not None:
-        length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, own)
+        length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, local)
     return before, length.clamp(min=1)
 
 

@@ -96,13 +96,13 @@ class PredictionWriter(BasePredictionWriter):
 def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
     """{column: one value a sequence}."""
     if not isinstance(prediction, Mapping) or not prediction or not all(map(_is_column, prediction.values())):
-        found = type(prediction).__name__
+        kind = type(prediction).__name__
         if isinstance(prediction, Mapping):
             kinds = {n: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for n, x in prediction.items()}
-            found = f"{found} {kinds}"
+            kind = f"{kind} {kinds}"
         raise TypeError(
             f"{step} must return a mapping of names to tensors (B,) or (B, E), or to lists of B words or numbers, for "
-            f"PredictionWriter, got {found}. Change it, or leave the callback out."
+            f"PredictionWriter, got {kind}. Change it, or leave the callback out."
         )
     sizes = {name: len(x) for name, x in prediction.items()}
     if len(set(sizes.values())) > 1:
@@ -111,12 +111,12 @@ def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
     for name, x in prediction.items():
         prefix = "e" if name == "embedding" else f"{name}_"
         if isinstance(x, Tensor) and x.ndim == 2:
-            made = {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
+            new = {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
         else:
-            made = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
-        if twice := sorted(out.keys() & made.keys()):
+            new = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
+        if twice := sorted(out.keys() & new.keys()):
             raise ValueError(f"{step} returns two columns {twice[0]!r}, one of them out of {name!r}: rename one.")
-        out |= made
+        out |= new
     return out
 
 
@@ -193,10 +193,10 @@ class AttentionWriter(pl.Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         for i, name in enumerate(names):
             count = tiles.shape[1] if lengths is None else int(lengths[i])
-            found = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
+            attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
             # the ending is put on by hand: savez would leave one that a name has
             with (self._folder / f"{name}.npz").open("wb") as file:
-                np.savez(file, attention=found.cpu().numpy(), coords=coords[i, :count].cpu().numpy())
+                np.savez(file, attention=attention.cpu().numpy(), coords=coords[i, :count].cpu().numpy())
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say where the files are."""

@@ -71,14 +71,14 @@ class RecallByDistance(pl.Callback):
             return
         positions = token_positions(0, predictions.shape[1])  # every rank has to ask, also one without labels
         labels = batch["labels"]
-        far = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
-        octave = torch.frexp(far.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
+        distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
+        octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
         octave = octave.clamp(max=OCTAVES - 1).to(labels.device)
         counted = (labels != -100) & (octave >= 0)
-        at = octave[counted]
+        octaves = octave[counted]
         right = (predictions == labels)[counted]
-        self._counts[0].index_add_(0, at, right.long())
-        self._counts[1].index_add_(0, at, torch.ones_like(at))
+        self._counts[0].index_add_(0, octaves, right.long())
+        self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Sum over the ranks, and log."""

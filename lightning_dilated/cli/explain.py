@@ -88,22 +88,22 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
         raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
 
 
-def with_length(cls: Any, given: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
+def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
     """A model's arguments; without `max_seq_len`, and with no base or "length", it is made for the data's N tokens."""
-    ours = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
-    names = inspect.signature(cls).parameters if ours else {}
+    known = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
+    names = inspect.signature(cls).parameters if known else {}
     takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
-    base = given.get("rotary_base")
+    base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
-    named = given.get("max_seq_len") is not None or not follows
-    return given if not takes or named or seq_len is None else {**given, "max_seq_len": seq_len}
+    named = arguments.get("max_seq_len") is not None or not follows
+    return arguments if not takes or named or seq_len is None else {**arguments, "max_seq_len": seq_len}
 
 
 def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
     """The model of a recipe whose data have N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
-    given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
-    return cls(**with_length(cls, given, seq_len))
+    arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
+    return cls(**with_length(cls, arguments, seq_len))
 
 
 def seq_len_of(path: Path, data: Any) -> int | None:
@@ -111,8 +111,8 @@ def seq_len_of(path: Path, data: Any) -> int | None:
     data = data if isinstance(data, dict) else {}
     cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
     default = inspect.signature(cls).parameters.get("seq_len")
-    found = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
-    return found if isinstance(found, int) else None
+    length = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
+    return length if isinstance(length, int) else None
 
 
 def settled(args: argparse.Namespace) -> Sizes:
@@ -125,13 +125,13 @@ def settled(args: argparse.Namespace) -> Sizes:
     if (args.segments is None) != (args.dilations is None):
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
-        made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, patterns=(made,), rotary_bases=())
-    given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
-    given |= {"head_dim": args.head_dim, "causal": args.causal}
+        pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
+        sizes = replace(sizes, patterns=(pattern,), rotary_bases=())
+    options = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
+    options |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
         sizes = replace(sizes, num_kv_heads=None)
-    sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
+    sizes = replace(sizes, **{k: v for k, v in options.items() if v is not None})
     missing = [] if sizes.patterns else ["--segments and --dilations"]
     missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
     if missing:
@@ -181,8 +181,8 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 def run(argv: list[str]) -> None:
     """Parse, explain, and print the table, and what to change for each problem."""
     sizes = settled(parser().parse_args(argv))
-    given = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
-    seen = explain(sizes.patterns, *given)
+    arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
+    seen = explain(sizes.patterns, *arguments)
     print("\n".join([*table(sizes, seen), ""]))
     hints = list(seen.hints)
     if sizes.rotary_bases:

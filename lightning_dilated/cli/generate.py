@@ -49,20 +49,20 @@ def parser() -> argparse.ArgumentParser:
 def parsed(argv: list[str]) -> argparse.Namespace:
     """The options: the parser's defaults, over them the config's, over them the command line's."""
     p = parser()
-    given = p.parse_args(argv)
-    config = given.config
+    options = p.parse_args(argv)
+    config = options.config
     if config is not None:
         values = yaml.safe_load(config.read_text())
         known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
-        told = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
-        _one_count(f"--config {config}", told.get("max_new_bytes"), told.get("max_new_tokens"))
-        if given.max_new_bytes is not None or given.max_new_tokens is not None:  # wins over either of the config
-            told.update(max_new_bytes=None, max_new_tokens=None)
-        p.set_defaults(**told)
-    _one_count("generate", given.max_new_bytes, given.max_new_tokens)
+        defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
+        _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # wins over either of the config
+            defaults.update(max_new_bytes=None, max_new_tokens=None)
+        p.set_defaults(**defaults)
+    _one_count("generate", options.max_new_bytes, options.max_new_tokens)
     args = p.parse_args(argv)
     missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
     if missing:
@@ -101,9 +101,9 @@ def check_device(name: str) -> None:
 def unescaped(text: str) -> str:
     r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
     try:
-        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-        found.encode()  # half a character is none
-        return found
+        character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+        character.encode()  # half a character is none
+        return character
     except UnicodeError:
         return ""
 
@@ -121,10 +121,10 @@ def checked_text(option: str, text: str) -> str:
     return text
 
 
-def prompt_of(given: str) -> str:
+def prompt_of(text: str) -> str:
     """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
     try:
-        prompt = checked_text("--prompt", sys.stdin.read() if given == "-" else given)
+        prompt = checked_text("--prompt", sys.stdin.read() if text == "-" else text)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompt - is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start:,} (counted from 0). "
@@ -140,20 +140,20 @@ def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
     if text is None:
         return None
     whole = tokenizer.token_to_id(text)
-    found = encode(tokenizer, unescaped(text)) if whole is None else [whole]
-    if len(found) != 1:
-        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(found)}.")
-    return found[0]
+    ids = encode(tokenizer, unescaped(text)) if whole is None else [whole]
+    if len(ids) != 1:
+        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(ids)}.")
+    return ids[0]
 
 
 def stop_byte(text: str | None) -> int | None:
     """The byte that ends the text, from a character or its escape."""
     if text is None:
         return None
-    found = unescaped(text)
-    if len(found.encode()) != 1:
+    character = unescaped(text)
+    if len(character.encode()) != 1:
         raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
-    return ord(found)
+    return ord(character)
 
 
 def print_bytes(chunks: Iterable[bytes]) -> None:

@@ -38,27 +38,34 @@ def with_checkpoint(argv: list[str]) -> list[str]:
     if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
         return argv
     configs, rest = split_configs(argv[1:])
-    named = model_class(configs, rest)
+    class_name = model_class(configs, rest)
     path = option(argv, "--ckpt_path") or next(
         reversed([c["ckpt_path"] for c in read(configs) if c.get("ckpt_path")]), None
     )
     if path is None or path in CKPT_WORDS or Path(path).is_dir():
         if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
             fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
-        if not named:
+        if not class_name:
             fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
         return argv
-    if argv[0] == "fit" and not named:
+    if argv[0] == "fit" and not class_name:
         fail(f"fit needs --config beside --ckpt_path {path}: a checkpoint does not say how its optimizer was made. "
              "The config.yaml in its run folder does.")  # fmt: skip
     model = model_config(read_checkpoint(path))
-    there, here = model["class_path"], named or model["class_path"]
-    if there.rpartition(".")[2] != here.rpartition(".")[2]:
-        fail(f"--ckpt_path {path} holds a {there}, but the recipe or --model names {here}. Use one class for both.")
-    settings = [] if named else [f"--model={model['class_path']}"]
+    stored_class, wanted_class = model["class_path"], class_name or model["class_path"]
+    if stored_class.rpartition(".")[2] != wanted_class.rpartition(".")[2]:
+        fail(
+            f"--ckpt_path {path} holds a {stored_class}, but the recipe or --model names {wanted_class}. Use one class "
+            "for both."
+        )
+    settings = [] if class_name else [f"--model={model['class_path']}"]
     hparams = without_training(model["init_args"])  # how to train is the recipe's to say
     try:
-        check_classes({**hparams, **({} if named else {"class_path": there})}, path, known=named_modules(configs, rest))
+        check_classes(
+            {**hparams, **({} if class_name else {"class_path": stored_class})},
+            path,
+            known=named_modules(configs, rest),
+        )
     except ValueError as error:
         fail(error)
     for key, value in hparams.items():
@@ -68,15 +75,15 @@ def with_checkpoint(argv: list[str]) -> list[str]:
 
 def model_class(configs: list[str], rest: list[str]) -> str | None:
     """The class that the recipes and arguments name for the model, the last one; None where none does."""
-    found = "LongNetLM" if configs else None
+    name = "LongNetLM" if configs else None
     for config in read(configs):
         model = config.get("model")
-        found = (model.get("class_path") if isinstance(model, dict) else model) or found
-    for name in ("--model", "--model.class_path"):
-        given = option(rest, name)
-        if given is not None:
-            found = given
-    return found
+        name = (model.get("class_path") if isinstance(model, dict) else model) or name
+    for key in ("--model", "--model.class_path"):
+        value = option(rest, key)
+        if value is not None:
+            name = value
+    return name
 
 
 def names_data(words: list[str]) -> bool:
@@ -95,14 +102,14 @@ def named_modules(configs: list[str], rest: list[str]) -> set[str]:
 
 def read(configs: list[str]) -> list[dict[str, Any]]:
     """The mappings in config files; a file that is none is left to the parser, which says what is wrong with it."""
-    found = []
+    mappings = []
     for word in configs:
         path = Path(word.partition("=")[2] or word)
         if path.is_file():
             with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
                 values = yaml.safe_load(path.read_text())
-                found += [values] if isinstance(values, dict) else []
-    return found
+                mappings += [values] if isinstance(values, dict) else []
+    return mappings
 
 
 def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
@@ -117,13 +124,13 @@ def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
 
 def option(argv: list[str], name: str) -> str | None:
     """The last value of an option, in either spelling."""
-    found = None
+    value = None
     for word, following in itertools.zip_longest(argv, argv[1:]):
         if word == name:
-            found = following
+            value = following
         elif word.startswith(name + "="):
-            found = word.removeprefix(name + "=")
-    return found
+            value = word.removeprefix(name + "=")
+    return value
 
 
 def recipe_folders() -> list[Path]:
@@ -136,9 +143,9 @@ def find_recipe(name: str) -> str:
     """The path of a config: as given, else the package's recipe of that file name."""
     if Path(name).is_file():
         return name
-    ours = Path(name).parent in (Path("."), Path("recipes"))  # any other folder was meant as it stands
+    in_package = Path(name).parent in (Path("."), Path("recipes"))  # any other folder was meant as it stands
     for folder in recipe_folders():
-        if ours and (folder / Path(name).name).is_file():
+        if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
     fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")
@@ -211,11 +218,11 @@ class DilatedCLI(LightningCLI):
 
     def check_data(self) -> None:
         """Let the data say what is wrong with them, and see that a text's bytes are what the model takes."""
-        taken = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
-        texts = type(self.datamodule) is ByteDataModule  # a subclass of one's own may bring anything
+        dims = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
+        is_text = type(self.datamodule) is ByteDataModule  # a subclass of one's own may bring anything
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
-        if texts and taken is not None and ("tokens" not in taken or labelled):
-            raise ValueError(_other_data(self.model, taken))
+        if is_text and dims is not None and ("tokens" not in dims or labelled):
+            raise ValueError(_other_data(self.model, dims))
         check = getattr(self.datamodule, "check", None)
         if callable(check):
             check()
@@ -224,8 +231,8 @@ class DilatedCLI(LightningCLI):
         """Lightning's, with a writer for what our models predict unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        ours = isinstance(self.model, (TokenModel, PooledModule))
-        if self.subcommand == "predict" and ours and not writers:
+        is_ours = isinstance(self.model, (TokenModel, PooledModule))
+        if self.subcommand == "predict" and is_ours and not writers:
             trainer.callbacks.append(PredictionWriter())
         return trainer
 
@@ -247,9 +254,13 @@ class DilatedCLI(LightningCLI):
 
     def _differences(self, path: str) -> str:
         """The hyperparameters that a checkpoint has otherwise."""
-        there, here = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
-        found = [f"{k} is {there[k]!r} there and {here[k]!r} here" for k in there if k in here and there[k] != here[k]]
-        return f" {'; '.join(found)}." if found else ""
+        stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
+        differences = [
+            f"{k} is {stored[k]!r} there and {current[k]!r} here"
+            for k in stored
+            if k in current and stored[k] != current[k]
+        ]
+        return f" {'; '.join(differences)}." if differences else ""
 
 
 def _other_data(model: DilatedModule, taken: Mapping[str, int]) -> str:

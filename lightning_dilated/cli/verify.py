@@ -115,30 +115,30 @@ def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check
     """All checks on R ranks."""
     patterns = list(PATTERNS)[:2] if quick else list(PATTERNS)
     exchanges = ("ring", "butterfly", "auto") if quick else EXCHANGES
-    ways = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
-    ways += (
+    modes = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
+    modes += (
         [] if quick else [(layout, e, 1) for layout, e in itertools.product(("zigzag", "strided"), ("ring", "auto"))]
     )
-    found = [
+    checks = [
         Check(pattern, n, causal, exchange, layout, head_size, dtype)
         for dtype, pattern, n, causal in itertools.product(dtypes, patterns, LENGTHS[quick:], (True, False))
-        for layout, exchange, head_size in ways
+        for layout, exchange, head_size in modes
     ]
     steps = [Check("LongNetLM", 61, layout=layout) for layout in ("contiguous", "zigzag")[: 1 if quick else 2]]
-    return [check for check in found if check.served(ranks)] + steps
+    return [check for check in checks if check.served(ranks)] + steps
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
-    made = torch.Generator().manual_seed(check.seq_len)
+    generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
-    rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=made) for h in (heads, kv_heads, kv_heads, heads))
+    rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))
     return tuple(x.to(device, getattr(torch, check.dtype)).to(dtype) for x in rows)
 
 
 def _gradients(check: Check, out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
-    found = (out, *torch.autograd.grad(out, leaves, grad))
-    return {name: x.detach().double().cpu() for name, x in zip(check.names, found, strict=True)}
+    tensors = (out, *torch.autograd.grad(out, leaves, grad))
+    return {name: x.detach().double().cpu() for name, x in zip(check.names, tensors, strict=True)}
 
 
 def _batch(check: Check) -> dict[str, Tensor]:
@@ -180,8 +180,8 @@ def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[lis
     for check in checks:
         group = SequenceGroup(**check.settings())
         try:
-            held = group.shard(check.seq_len).ranges(group.rank)
-            at = [p for x in held for p in x]
+            ranges = group.shard(check.seq_len).ranges(group.rank)
+            at = [p for x in ranges for p in x]
             with group.active():
                 yield at, _part(check, at, group, device)
         finally:
@@ -198,28 +198,30 @@ def _part(check: Check, at: list[int], group: SequenceGroup, device: str) -> dic
     return _gradients(check, out, leaves, grad)
 
 
-def compare(check: Check, want: dict[str, Tensor], found: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
+def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
     """All ranks' parts, put together, against one rank's answer."""
-    held = [p for at, _ in found for p in at]
-    if sorted(held) != list(range(check.seq_len)):
+    positions = [p for at, _ in parts for p in at]
+    if sorted(positions) != list(range(check.seq_len)):
         return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
-    order = torch.tensor(held).argsort()
+    order = torch.tensor(positions).argsort()
     whole = {}
     for name in check.names:
-        each = [got[name] for _, got in found]
+        each = [part[name] for _, part in parts]
         if name == "loss":  # every rank says the loss of all
-            whole[name] = max(each, key=lambda x: float((x - want["loss"]).abs().nan_to_num(nan=torch.inf)))
+            whole[name] = max(each, key=lambda x: float((x - expected["loss"]).abs().nan_to_num(nan=torch.inf)))
         else:
             whole[name] = sum(each) if name == "gradients" else torch.cat(each, 1)
-        if whole[name].shape != want[name].shape:
-            return Verdict(check, {}, f"{name} is {tuple(whole[name].shape)} and should be {tuple(want[name].shape)}")
+        if whole[name].shape != expected[name].shape:
+            return Verdict(
+                check, {}, f"{name} is {tuple(whole[name].shape)} and should be {tuple(expected[name].shape)}"
+            )
         whole[name] = whole[name] if check.names == MODEL else whole[name][:, order]
-    return Verdict(check, {name: _error(whole[name], want[name].detach()) for name in check.names})
+    return Verdict(check, {name: _error(whole[name], expected[name].detach()) for name in check.names})
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, of the largest value."""
-    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2))
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-2))
 
 
 #: seconds that the other ranks get, after one failed, to say what happened to them
@@ -235,7 +237,7 @@ class RanksFailed(RuntimeError):
 class _Rank:
     process: Any
     pipe: Connection
-    found: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     trouble: str | None = None
     done: bool = False
 
@@ -259,60 +261,60 @@ def run_ranks(
         started: list[_Rank] = []
         try:
             for rank in range(ranks):
-                here, there = context.Pipe(duplex=False)
-                given = (rank, ranks, device, str(Path(folder) / "store"), timeout, there, job, args)
-                process = context.Process(target=_work, args=given, daemon=True)
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = (rank, ranks, device, str(Path(folder) / "store"), timeout, sender, job, args)
+                process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
-                there.close()
-                started.append(_Rank(process, here))
+                sender.close()
+                started.append(_Rank(process, receiver))
             _collect(started, time.monotonic() + timeout, timeout)
         finally:
-            for one in started:
-                if not one.done:
-                    one.process.kill()
-                one.process.join()
-                one.pipe.close()
-    return [one.found for one in started]
+            for started_rank in started:
+                if not started_rank.done:
+                    started_rank.process.kill()
+                started_rank.process.join()
+                started_rank.pipe.close()
+    return [started_rank.results for started_rank in started]
 
 
 def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
     """Read until every rank is done; raise where one is not going to be."""
     late = False
-    while waiting := [one for one in ranks if not one.done and one.trouble is None]:
-        ready = wait([one.pipe for one in waiting], max(0.0, end - time.monotonic()))
+    while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
+        ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
         if not ready:
             late = True
             break
-        for one in waiting:
-            if one.pipe in ready:
-                _read(one)
-                if one.trouble:
+        for rank in waiting:
+            if rank.pipe in ready:
+                _read(rank)
+                if rank.trouble:
                     end = min(end, time.monotonic() + GRACE)
-    wrong = {i: one for i, one in enumerate(ranks) if one.trouble}
-    if not wrong and not late:
+    failed = {i: rank for i, rank in enumerate(ranks) if rank.trouble}
+    if not failed and not late:
         return
-    told = [f"rank {i} {one.trouble} (after {len(one.found)} results)" for i, one in wrong.items()]
-    silent = [i for i, one in enumerate(ranks) if not one.done and not one.trouble]
+    reports = [f"rank {i} {rank.trouble} (after {len(rank.results)} results)" for i, rank in failed.items()]
+    silent = [i for i, rank in enumerate(ranks) if not rank.done and not rank.trouble]
     if silent:
-        after = "then" if wrong else f"within {timeout:g} s"
-        given = ", ".join(str(len(ranks[i].found)) for i in silent)
-        told.append(f"ranks {silent} did not finish {after} (after {given} results)")
-    raise RanksFailed("; ".join(told))
+        after = "then" if failed else f"within {timeout:g} s"
+        counts = ", ".join(str(len(ranks[i].results)) for i in silent)
+        reports.append(f"ranks {silent} did not finish {after} (after {counts} results)")
+    raise RanksFailed("; ".join(reports))
 
 
-def _read(one: _Rank) -> None:
+def _read(rank: _Rank) -> None:
     try:
-        kind, value = pickle.loads(one.pipe.recv_bytes())
+        kind, value = pickle.loads(rank.pipe.recv_bytes())
     except (EOFError, ConnectionError):
-        one.process.join(GRACE)
-        one.trouble = f"died with exit code {one.process.exitcode}"
+        rank.process.join(GRACE)
+        rank.trouble = f"died with exit code {rank.process.exitcode}"
         return
     if kind == _DONE:
-        one.done = True
+        rank.done = True
     elif kind == "error":
-        one.trouble = f"raised {value}"
+        rank.trouble = f"raised {value}"
     else:
-        one.found.append(value)
+        rank.results.append(value)
 
 
 def _work(
@@ -371,9 +373,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def judge(checks: Sequence[Check], found: list[list[tuple]]) -> list[Verdict]:
+def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
     """Every check's verdict, from what each rank gave."""
-    return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *found, strict=True)]
+    return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *results, strict=True)]
 
 
 def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
@@ -389,15 +391,15 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
     rows: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         c = v.check
-        way = (c.exchange or "one rank", c.layout, str(c.head_size) if c.exchange else "")
-        rows.setdefault((c.names[0], c.dtype, *way), []).append(v)
+        mode = (c.exchange or "one rank", c.layout, str(c.head_size) if c.exchange else "")
+        rows.setdefault((c.names[0], c.dtype, *mode), []).append(v)
     lines = [f"{'exchange':<10} {'layout':<11} {'head_size':>9}  {'dtype':<9} {'checks':>6}   largest errors"]
-    for (_, dtype, exchange, layout, head_size), found in rows.items():
-        names = found[0].check.names
-        worst = {n: max((v.errors.get(n, torch.inf) for v in found), key=lambda x: (x != x, x)) for n in names}
+    for (_, dtype, exchange, layout, head_size), group in rows.items():
+        names = group[0].check.names
+        worst = {n: max((v.errors.get(n, torch.inf) for v in group), key=lambda x: (x != x, x)) for n in names}
         errors = "  ".join(f"{name} {value:.1e}" for name, value in worst.items())
-        mark = "" if all(v.agrees for v in found) else "   DIFFERS"
-        place = f"{exchange:<10} {layout:<11} {head_size:>9}  {dtype:<9} {len(found):>6}"
+        mark = "" if all(v.agrees for v in group) else "   DIFFERS"
+        place = f"{exchange:<10} {layout:<11} {head_size:>9}  {dtype:<9} {len(group):>6}"
         lines.append(f"{place}   {errors}{mark}")
     return lines
 
@@ -405,11 +407,13 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 def report(verdicts: Sequence[Verdict]) -> int:
     """Print the table and the last line; the exit code."""
     print("\n".join([*table(verdicts), ""]))
-    wrong = [v for v in verdicts if not v.agrees]
-    for v in wrong[:10]:
+    different = [v for v in verdicts if not v.agrees]
+    for v in different[:10]:
         print(f"differs: {v.check}: {v.note or v.errors}, allowed {ALLOWED[v.check.dtype]:.0e}")
-    print(f"{len(wrong)} of {len(verdicts)} checks do not agree" if wrong else f"all {len(verdicts)} checks agree")
-    return 1 if wrong or not verdicts else 0
+    print(
+        f"{len(different)} of {len(verdicts)} checks do not agree" if different else f"all {len(verdicts)} checks agree"
+    )
+    return 1 if different or not verdicts else 0
 
 
 def run(argv: list[str]) -> None:
@@ -419,11 +423,11 @@ def run(argv: list[str]) -> None:
     checks = matrix(args.devices, args.dtypes, args.quick)
     print(f"{args.devices} ranks ({where}), {len(checks)} checks; torch {torch.__version__}", flush=True)
     try:
-        found = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
+        results = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
     except RanksFailed as error:
         print(f"{error}. Checks that ran are not compared.", file=sys.stderr)
         raise SystemExit(1) from None
-    verdicts = [*one_rank(checks, args.device), *judge(checks, found)]
+    verdicts = [*one_rank(checks, args.device), *judge(checks, results)]
     print(f"compared after {time.monotonic() - began:.0f} s\n")
     code = report(verdicts)
     if code:

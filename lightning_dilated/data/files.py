@@ -91,11 +91,11 @@ def required_paths(name: str, paths: object) -> list[str]:
     if paths is None:
         raise TypeError(f"data.{name} is None; {_hint(name)}")
     try:
-        found = path_list(paths)
+        entries = path_list(paths)
     except (TypeError, ValueError) as error:
         raise _renamed(error, name) from error
-    assert found is not None
-    return found
+    assert entries is not None
+    return entries
 
 
 def files_of(name: str, paths: list[str], suffixes: list[str]) -> list[str]:
@@ -127,9 +127,9 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     root = sysconfig.get_paths()["stdlib"]
     files = []
     if os.path.isdir(root):
-        found = _walk(root, skipped=_STDLIB_SKIPPED)
+        names = _walk(root, skipped=_STDLIB_SKIPPED)
         # a distribution may link some modules to files outside, which need not exist
-        files = [os.path.join(root, name) for name in found if os.path.isfile(os.path.join(root, name))]
+        files = [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
     files = [file for file in files if file.endswith(tuple(suffixes))]
     if not files:
         raise FileNotFoundError(
@@ -215,8 +215,8 @@ def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tupl
         return
     seen.add((status.st_dev, status.st_ino))
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
     except PermissionError as error:
         raise PermissionError(f"{folder} cannot be listed by this user: change permissions or leave it out") from error
     for entry in entries:

@@ -148,8 +148,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     def _replica(self) -> tuple[int, int]:
         """This process's data-parallel rank and the number of ranks."""
-        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (0, 1) if not found else (found["rank"], found["num_replicas"])
+        options = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (0, 1) if not options else (options["rank"], options["num_replicas"])
 
     def _pins(self) -> bool:
         if self.pin_memory is not None or self.trainer is None:
@@ -227,27 +227,27 @@ class SequenceDataModule(SplitDataModule):
 
 
 # -- splits by share ---------------------------------------------------------------------------------------------------
-def split_fractions(given: dict[str, float | None], own: dict[str, bool], by: str) -> dict[str, float]:
+def split_fractions(fractions: dict[str, float | None], separate: dict[str, bool], option: str) -> dict[str, float]:
     """The shares of the "val" and "test" split.
 
     Args:
-        given: of each split the user's `data.<split>_fraction`, or None. Left out, it is 0.05; and 0 as soon as one of
-            the splits has data of its own, so that nothing is taken from the training data unasked.
-        own: whether a split has data of its own.
-        by: how that was said, such as "paths" for `data.val_paths`.
+        fractions: of each split the user's `data.<split>_fraction`, or None: then 0.05, but 0 if any split has separate
+            data, so that nothing is taken from the training data unasked.
+        separate: whether a split has data of its own.
+        option: the option that named them, such as "paths" for `data.val_paths`.
 
     Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
         nothing to train on.
     """
-    default = 0.0 if any(own.values()) else SHARE
+    default = 0.0 if any(separate.values()) else SHARE
     shares = {
         x: real(default if share is None else share, f"data.{x}_fraction", least=0, below=1)
-        for x, share in given.items()
+        for x, share in fractions.items()
     }
     for split, share in shares.items():
-        if own[split] and share > 0:
+        if separate[split] and share > 0:
             raise ValueError(
-                f"data.{split}_fraction is {share} and data.{split}_{by} is set too: a split is either a share of the data "
+                f"data.{split}_fraction is {share} and data.{split}_{option} is set too: a split is either a share of the data "
                 f"or has data of its own; leave one of them out"
             )
     if sum(shares.values()) >= 1:

@@ -308,17 +308,17 @@ class FarRecallDataModule(RuleDataModule):
 
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,), "labels": (N,)} int64."""
-        keys, values, pairs, asked, queries = self._draw(rng)
+        keys, values, pairs, queried, queries = self._draw(rng)
         tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
         if self.pair_tokens == 1:
             values = values + self.vocabulary * (keys - 1)
-            tokens[pairs], tokens[queries], labels[queries] = values, keys[asked], values[asked]
+            tokens[pairs], tokens[queries], labels[queries] = values, keys[queried], values[queried]
         else:
             tokens[pairs], tokens[pairs + 1] = keys, values
-            tokens[queries], tokens[queries + 1] = keys[asked], values[asked]
-            first = np.unique(asked, return_index=True)[1]
+            tokens[queries], tokens[queries + 1] = keys[queried], values[queried]
+            first = np.unique(queried, return_index=True)[1]
             counted = slice(None) if split == "train" else first
-            labels[queries[counted]] = values[asked[counted]]
+            labels[queries[counted]] = values[queried[counted]]
         return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
 
     def distances(self, split: str, index: int) -> Tensor:
@@ -328,9 +328,9 @@ class FarRecallDataModule(RuleDataModule):
             ValueError: for a split that is none of "train", "val" and "test".
             IndexError: if there is no such sample.
         """
-        _, _, pairs, asked, queries = self._draw(self.dataset(split).generator(index))
+        _, _, pairs, queried, queries = self._draw(self.dataset(split).generator(index))
         distances = np.zeros(self.seq_len, np.int64)
-        distances[queries] = queries - pairs[asked]
+        distances[queries] = queries - pairs[queried]
         return torch.from_numpy(distances)
 
     def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
@@ -339,10 +339,10 @@ class FarRecallDataModule(RuleDataModule):
         keys = 1 + rng.permutation(self.vocabulary)[:count]
         values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
         again = rng.integers(0, count, self.num_queries - count)
-        asked = rng.permutation(np.concatenate([np.arange(count), again]))
+        queried = rng.permutation(np.concatenate([np.arange(count), again]))
         pairs = _places(rng, half, count, size)
-        queries = half + _places(rng, self.seq_len - half, len(asked), size)
-        return keys, values, pairs, asked, queries
+        queries = half + _places(rng, self.seq_len - half, len(queried), size)
+        return keys, values, pairs, queried, queries
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
@@ -410,7 +410,7 @@ class ListOpsDataModule(RuleDataModule):
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,) int64, padded by 0, "lengths": int, "label": int}."""
         aim = int(rng.integers(self.min_length, self.seq_len + 1))
-        found, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        tokens[: len(found)] = torch.tensor(found)
-        return {"tokens": tokens, "lengths": len(found), "label": value}
+        tokens, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
+        padded = torch.zeros(self.seq_len, dtype=torch.int64)
+        padded[: len(tokens)] = torch.tensor(tokens)
+        return {"tokens": padded, "lengths": len(tokens), "label": value}

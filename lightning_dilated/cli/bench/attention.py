@@ -138,9 +138,9 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     figure = matplotlib.figure.Figure(figsize=(1.5 + 1.4 * len(cases), 3.5), layout="constrained")
     axes = figure.add_subplot()
     for i, engine in enumerate(engines):
-        found = {(r.seq_len, r.causal): r.tflops for r in rows if r.engine == engine}
-        at = [c + (i + 0.5) * 0.8 / len(engines) - 0.4 for c in range(len(cases))]
-        axes.bar(at, [found.get(case, 0.0) for case in cases], 0.8 / len(engines), label=engine)
+        values = {(r.seq_len, r.causal): r.tflops for r in rows if r.engine == engine}
+        positions = [c + (i + 0.5) * 0.8 / len(engines) - 0.4 for c in range(len(cases))]
+        axes.bar(positions, [values.get(case, 0.0) for case in cases], 0.8 / len(engines), label=engine)
     axes.set_xticks(range(len(cases)), [f"{n:,}\n{'causal' if causal else 'full'}" for n, causal in cases])
     axes.set_ylabel("TFLOP/s, forward + backward")
     axes.set_title(title, fontsize=9)

@@ -116,9 +116,9 @@ def _timed(call: Callable[[], None], device: str, calls: int) -> float:
 
 def _slowest(seconds: float, device: str) -> float:
     """The largest of all ranks'; they meet here."""
-    found = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
 SIZES = tuple(1 << n for n in range(16, 27, 2))
@@ -149,30 +149,30 @@ def launched() -> tuple[int, int, int] | None:
     Raises:
         ValueError: if only some of the variables are set.
     """
-    found = [os.environ.get(name) for name in LAUNCHED]
-    if not any(found):
+    values = [os.environ.get(name) for name in LAUNCHED]
+    if not any(values):
         return None
-    if not all(x and x.isdigit() for x in found):
-        told = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, found, strict=True))
+    if not all(x and x.isdigit() for x in values):
+        settings = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, values, strict=True))
         raise ValueError(
-            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {told}. Set all of them (torchrun does), or none."
+            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {settings}. Set all of them (torchrun does), or none."
         )
-    return tuple(map(int, found))
+    return tuple(map(int, values))
 
 
-def checked(args: argparse.Namespace, told: tuple[int, int, int] | None) -> argparse.Namespace:
+def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> argparse.Namespace:
     """The options with their defaults; raises ValueError for what cannot be measured or written, before anything is."""
     check_device(args.device)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    if told is not None and args.ranks not in (None, told[1]):
-        raise ValueError(f"--ranks {args.ranks}: the launcher started {told[1]} ranks; leave --ranks out.")
-    args.ranks = told[1] if told else (gpus or 2) if args.ranks is None else args.ranks
-    here = told[2] if told else args.ranks
-    args.ranks_per_node = here if args.ranks_per_node is None else args.ranks_per_node
+    if launcher is not None and args.ranks not in (None, launcher[1]):
+        raise ValueError(f"--ranks {args.ranks}: the launcher started {launcher[1]} ranks; leave --ranks out.")
+    args.ranks = launcher[1] if launcher else (gpus or 2) if args.ranks is None else args.ranks
+    local_ranks = launcher[2] if launcher else args.ranks
+    args.ranks_per_node = local_ranks if args.ranks_per_node is None else args.ranks_per_node
     if args.ranks < 2:
         raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
-    if gpus and here > gpus:
-        raise ValueError(f"{here} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
+    if gpus and local_ranks > gpus:
+        raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
     if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
         raise ValueError(f"--ranks_per_node {args.ranks_per_node} must divide the {args.ranks} ranks.")
     for name, value in (("sizes", min(args.sizes)), ("repeats", args.repeats), ("timeout", args.timeout)):
@@ -196,7 +196,7 @@ def _writable(path: Path, option: str) -> Path:
     return path
 
 
-def reckon(found: list[Sample], source: str) -> Links:
+def reckon(samples: list[Sample], source: str) -> Links:
     """The planner's numbers out of samples; those that none tells keep their defaults, which `source` then says.
 
     A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
@@ -205,16 +205,16 @@ def reckon(found: list[Sample], source: str) -> Links:
     Raises:
         ValueError: where the sizes are too small to tell bytes from latency.
     """
-    few, links = [x for x in found if x.kind == "few"], Links(source=source)
+    few, links = [x for x in samples if x.kind == "few"], Links(source=source)
     if len(few) > 1:
         added = (few[-1].seconds - few[0].seconds) / (few[-1].peers - few[0].peers)
         links = replace(links, message=max(LEAST, added))
     links = replace(links, round=max(LEAST, few[0].seconds - links.message))
-    kept = [] if len(few) > 1 else ["message"]
+    defaults = [] if len(few) > 1 else ["message"]
     for kind in ("near", "far"):
-        rows = [x for x in found if x.kind == kind]
+        rows = [x for x in samples if x.kind == kind]
         if not rows:
-            kept.append(kind)
+            defaults.append(kind)
             continue
         size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
         if len(rows) == 1:  # no slope: what is beyond the latency
@@ -224,38 +224,38 @@ def reckon(found: list[Sample], source: str) -> Links:
             sizes = ", ".join(str(x.size) for x in rows)
             raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
         links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
-    return replace(links, source=f"{source}; {', '.join(kept)}: defaults") if kept else links
+    return replace(links, source=f"{source}; {', '.join(defaults)}: defaults") if defaults else links
 
 
-def table(found: list[Sample], links: Links) -> list[str]:
+def table(samples: list[Sample], links: Links) -> list[str]:
     """The samples in Markdown, beside what the planner reckons for them."""
     lines = [
         "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for x in found:
+    for x in samples:
         latency = links.round + x.peers * links.message
-        name, speed, reckoned = "any", "", latency
+        name, speed, estimate = "any", "", latency
         if x.kind != "few":
             name, speed = x.kind, f"{x.received / x.seconds / 1e9:.4g}"
-            reckoned += x.received / getattr(links, x.kind)
-        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {reckoned * 1e3:.4f} |")
+            estimate += x.received / getattr(links, x.kind)
+        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {estimate * 1e3:.4f} |")
     return lines
 
 
-def report(args: argparse.Namespace, found: list[Sample], command: str) -> tuple[Links, str]:
+def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tuple[Links, str]:
     """The links, and the text that is printed and recorded."""
     today, on_gpu = datetime.date.today(), args.device == "cuda"
     where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
     nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
-    links = reckon(found, f"measured on {where}{nodes}, {today}")
+    links = reckon(samples, f"measured on {where}{nodes}, {today}")
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
     lines = [
         f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
         f"`{command}`",
         f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s are those received",
         "",
-        *table(found, links),
+        *table(samples, links),
         "",
         str(links),
         "near and far: least squares of ms = a constant + bytes / bandwidth",
@@ -283,32 +283,32 @@ def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True
 
 def run(args: argparse.Namespace, command: str) -> None:
     """Measure with ranks of its own or a launcher's, print the table, write the file."""
-    told = launched()
-    args = checked(args, told)
-    asked = args.ranks_per_node, tuple(args.sizes), args.repeats
-    if told is not None:
-        _among_launched(args, told, asked, command)
+    launcher = launched()
+    args = checked(args, launcher)
+    options = args.ranks_per_node, tuple(args.sizes), args.repeats
+    if launcher is not None:
+        _among_launched(args, launcher, options, command)
         return
     try:
-        found = run_ranks(args.ranks, samples, *asked, device=args.device, timeout=args.timeout)[0]
+        measured = run_ranks(args.ranks, samples, *options, device=args.device, timeout=args.timeout)[0]
     except RanksFailed as error:
         print(f"{error}. Nothing was written.", file=sys.stderr)
         raise SystemExit(1) from None
-    write(args, *report(args, found, command))
+    write(args, *report(args, measured, command))
 
 
-def _among_launched(args: argparse.Namespace, told: tuple[int, int, int], asked: tuple, command: str) -> None:
+def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
     """As one of a launcher's ranks; the first of each node writes, for nodes may have folders of their own."""
-    rank, _, here = told
+    rank, _, here = launcher
     local = int(os.environ.get("LOCAL_RANK", rank % here))
     if args.device == "cuda":
         torch.cuda.set_device(local)
     backend, patience = "nccl" if args.device == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, timeout=patience)
     try:
-        found = list(samples(rank, args.device, *asked))
-        told_all = report(args, found, command)
+        measured = list(samples(rank, args.device, *options))
+        summary = report(args, measured, command)
         if local == 0:
-            write(args, *told_all, speaks=rank == 0)
+            write(args, *summary, speaks=rank == 0)
     finally:
         dist.destroy_process_group()

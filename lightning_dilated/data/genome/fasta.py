@@ -90,8 +90,8 @@ class GenomeDataModule(SequenceDataModule):
         both = sorted({*self.names["val"]} & {*self.names["test"]})
         if both:
             raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
-        own = {split: bool(names) for split, names in self.names.items()}
-        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "names")
+        separate = {split: bool(names) for split, names in self.names.items()}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names")
         self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
         self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
         self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
@@ -149,20 +149,20 @@ class GenomeDataModule(SequenceDataModule):
 
     def wanted(self, split: str) -> str | None:
         """None where a split was asked for, else the setting that says it was not."""
-        asked = split == "train" or self.names[split] or self.fractions[split] > 0
-        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
+        present = split == "train" or self.names[split] or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
 
     def _stretches(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
         """(record's number, start, stop) of what a split has of each record that is as long as a window."""
-        found = []
+        stretches = []
         for number, record in enumerate(records):
             bounds = split_bounds(record.length, self.fractions)
-            for own, names in self.names.items():
+            for other, names in self.names.items():
                 if record.name in names:
-                    bounds = {own: (0, record.length)}
+                    bounds = {other: (0, record.length)}
             if split in bounds and record.length >= self.seq_len:
-                found.append((number, *bounds[split]))
-        return found
+                stretches.append((number, *bounds[split]))
+        return stretches
 
     def _windows(self, genome: Genome, split: str) -> GenomeWindows:
         max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None

@@ -130,7 +130,7 @@ def _lock(target: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def index(path: str, given: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
+def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
     An index beside the file is used if it is not older; else it is made there, or in `cache` where that cannot be written.
@@ -141,47 +141,47 @@ def index(path: str, given: str, cache: Path) -> list[tuple[str, int, int, int, 
         import pyfaidx
     except ImportError as error:
         raise ImportError("FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'") from error
-    target = _index_file(path, given, cache)
+    target = _index_file(path, source, cache)
     try:
-        with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as found:
-            records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in found.index.items()]
+        with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as faidx:
+            records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
         if "Duplicate key" in str(error):  # in an index of somebody else's
-            raise ValueError(f"{given} is no FASTA file that can be read by range. {_reason(error)}") from error
-        raise stale(given, str(error)) from error
+            raise ValueError(f"{source} is no FASTA file that can be read by range. {_reason(error)}") from error
+        raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
-        raise stale(given, str(error)) from error
+        raise stale(source, str(error)) from error
     if not records:
-        raise stale(given, "no record")
+        raise stale(source, "no record")
     size = os.path.getsize(path)
     for name, length, offset, line_bases, line_bytes in records:
         if length == 0:
-            raise ValueError(f"{given}: the record {name!r} is empty: remove its header line, or fetch the file again")
+            raise ValueError(f"{source}: the record {name!r} is empty: remove its header line, or fetch the file again")
         if not (0 < length <= size and 0 <= offset < size and 0 < line_bases <= line_bytes <= size + 2):
-            raise stale(given, f"record {name!r} of {length} bases, {line_bases} in a line of {line_bytes} bytes")
+            raise stale(source, f"record {name!r} of {length} bases, {line_bases} in a line of {line_bytes} bytes")
     return records
 
 
-def _index_file(path: str, given: str, cache: Path) -> Path:
+def _index_file(path: str, source: str, cache: Path) -> Path:
     """Where the index of a file lies, made where it is missing or older than the file."""
     import pyfaidx
 
-    beside = Path(f"{path}.fai")
-    refuse_special(str(beside))
-    fresh = beside.exists() and beside.stat().st_mtime >= os.path.getmtime(path)
-    if fresh and not beside.is_file():
-        raise stale(given, f"{beside} is no file")
-    target = beside if fresh or os.access(beside.parent, os.W_OK) else _cached(path, cache, ".fai")
-    if fresh or (target != beside and target.exists()):
+    neighbour = Path(f"{path}.fai")
+    refuse_special(str(neighbour))
+    fresh = neighbour.exists() and neighbour.stat().st_mtime >= os.path.getmtime(path)
+    if fresh and not neighbour.is_file():
+        raise stale(source, f"{neighbour} is no file")
+    target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai")
+    if fresh or (target != neighbour and target.exists()):
         return target
-    if target != beside:
+    if target != neighbour:
         private_folder(target.parent)
     try:
         with _part_of(target) as part:  # no other process may read half an index
             pyfaidx.Faidx(path, indexname=str(part)).close()
             os.replace(part, target)
     except (pyfaidx.FastaIndexingError, ValueError) as error:
-        raise ValueError(f"{given} is no FASTA file that can be read by range. {_reason(error)}") from error
+        raise ValueError(f"{source} is no FASTA file that can be read by range. {_reason(error)}") from error
     return target
 
 
@@ -274,13 +274,13 @@ class Genome:
         self.stream = ByteStream(plain)
         self.records: list[Record] = []
         begin = 0
-        for path, given, size in zip(plain, files, self.stream.sizes, strict=True):
-            found = [
-                Record(given, name, length, begin + offset, bases, width)
-                for name, length, offset, bases, width in index(path, given, cache)
+        for path, source, size in zip(plain, files, self.stream.sizes, strict=True):
+            records = [
+                Record(source, name, length, begin + offset, bases, width)
+                for name, length, offset, bases, width in index(path, source, cache)
             ]
-            _scan(ByteStream([path]), found, begin)
-            self.records += found
+            _scan(ByteStream([path]), records, begin)
+            self.records += records
             begin += size
         _refuse_twice(self.records)
 

@@ -117,13 +117,13 @@ def _kept(kmers: np.ndarray) -> np.ndarray:
 def _room(genome: Genome, record: np.ndarray, place: np.ndarray, lead: int, span: int) -> np.ndarray:
     room = np.zeros((len(place), 2), dtype=bool)
     for number, known in enumerate(genome.records):
-        own = np.flatnonzero(record == number)
-        first = place[own]
+        rows = np.flatnonzero(record == number)
+        first = place[rows]
         bounds = ((first - lead, first + span), (first + LENGTH - span, first + LENGTH + lead))
         for direction, (start, stop) in enumerate(bounds):
             inside = (start >= 0) & (stop <= known.length)
             start, stop = np.clip(start, 0, known.length), np.clip(stop, 0, known.length)
-            room[own, direction] = inside & (known.unknown_before(start) == known.unknown_before(stop))
+            room[rows, direction] = inside & (known.unknown_before(start) == known.unknown_before(stop))
     return room
 
 
@@ -262,9 +262,11 @@ class StrainPairsDataModule(RuleDataModule):
         used = [name for split in SPLITS for name in self.names[split]]
         files = {name: files_of(f"species.{name}", self.paths[name], SUFFIXES) for name in used}
         _refuse_shared(files)
-        strains = {name: [self._strain(name, file) for file in own] for name, own in files.items()}
+        strains = {name: [self._strain(name, file) for file in strains_of] for name, strains_of in files.items()}
         _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
-        shared = [self._compared(*pair) for own in strains.values() for pair in itertools.combinations(own, 2)]
+        shared = [
+            self._compared(*pair) for strains_of in strains.values() for pair in itertools.combinations(strains_of, 2)
+        ]
         self._strains, self._shared = strains, shared
         rank_zero_info(f"data: {self.describe()}")
 
@@ -338,25 +340,27 @@ class StrainPairsDataModule(RuleDataModule):
         """A strain, as often as it has bases, and another one of its species."""
         assert self._strains is not None
         species = [self._strains[name] for name in self.names[split]]
-        all_strains = [(own, number) for own in species for number in range(len(own))]
-        ends = np.cumsum([own[number].bases for own, number in all_strains])
-        own, number = all_strains[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
-        other = (number + 1 + int(rng.integers(len(own) - 1))) % len(own)
-        return own[number], own[other]
+        all_strains = [(strains, number) for strains in species for number in range(len(strains))]
+        ends = np.cumsum([strains[number].bases for strains, number in all_strains])
+        strains, number = all_strains[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
+        other = (number + 1 + int(rng.integers(len(strains) - 1))) % len(strains)
+        return strains[number], strains[other]
 
     def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
         """(32-mer of the first strain, the same one of the second, whether the first is read on the other strand)."""
         for _ in range(_TRIES):
-            some = rng.integers(0, len(first.anchors), _SOME)
-            here, there, reverse = self._usable(first, second, some, rng.random(_SOME) < self.reverse_complement)
-            if len(here):
-                return int(here[0]), int(there[0]), bool(reverse[0])
-        here, there, reverse = self._usable(first, second, np.arange(len(first.anchors)))
-        drawn = int(rng.integers(len(here)))
-        return int(here[drawn]), int(there[drawn]), bool(reverse[drawn])
+            candidates = rng.integers(0, len(first.anchors), _SOME)
+            at_first, at_second, reverse = self._usable(
+                first, second, candidates, rng.random(_SOME) < self.reverse_complement
+            )
+            if len(at_first):
+                return int(at_first[0]), int(at_second[0]), bool(reverse[0])
+        at_first, at_second, reverse = self._usable(first, second, np.arange(len(first.anchors)))
+        drawn = int(rng.integers(len(at_first)))
+        return int(at_first[drawn]), int(at_second[drawn]), bool(reverse[drawn])
 
     def _usable(
-        self, first: Strain, second: Strain, some: np.ndarray, reverse: np.ndarray | None = None
+        self, first: Strain, second: Strain, kmers: np.ndarray, reverse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those of some 32-mers (M,) that both have with room: where here, where there, and on which strand.
 
@@ -364,17 +368,20 @@ class StrainPairsDataModule(RuleDataModule):
             reverse: (M,) bool, on which strand each is to be read; None tries each one that `reverse_complement` allows.
         """
         if reverse is None:
-            ways = [
-                way for way, wanted in ((False, 1 - self.reverse_complement), (True, self.reverse_complement)) if wanted
+            strands = [
+                strand
+                for strand, share in ((False, 1 - self.reverse_complement), (True, self.reverse_complement))
+                if share
             ]
-            reverse, some = np.repeat(ways, len(some)), np.tile(some, len(ways))
-        there, known = second.anchors.find(first.anchors.kmers[some])
-        some, there, reverse = some[known], there[known], reverse[known]
-        turned = first.anchors.flipped[some] != second.anchors.flipped[there]
+            reverse, kmers = np.repeat(strands, len(kmers)), np.tile(kmers, len(strands))
+        at_second, known = second.anchors.find(first.anchors.kmers[kmers])
+        kmers, at_second, reverse = kmers[known], at_second[known], reverse[known]
+        turned = first.anchors.flipped[kmers] != second.anchors.flipped[at_second]
         good = (
-            first.anchors.room[some, reverse.astype(int)] & second.anchors.room[there, (reverse != turned).astype(int)]
+            first.anchors.room[kmers, reverse.astype(int)]
+            & second.anchors.room[at_second, (reverse != turned).astype(int)]
         )
-        return some[good], there[good], reverse[good]
+        return kmers[good], at_second[good], reverse[good]
 
     # -- words --------------------------------------------------------------------------------------------------------
     def rule(self) -> str:
@@ -394,11 +401,11 @@ class StrainPairsDataModule(RuleDataModule):
         """One line: strains, bases and samples of each split, and the share of 32-mers that two strains have in common."""
         self.check()
         assert self._strains is not None
-        strains = [strain for own in self._strains.values() for strain in own]
+        strains = [strain for group in self._strains.values() for strain in group]
         parts = []
         for split in (split for split in SPLITS if self.names[split]):
-            words = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
-            parts.append(f"{split} {words}: {self.sizes[split]:,} samples")
+            names = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
+            parts.append(f"{split} {names}: {self.sizes[split]:,} samples")
         least, first, second = min(self._shared)
         return (
             f"{len(strains):,} strains of {len(self._strains)} species, {sum(x.bases for x in strains):,} bases; "
@@ -432,11 +439,11 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
     held_out = {*names["val"], *names["test"]}
     if settings["train"] is None:
         names["train"] = [name for name in known if name not in held_out]
-    for one, two in itertools.combinations(SPLITS, 2):
-        both = sorted({*names[one]} & {*names[two]})
+    for first, second in itertools.combinations(SPLITS, 2):
+        both = sorted({*names[first]} & {*names[second]})
         if both:
             raise ValueError(
-                f"data.{one} and data.{two} both hold {both}: a species serves one split; leave it out of one"
+                f"data.{first} and data.{second} both hold {both}: a species serves one split; leave it out of one"
             )
     if not names["train"]:
         raise ValueError(
@@ -448,36 +455,36 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
     """Each species has two strains, and each file serves one species."""
-    seen: dict[str, str] = {}
-    for name, own in files.items():
-        if len(own) < 2:
+    species_of: dict[str, str] = {}
+    for name, strains in files.items():
+        if len(strains) < 2:
             raise ValueError(
-                f"data.species.{name} has one strain ({own[0]}), and a pair takes two: add a FASTA file, or take {name} "
+                f"data.species.{name} has one strain ({strains[0]}), and a pair takes two: add a FASTA file, or take {name} "
                 "out of data.species"
             )
-        for file in own:
-            before = seen.setdefault(os.path.realpath(file), name)
-            if before != name:
-                raise ValueError(f"{file} is in data.species.{before} and in data.species.{name}: leave it out of one")
+        for file in strains:
+            other = species_of.setdefault(os.path.realpath(file), name)
+            if other != name:
+                raise ValueError(f"{file} is in data.species.{other} and in data.species.{name}: leave it out of one")
 
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
     """No strain is there twice, and no record in two splits."""
-    for name, own in strains.items():
-        for first, second in itertools.combinations(own, 2):
+    for name, group in strains.items():
+        for first, second in itertools.combinations(group, 2):
             if first.identity() == second.identity():
                 raise ValueError(
                     f"{first.file} and {second.file} hold the same bases, so one would be copied from the other: leave one "
                     f"out of data.species.{name}"
                 )
-    seen: dict[tuple[int, int], tuple[str, str]] = {}
-    for name, own in strains.items():
-        for strain in own:
+    first_use: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, group in strains.items():
+        for strain in group:
             for record in strain.identity():
-                split, before = seen.setdefault(record, (split_of[name], strain.file))
+                split, other = first_use.setdefault(record, (split_of[name], strain.file))
                 if split != split_of[name]:
                     raise ValueError(
-                        f"{before} and {strain.file} hold the same record of {record[0]:,} bases, one for data.{split} and "
+                        f"{other} and {strain.file} hold the same record of {record[0]:,} bases, one for data.{split} and "
                         f"one for data.{split_of[name]}: leave one of the two out of data.species"
                     )
 

@@ -97,21 +97,21 @@ def _numbers(path: str, attributes: Mapping[str, Any], name: str, count: int, le
     what = "a number of pixels" if count == 1 else f"{count} numbers of pixels"
     try:
         values = np.asarray(attributes[name])
-        found = [float(x) for x in values.reshape(-1)[:count]]
+        numbers = [float(x) for x in values.reshape(-1)[:count]]
     except (TypeError, ValueError, OSError) as error:
         raise _wrong(path, attributes, name, what) from error
-    if len(found) < count or values.size > 4 or not all(math.isfinite(x) and least <= x < _LARGEST for x in found):
+    if len(numbers) < count or values.size > 4 or not all(math.isfinite(x) and least <= x < _LARGEST for x in numbers):
         raise _wrong(path, attributes, name, what)
-    return found
+    return numbers
 
 
 def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> ValueError:
     try:
-        found = " ".join(repr(attributes[name]).split())[:80]
+        value = " ".join(repr(attributes[name]).split())[:80]
     except (TypeError, ValueError, OSError):
-        found = "unreadable"
+        value = "unreadable"
     return ValueError(
-        f"{path}: the attribute {name!r} of the coordinates is {found}, but it must be {what}: correct it, or delete it "
+        f"{path}: the attribute {name!r} of the coordinates is {value}, but it must be {what}: correct it, or delete it "
         "from the file and set data.tile_size"
     )
 
@@ -163,12 +163,12 @@ def own_dataset(path: str, file: Any, name: str) -> Any:
     """
     if not _is_there(path, file, name):
         return None
-    found = file.get(name)
-    if getattr(found, "is_virtual", False):
-        raise _elsewhere(path, name, "a virtual data set, whose rows lie in", found.virtual_sources()[0].file_name)
-    if getattr(found, "external", None):
-        raise _elsewhere(path, name, "kept in external storage, in", found.external[0][0])
-    return found
+    item = file.get(name)
+    if getattr(item, "is_virtual", False):
+        raise _elsewhere(path, name, "a virtual data set, whose rows lie in", item.virtual_sources()[0].file_name)
+    if getattr(item, "external", None):
+        raise _elsewhere(path, name, "kept in external storage, in", item.external[0][0])
+    return item
 
 
 def check_declared_size(path: str, array: Any, name: str) -> None:
@@ -284,16 +284,16 @@ class _Rows:
 
     def read(self, start: int, stop: int) -> Tensor:
         """(stop - start, W), of signed integers or floats."""
-        found = self.array[0, start:stop] if self.boxed else self.array[start:stop]
-        if isinstance(found, Tensor):
-            return found
-        wanted = np.int64 if found.dtype.kind in "ui" else found.dtype.newbyteorder("=")
-        return torch.from_numpy(np.ascontiguousarray(found, dtype=wanted))
+        rows = self.array[0, start:stop] if self.boxed else self.array[start:stop]
+        if isinstance(rows, Tensor):
+            return rows
+        wanted = np.int64 if rows.dtype.kind in "ui" else rows.dtype.newbyteorder("=")
+        return torch.from_numpy(np.ascontiguousarray(rows, dtype=wanted))
 
     def pick(self, rows: np.ndarray) -> Tensor:
         """(n, W) of rising rows, in one read of all from the first to the last."""
-        found = self.read(int(rows[0]), int(rows[-1]) + 1)
-        return found if len(found) == len(rows) else found[torch.from_numpy(rows - rows[0])]
+        block = self.read(int(rows[0]), int(rows[-1]) + 1)
+        return block if len(block) == len(rows) else block[torch.from_numpy(rows - rows[0])]
 
 
 @dataclass(frozen=True)
@@ -446,18 +446,18 @@ def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:
     """The array of that name in an h5 file or a mapping."""
-    found = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
-    if found is None:
+    array = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
+    if array is None:
         there = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
         raise ValueError(f"{path} has no {name!r}; it holds {there}: set {option}")
-    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
-        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}, not an array: set {option}")
-    if isinstance(found, Tensor):
-        _check_stored(path, found, name)
-        return found.detach()
-    if not hasattr(found, "chunks"):
-        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}: save it as a torch tensor")
-    return found
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ValueError(f"{path}: {name!r} is a {type(array).__name__}, not an array: set {option}")
+    if isinstance(array, Tensor):
+        _check_stored(path, array, name)
+        return array.detach()
+    if not hasattr(array, "chunks"):
+        raise ValueError(f"{path}: {name!r} is a {type(array).__name__}: save it as a torch tensor")
+    return array
 
 
 def _check_stored(path: str, tensor: Tensor, name: str) -> None:
@@ -482,11 +482,11 @@ def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
     """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read."""
     try:
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
+            stored = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
     except pickle.UnpicklingError as error:
         raise ValueError(
             f"{path} is no file of plain tensors, which alone are loaded (weights_only): "
@@ -494,11 +494,11 @@ def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
         raise ValueError(f"{path} is no torch file, or cut short: write it again ({_first_line(error)})") from error
-    if isinstance(found, Tensor):
-        found = {features: found}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, but it must be a tensor or a dict of tensors")
-    yield found
+    if isinstance(stored, Tensor):
+        stored = {features: stored}
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, but it must be a tensor or a dict of tensors")
+    yield stored
 
 
 def _first_line(error: Exception) -> str:

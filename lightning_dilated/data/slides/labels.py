@@ -66,7 +66,7 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
 
 
 def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     header: dict[str, int] = {}
     try:
         for values in lines:
@@ -77,25 +77,25 @@ def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
                 header = _header(path, values, columns)
                 continue
             row = _row(f"{path}, line {lines.line_num}", lines.line_num, values, header, columns)
-            before = found.setdefault(row.slide, row)
-            if before is not row:
-                labels = f" with the labels {before.label!r} and {row.label!r}" if before.label != row.label else ""
+            first = rows.setdefault(row.slide, row)
+            if first is not row:
+                labels = f" with the labels {first.label!r} and {row.label!r}" if first.label != row.label else ""
                 raise ValueError(
                     f"{path}, line {row.line}: slide {row.slide!r} is named a second time{labels}; the first is line "
-                    f"{before.line}. Keep one of the two lines"
+                    f"{first.line}. Keep one of the two lines"
                 )
     except csv.Error as error:
         raise ValueError(f"{path}, line {lines.line_num}: {error}; mend the quotes of this line") from error
-    if not found:
+    if not rows:
         raise ValueError(f"{path} names no slide: it needs a line of column names and a line for each slide")
-    return list(found.values())
+    return list(rows.values())
 
 
 def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
     """{column: its place}."""
-    twice = sorted({name for name in names if names.count(name) > 1 and name})
-    if twice:
-        raise ValueError(f"{path} has more than one column {twice[0]!r}: rename all but one")
+    repeated = sorted({name for name in names if names.count(name) > 1 and name})
+    if repeated:
+        raise ValueError(f"{path} has more than one column {repeated[0]!r}: rename all but one")
     options = {"slide_column": columns.slide, "label_column": columns.label, "group_column": columns.group}
     options["split_column"] = None if columns.split == "auto" else columns.split
     for option, name in options.items():
@@ -113,15 +113,15 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
             f"{where} has {len(values)} values, but there are {len(header)} columns: {values}. Put values that hold a comma "
             "into quotes"
         )
-    split = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
-    get = lambda name: None if name is None else values[header[name]]  # noqa: E731
-    for name in (columns.slide, columns.label, split, columns.group):
-        if get(name) == "" or (name == columns.label and str(get(name)).lower() == "nan"):
+    column = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
+    value_of = lambda name: None if name is None else values[header[name]]  # noqa: E731
+    for name in (columns.slide, columns.label, column, columns.group):
+        if value_of(name) == "" or (name == columns.label and str(value_of(name)).lower() == "nan"):
             raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
-    word = get(split)
-    if word is not None and word not in SPLITS:
-        raise ValueError(f"{where}: the split is {word!r}, but it must be one of {', '.join(SPLITS)}")
-    return Row(line, slide_name(values[header[columns.slide]]), get(columns.label), word, get(columns.group))
+    split = value_of(column)
+    if split is not None and split not in SPLITS:
+        raise ValueError(f"{where}: the split is {split!r}, but it must be one of {', '.join(SPLITS)}")
+    return Row(line, slide_name(values[header[columns.slide]]), value_of(columns.label), split, value_of(columns.group))
 
 
 def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> tuple[list[str], list[int]]:
@@ -131,9 +131,9 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
         ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
     """
     rows = list(rows)
-    twice = sorted({name for name in classes or () if (classes or []).count(name) > 1})
-    if twice:
-        raise ValueError(f"data.classes names {', '.join(map(repr, twice))} more than once; name each class once")
+    repeated = sorted({name for name in classes or () if (classes or []).count(name) > 1})
+    if repeated:
+        raise ValueError(f"data.classes names {', '.join(map(repr, repeated))} more than once; name each class once")
     words = [str(row.label) for row in rows]
     numbers = [_number(word) for word in words]
     if classes is None and all(x is not None for x in numbers):
@@ -164,7 +164,7 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
 
 def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
     """The rows' labels for regression. Raises ValueError for a label that is no finite number, with its line."""
-    out = []
+    numbers = []
     for row in rows:
         value = _number(str(row.label))
         if value is None:
@@ -172,8 +172,8 @@ def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
                 f"{path}, line {row.line}: the label {row.label!r} is no finite number: mend it, or set data.labels to "
                 "'classes'"
             )
-        out.append(value)
-    return out
+        numbers.append(value)
+    return numbers
 
 
 def _number(word: str) -> float | None:
@@ -200,17 +200,17 @@ def check_groups(path: str, rows: list[Row], split_column: str, group_column: st
     counts: dict[str, Counter[str]] = {}
     for row in rows:
         counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
-    torn = {group: found for group, found in counts.items() if len(found) > 1}
+    torn = {group: counter for group, counter in counts.items() if len(counter) > 1}
     if not torn:
         return
-    ways = Counter(tuple(split for split in SPLITS if found[split]) for found in torn.values())
+    combinations = Counter(tuple(split for split in SPLITS if counter[split]) for counter in torn.values())
     shown = "; ".join(
-        f"{group!r} has " + ", ".join(f"{found[split]} in {split}" for split in SPLITS if found[split])
-        for group, found in list(torn.items())[:5]
+        f"{group!r} has " + ", ".join(f"{counter[split]} in {split}" for split in SPLITS if counter[split])
+        for group, counter in list(torn.items())[:5]
     )
     raise ValueError(
         f"{path}: the column {split_column!r} cuts {len(torn)} of {len(counts)} groups of {group_column!r} apart ("
-        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in ways.most_common())
+        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in combinations.most_common())
         + f"), so a model would be tested on groups that it was trained on: {shown}{'; ...' if len(torn) > 5 else ''}. Give "
         "all slides of a group one split, set data.split_column to null to split by fractions, or leave data.group_column "
         "out if the groups may be mixed"
@@ -238,13 +238,13 @@ def split_groups(
     sizes = {
         s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
     }
-    found = dict.fromkeys(names, "train")
+    split_of = dict.fromkeys(names, "train")
     keep = 1 if sum(sizes.values()) < len(names) else 0
     for split, size in sizes.items():
-        rest = {c: [name for name in there if found[name] == "train"] for c, there in members.items()}
+        rest = {c: [name for name in there if split_of[name] == "train"] for c, there in members.items()}
         for c, count in _quotas({c: len(x) for c, x in members.items()}, rest, size, keep).items():
-            found |= dict.fromkeys(rest[c][:count], split)
-    return [found[group] for group in groups]
+            split_of |= dict.fromkeys(rest[c][:count], split)
+    return [split_of[group] for group in groups]
 
 
 def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
@@ -252,24 +252,24 @@ def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
     classes: dict[str, set[int]] = {}
     for group, label in zip(groups, labels or [0] * len(groups), strict=True):
         classes.setdefault(group, set()).add(label)
-    held = Counter(c for found in classes.values() for c in found)
-    return {group: min(found, key=lambda c: (held[c], c)) for group, found in classes.items()}
+    groups_of = Counter(c for members in classes.values() for c in members)
+    return {group: min(members, key=lambda c: (groups_of[c], c)) for group, members in classes.items()}
 
 
 def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
     """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
     total = sum(counts.values())
-    have = {c: max(0, len(rest[c]) - keep) for c in counts}
+    available = {c: max(0, len(rest[c]) - keep) for c in counts}
     size = min(size, sum(map(len, rest.values())))
-    if sum(have.values()) < size:  # many classes of one group each
-        have = {c: len(rest[c]) for c in counts}
+    if sum(available.values()) < size:  # many classes of one group each
+        available = {c: len(rest[c]) for c in counts}
     exact = {c: size * n / total for c, n in counts.items()}
-    out = {c: min(int(exact[c]), have[c]) for c in counts}
+    out = {c: min(int(exact[c]), available[c]) for c in counts}
     if size >= len(counts):
-        out = {c: max(out[c], min(1, have[c])) for c in counts}
+        out = {c: max(out[c], min(1, available[c])) for c in counts}
     # classes are in a random order, which decides between equal remainders
     while (missing := size - sum(out.values())) > 0:
-        c = max((c for c in counts if out[c] < have[c]), key=lambda c: exact[c] - out[c])
+        c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
         out[c] += 1
     while missing < 0:
         c = max((c for c in counts if out[c] > 1), key=lambda c: out[c] - exact[c])
@@ -281,14 +281,14 @@ def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep:
 def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
     """Warn of validation and test splits whose slides are all of one class."""
     for split in SPLITS[1:]:
-        there = [number for number, word in zip(numbers, splits, strict=True) if word == split]
-        if there and len(set(there)) == 1:
+        numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
+        if numbers_there and len(set(numbers_there)) == 1:
             remedy = "give it slides of another class in the csv"
             if not by_column:
                 remedy = f"raise data.{split}_fraction, or add slides of the other classes"
-            only = classes[int(there[0])]
+            only = classes[int(numbers_there[0])]
             warnings.warn(
-                f"the {split} split has slides of one class only: {len(there)} of {only!r}. {split}_auroc will "
+                f"the {split} split has slides of one class only: {len(numbers_there)} of {only!r}. {split}_auroc will "
                 f"be nan, and a callback that watches it cannot work: {remedy}.",
                 stacklevel=3,
             )
@@ -297,9 +297,9 @@ def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list
 def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
     """Warn of classes without a slide to train on."""
     trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
-    lost = [name for i, name in enumerate(classes) if i not in trained]
-    if lost:
+    missing = [name for i, name in enumerate(classes) if i not in trained]
+    if missing:
         warnings.warn(
-            f"no training slide has the class {', '.join(lost)}: it cannot be learned. Change the split, or data.classes.",
+            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or data.classes.",
             stacklevel=2,
         )

@@ -131,13 +131,13 @@ class SlideSequences(Dataset):
         tiles = self.tiles_of(index)
         if any(r and min(r[0], r[-1]) < 0 for r in ranges):
             raise IndexError(f"positions {ranges} were asked for, but they begin at 0")
-        at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
-        at = at - self.class_token
-        slide, real = self.slides[index], np.flatnonzero((at >= 0) & (at < tiles))
-        features, coords = self.reader.read(slide.path, self._rows(index)[at[real]])
-        sample = {"features": _placed(features, real, len(at), 0)}
+        tiles_at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
+        tiles_at = tiles_at - self.class_token
+        slide, on_slide = self.slides[index], np.flatnonzero((tiles_at >= 0) & (tiles_at < tiles))
+        features, coords = self.reader.read(slide.path, self._rows(index)[tiles_at[on_slide]])
+        sample = {"features": _placed(features, on_slide, len(tiles_at), 0)}
         if coords is not None:
-            sample["coords"] = _placed(coords, real, len(at), NOWHERE)
+            sample["coords"] = _placed(coords, on_slide, len(tiles_at), NOWHERE)
         sample |= {"length": self.length_of(index), "index": index, "slide_id": slide.name}
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
@@ -324,28 +324,28 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = one_tile_size(slides, self.tile_size)
         labels, classes = self._numbers(rows)
         splits, by_column = self._splits(slides, rows, None if classes is None else labels)
-        found = Found(slides, splits, by_column, labels, classes)
+        result = Found(slides, splits, by_column, labels, classes)
         for split in SPLITS:
-            if split not in found.splits and self.wanted(split, found) is None:
+            if split not in result.splits and self.wanted(split, result) is None:
                 raise ValueError(
                     f"the {split} split has none of the {len(slides)} slides: change data.val_fraction and "
                     "data.test_fraction, or add slides (or groups)"
                 )
-        if found.classes is not None and "train" in found.splits:
-            warn_of_untrained(found.classes, found.labels or [], found.splits)
-        if found.classes is not None:
-            warn_of_one_class(found.classes, found.labels or [], found.splits, by_column)
-        first = [slides[found.splits.index(split)] for split in SPLITS if split in found.splits]
+        if result.classes is not None and "train" in result.splits:
+            warn_of_untrained(result.classes, result.labels or [], result.splits)
+        if result.classes is not None:
+            warn_of_one_class(result.classes, result.labels or [], result.splits, by_column)
+        first = [slides[result.splits.index(split)] for split in SPLITS if split in result.splits]
         each(
             "slides hold values that cannot be used",
             self._check_values,
             slides if self.check_values == "all" else first,
         )
         if self.reader.coords is not None:
-            found.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
-        if "train" in found.splits:
-            self.check_batch(found.splits.count("train"), 1)
-        self._found = found
+            result.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
+        if "train" in result.splits:
+            self.check_batch(result.splits.count("train"), 1)
+        self._found = result
 
     @property
     def found(self) -> Found:
@@ -372,34 +372,34 @@ class SlideDataModule(SplitDataModule):
     def dataset(self, split: str) -> SlideSequences:
         """The slides of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
-        found = self.found
+        result = self.found
         self._say_unchecked(None)
-        mine = [i for i, word in enumerate(found.splits) if word == split]
-        labels = None if found.labels is None else [found.labels[i] for i in mine]
-        slides, sample = [found.slides[i] for i in mine], (self.class_token, self.max_tiles, self.order, self.seed)
+        indices = [i for i, word in enumerate(result.splits) if word == split]
+        labels = None if result.labels is None else [result.labels[i] for i in indices]
+        slides, sample = [result.slides[i] for i in indices], (self.class_token, self.max_tiles, self.order, self.seed)
         return SlideSequences(self.reader, slides, labels, *sample)
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
-        found = self.found
-        tiles = [s.tiles for s in found.slides]
-        counts = ", ".join(f"{found.splits.count(split):,} {split}" for split in SPLITS)
+        result = self.found
+        tiles = [s.tiles for s in result.slides]
+        counts = ", ".join(f"{result.splits.count(split):,} {split}" for split in SPLITS)
         text = f"{len(tiles):,} slides of {min(tiles):,} to {max(tiles):,} tiles, {self.feature_dim} features: {counts}"
-        if found.classes is not None:
+        if result.classes is not None:
             text += "; classes " + ", ".join(
-                f"{i} = {name} ({(found.labels or []).count(i):,})" for i, name in enumerate(found.classes)
+                f"{i} = {name} ({(result.labels or []).count(i):,})" for i, name in enumerate(result.classes)
             )
         return text
 
-    def wanted(self, split: str, found: Found | None = None) -> str | None:
+    def wanted(self, split: str, result: Found | None = None) -> str | None:
         """None where a split was asked for, else the setting that says it was not."""
-        found = found or self.found
-        if split in found.splits:
+        result = result or self.found
+        if split in result.splits:
             return None
         if split == "train":  # asked for, unless every slide was meant for testing
-            only = set(found.splits) == {"test"} and (found.by_column or self.test_fraction == 1)
+            only = set(result.splits) == {"test"} and (result.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
-        if found.by_column:
+        if result.by_column:
             return f"no line of {self.labels_csv} has the split {split!r}"
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
@@ -423,7 +423,7 @@ class SlideDataModule(SplitDataModule):
         Raises:
             ValueError: naming the file, what was found and what to set.
         """
-        found = self.found
+        result = self.found
         if self.reader.coords is None:
             raise ValueError(
                 "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
@@ -436,10 +436,10 @@ class SlideDataModule(SplitDataModule):
             )
         what, few = "slides do not fit the model", 0
         if self.tile_size is None:
-            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), found.slides)
+            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), result.slides)
             few = enough.count(False)
         elif grid is not None:
-            beyond = [s for s, most in zip(found.slides, found.largest, strict=True) if most // tile_size >= grid]
+            beyond = [s for s, most in zip(result.slides, result.largest, strict=True) if most // tile_size >= grid]
             each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
         self._say_unchecked(tile_size, few)
 

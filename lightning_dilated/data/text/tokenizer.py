@@ -255,11 +255,11 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
         return
     marker, mark = marking
     half = OVERLAP // 2  # nearer to a cut a word may be cut, too; the neighbour has it whole
-    for (file, begin, text, last), found in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
-        if mark not in found.ids:
+    for (file, begin, text, last), encoding in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
+        if mark not in encoding.ids:
             continue
         start, stop = half if begin else 0, len(text) if last else len(text) - half
-        places = [x for x, token in zip(found.offsets, found.ids, strict=True) if token == mark]
+        places = [x for x, token in zip(encoding.offsets, encoding.ids, strict=True) if token == mark]
         dropped = sorted({text[a:b] for a, b in places if start <= a < stop and not text[a:b].isspace()})
         if dropped:
             shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
@@ -272,18 +272,18 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
 
 def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
     special = special_tokens(tokenizer)
-    there = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
+    known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
     if name is None:
         if len(special) == 1:
             return next(iter(special.values()))
         raise ValueError(
-            f"which token of {path} ends a document? Name it by eos_token ({there}), or write no ends by documents=False "
+            f"which token of {path} ends a document? Name it by eos_token ({known}), or write no ends by documents=False "
             "(--no_documents)."
         )
-    found = tokenizer.token_to_id(name)
-    if found is None:
-        raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {there}.")
-    return found
+    token = tokenizer.token_to_id(name)
+    if token is None:
+        raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {known}.")
+    return token
 
 
 def _checked_target(path: Path) -> Path:
@@ -350,35 +350,35 @@ def _pieces(file: str) -> Iterator[_Text]:
 
 def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Iterator[np.ndarray]:
     """The ids of all texts in order, a part at a time, each text with its end."""
-    held: _Piece | None = None
+    left: _Piece | None = None
     waiting: list[_Piece] = []
     for piece in _encoded(tokenizer, itertools.chain.from_iterable(map(_pieces, files))):
-        seam = None if held is None or waiting else _seam(held, piece)
-        if held is None:
-            held = piece
+        seam = None if left is None or waiting else _seam(left, piece)
+        if left is None:
+            left = piece
         elif seam is not None:
-            yield held.ids[held.first : seam[0]]
-            held = replace(piece, first=seam[1])
+            yield left.ids[left.first : seam[0]]
+            left = replace(piece, first=seam[1])
         else:
             waiting.append(piece)
             # twice as much each time, so that encoding anew costs no more than twice
-            if piece.last or piece.begin + len(piece.text) - held.begin >= 2 * len(held.text):
-                held, waiting = _together(tokenizer, held, waiting), []
+            if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
+                left, waiting = _together(tokenizer, left, waiting), []
         if piece.last:
-            yield held.ids[held.first :]
-            held = None
+            yield left.ids[left.first :]
+            left = None
             if end is not None:
                 yield np.array([end])
 
 
 def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[_Text, Encoding]]:
-    while some := list(itertools.islice(pieces, _AT_ONCE)):
+    while batch := list(itertools.islice(pieces, _AT_ONCE)):
         try:
-            found = tokenizer.encode_batch([text for _, _, text, _ in some], add_special_tokens=False)
+            encodings = tokenizer.encode_batch([text for _, _, text, _ in batch], add_special_tokens=False)
         except Exception as error:  # the library raises no other kind
-            files = ", ".join(dict.fromkeys(file for file, _, _, _ in some))
+            files = ", ".join(dict.fromkeys(file for file, _, _, _ in batch))
             raise ValueError(f"the tokenizer cannot encode the text of {files} ({error}).") from None
-        yield from zip(some, found, strict=True)
+        yield from zip(batch, encodings, strict=True)
 
 
 def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
@@ -405,15 +405,15 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     return int(a), int(c)  # not before left.first, which is of the same place in the overlap before
 
 
-def _together(tokenizer: Tokenizer, held: _Piece, others: list[_Piece]) -> _Piece:
+def _together(tokenizer: Tokenizer, left: _Piece, others: list[_Piece]) -> _Piece:
     """One piece of several neighbours. Raises: ValueError where it is too long, or what is written would change."""
-    text = held.text
+    text = left.text
     for piece in others:
-        text = text[: piece.begin - held.begin] + piece.text
-    new = next(_encoded(tokenizer, iter([(held.file, held.begin, text, False)]))) if len(text) <= LONGEST else None
-    if new is None or not np.array_equal(new.ids[: held.first], held.ids[: held.first]):
+        text = text[: piece.begin - left.begin] + piece.text
+    new = next(_encoded(tokenizer, iter([(left.file, left.begin, text, False)]))) if len(text) <= LONGEST else None
+    if new is None or not np.array_equal(new.ids[: left.first], left.ids[: left.first]):
         raise ValueError(
-            f"{held.file}: the tokenizer finds no place to cut the text after character {held.begin:,} (a run of one "
+            f"{left.file}: the tokenizer finds no place to cut the text after character {left.begin:,} (a run of one "
             f"character, or a word that goes on for ever): cut the file there, or leave the stretch out."
         )
-    return replace(new, last=others[-1].last, first=held.first)
+    return replace(new, last=others[-1].last, first=left.first)

@@ -269,8 +269,8 @@ class TokenSequences(ByteSequences):
         wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # unscanned files, or changed since
         if len(wrong):
             at = int(wrong[0])
-            found = self.start + index * self.seq_len + start + at
-            path, position = self.stream.where(found)  # type: ignore[attr-defined]
+            place = self.start + index * self.seq_len + start + at
+            path, position = self.stream.where(place)  # type: ignore[attr-defined]
             raise ValueError(out_of_range(int(tokens[at]), path, position, self.vocab_size))
         return tokens
 
@@ -367,11 +367,11 @@ class TokenDataModule(SequenceDataModule):
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
-        given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
-        self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
+        options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
+        self.paths = {x: required_paths(x, p) for x, p in options.items() if x == "paths" or p is not None}
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
-        own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
-        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
+        separate = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "paths")
         if dtype is not None:
             one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
         self.dtype, self.header = dtype, integer(header, "data.header", 0)
@@ -402,13 +402,13 @@ class TokenDataModule(SequenceDataModule):
             return
         files = {name: files_of(name, paths, SUFFIXES) for name, paths in self.paths.items()}
         _refuse_shared(files)
-        streams = {name: self._stream(found) for name, found in files.items()}
+        streams = {name: self._stream(paths) for name, paths in files.items()}
         ends = self._scanned(streams)
         parts = {}
         for split, (start, stop) in split_bounds(len(streams["paths"]), self.fractions).items():
-            own = f"{split}_paths"
-            name = own if own in streams else "paths"
-            start, stop = (0, len(streams[own])) if own in streams else (start, stop)
+            option = f"{split}_paths"
+            name = option if option in streams else "paths"
+            start, stop = (0, len(streams[option])) if option in streams else (start, stop)
             parts[split] = _Part(streams[name], start, stop, ends[name])
             if self.wanted(split) is None:
                 self._check_split(split, stop - start, len(streams[name]))
@@ -431,8 +431,8 @@ class TokenDataModule(SequenceDataModule):
 
     def wanted(self, split: str) -> str | None:
         """None where a split was asked for, else the setting that says it was not."""
-        asked = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
-        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
+        present = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
 
     def _stream(self, files: list[str]) -> TokenStream:
         return TokenStream([token_file(path, os.path.getsize(path), self.dtype, self.header) for path in files])
@@ -467,11 +467,11 @@ class TokenDataModule(SequenceDataModule):
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
     """No file may serve two splits."""
-    seen: dict[str, str] = {}
-    for name, found in files.items():
-        for path in found:
-            before = seen.setdefault(os.path.realpath(path), name)
-            if before != name:
+    first_use: dict[str, str] = {}
+    for name, paths in files.items():
+        for path in paths:
+            other = first_use.setdefault(os.path.realpath(path), name)
+            if other != name:
                 raise ValueError(
-                    f"{path} is in data.{before} and in data.{name}: a file may serve one split only; leave it out of one"
+                    f"{path} is in data.{other} and in data.{name}: a file may serve one split only; leave it out of one"
                 )

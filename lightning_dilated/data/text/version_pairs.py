@@ -144,11 +144,11 @@ def write_version_pairs(
     if os.path.samefile(*roots):
         raise ValueError(f"old and new are both {roots[0]}: name the two versions of the tree")
     targets = _targets(Path(out), options)
-    taken = _taken(roots, options)
-    used = [file for file in taken if not (options.changed_only and _equal(roots, file))]
+    common = _taken(roots, options)
+    used = [file for file in common if not (options.changed_only and _equal(roots, file))]
     if not used:
         raise ValueError(
-            f"all {len(taken):,} files are equal in both trees: leave changed_only out, or name other trees"
+            f"all {len(common):,} files are equal in both trees: leave changed_only out, or name other trees"
         )
     plan = {split: _planned(used, split, options) for split in _SPLITS if split in targets}
     result = VersionPairs(
@@ -156,7 +156,7 @@ def write_version_pairs(
         samples={split: len(samples) for split, samples in plan.items()},
         json_path=str(targets["json"]),
         seq_len=options.seq_len,
-        files=len(taken),
+        files=len(common),
         changed=len(used) if options.changed_only else None,
     )
     _write(roots, targets, plan, options.seq_len, _about(roots, plan, result, options))
@@ -179,19 +179,19 @@ def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
                 top = sorted({name.split("/")[0] for name in common})
                 shown = ", ".join(top[:12]) + (", ..." if len(top) > 12 else "")
                 raise ValueError(f"{option} names {folder!r}, but no file of both trees lies there. They have: {shown}")
-    taken = [
+    chosen = [
         _File(name, old[name], new[name])
         for name in common
         if (not options.suffixes or name.endswith(tuple(options.suffixes)))
         and (not options.include or _below(name, [*options.include, *options.hold_out]))
         and not _below(name, options.exclude)
     ]
-    if not taken:
+    if not chosen:
         raise ValueError(
             f"none of the {len(common):,} files of both trees is left by suffixes {options.suffixes}, include "
             f"{options.include} and exclude {options.exclude}: take more"
         )
-    return taken
+    return chosen
 
 
 def _plain_files(root: str) -> Iterator[tuple[str, int]]:
@@ -221,14 +221,14 @@ def _equal(roots: tuple[str, str], file: _File) -> bool:
 # -- which samples -----------------------------------------------------------------------------------------------------
 def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]:
     """The samples of a split in the order in which they are written. Raises: ValueError where there is none."""
-    own = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
+    chosen = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
     rng = np.random.default_rng([options.seed, _SPLITS.index(split)])
-    samples = list(_filled(own, rng, options))
+    samples = list(_filled(chosen, rng, options))
     if not samples:
-        total = f"{sum(x.old for x in own):,} bytes in the old and {sum(x.new for x in own):,} in the new tree"
+        total = f"{sum(x.old for x in chosen):,} bytes in the old and {sum(x.new for x in chosen):,} in the new tree"
         change = "hold out less" if split == "train" else "hold out more"
         raise ValueError(
-            f"the {split} split has {len(own):,} files of {total}, which do not fill a sample of seq_len = "
+            f"the {split} split has {len(chosen):,} files of {total}, which do not fill a sample of seq_len = "
             f"{options.seq_len}, about half of it from each: lower seq_len, take more files, or "
             f"{change if options.hold_out else 'name other trees'}"
         )
