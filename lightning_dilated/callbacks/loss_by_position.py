@@ -1,4 +1,4 @@
-"""LossByPosition: validation loss by position, which shows whether a model uses far context.
+"""LossByPosition: validation loss by position, which shows whether a model uses distant context.
 
 Shape letters: B batch, N tokens, L tokens of this rank.
 """

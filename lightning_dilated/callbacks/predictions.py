@@ -1,9 +1,7 @@
-"""PredictionWriter: what `predict` returns, as one CSV row a sequence.
+"""Writers for `predict`: PredictionWriter, a CSV row for each sequence, and AttentionWriter, weights for each slide.
 
-AttentionWriter: under `predict`, a file for each slide with what the class token attends to.
-
-Shape letters: B sequences of a batch, E numbers of a sequence, such as its embedding's, N rows (the blank one in
-front), T tiles of a slide, H heads.
+Shape letters: B sequences of a batch, E numbers of a sequence (such as its embedding), N rows (the blank one first), T tiles
+of a slide, H heads.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class PredictionWriter(BasePredictionWriter):
 
     Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
     front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
-    where it begins with one, as `data.csv_fields.plain_field` does.
+    where it begins with one, as `data.files.plain_field` does.
 
     Args:
         path: of the CSV; None means `predictions.csv` in the logger's folder.

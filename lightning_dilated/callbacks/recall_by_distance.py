@@ -1,4 +1,4 @@
-"""RecallByDistance: the share of right answers by the distance that they are recalled over.
+"""RecallByDistance: the share of right answers by the distance over which they are recalled.
 
 Shape letters: B batch, N tokens, L tokens of this rank.
 """

@@ -1,4 +1,4 @@
-"""RunReport: a run explains itself: what its pattern sees, how validation compares to a bigram model, and two pictures."""
+"""RunReport: what a run's pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-dilated consolidate`: the weights of a checkpoint, in parts or whole, as one safetensors file."""
+"""`lightning-dilated consolidate`: the weights of a sharded or whole checkpoint as a safetensors file or a model folder."""
 
 from __future__ import annotations
 

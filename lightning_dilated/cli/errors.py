@@ -1,4 +1,4 @@
-"""How the command line says what is wrong: one line, unless a traceback is asked for."""
+"""Errors of the command line: one line each, or a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-dilated explain`: what a pattern can and cannot see at a length, of a recipe or of given sizes, with the fixes.
+"""`lightning-dilated explain`: what a pattern can and cannot see at a length, and what to change; of a recipe or of options.
 
 Shape letters: N tokens, H heads, D head dim.
 """

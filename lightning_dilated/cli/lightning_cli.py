@@ -1,7 +1,5 @@
-"""Arguments before they are parsed: recipes by name, and the settings of a checkpoint's model.
-
-The LightningCLI of fit, validate, test and predict: any DilatedModule, any LightningDataModule.
-"""
+"""LightningCLI for fit, validate, test and predict: any DilatedModule and LightningDataModule, recipes by name, and a
+checkpoint's model settings between those of the recipe and of the command line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading a checkpoint safely: what it holds, as plain values and tensors, or one clear error."""
+"""Checkpoints for the commands: read without running code in the file, and turned into a model, or one clear error."""
 
 from __future__ import annotations
 

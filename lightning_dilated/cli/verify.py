@@ -1,10 +1,6 @@
-"""`lightning-dilated verify`: this machine's ranks against one rank's definition of the same call.
+"""`lightning-dilated verify`: small calls on many ranks of this machine against one rank's answer by definition.
 
-The calls that `verify` makes on many ranks, the one rank's answer by definition, and the comparison of the two.
-
-Ranks in processes of their own for one job: what each gives comes back as it is made, and a rank that dies ends the job.
-
-The command `verify`: options, the table of the largest errors, and the exit code.
+`run_ranks` starts the ranks as processes for one job; results are sent back as they are made, and a rank that dies ends it.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
 """
@@ -224,6 +220,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-2))
 
 
+# -- ranks in processes ------------------------------------------------------------------------------------------------
 #: seconds that the other ranks get, after one failed, to say what happened to them
 GRACE = 3.0
 _DONE = "done"
@@ -340,6 +337,7 @@ def _work(
         send("error", f"{type(error).__name__}: {error} [{last.filename}:{last.lineno}]")
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
     """The options of `verify`."""
     p = argparse.ArgumentParser(

@@ -247,8 +247,8 @@ def split_fractions(fractions: dict[str, float | None], separate: dict[str, bool
     for split, share in shares.items():
         if separate[split] and share > 0:
             raise ValueError(
-                f"data.{split}_fraction is {share} and data.{split}_{option} is set too: a split is either a share of the data "
-                f"or has data of its own; leave one of them out"
+                f"data.{split}_fraction is {share} and data.{split}_{option} is set too: a split is either a share of the "
+                "data or has data of its own; leave one of them out"
             )
     if sum(shares.values()) >= 1:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`lightning-dilated bench`: what this machine can do, the op and the links between its ranks."""
+"""`lightning-dilated bench`: measurements of this machine: the op, and the links between its ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lightning-dilated bench attention`: the op on this machine, each engine beside dense attention of the same FLOPs.
+"""`lightning-dilated bench attention`: time and memory of the op, next to dense attention of the same FLOPs.
 
 Shape letters: N tokens, H heads, D head dim.
 """

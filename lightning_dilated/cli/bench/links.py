@@ -1,6 +1,4 @@
-"""What one rank measures for `bench links`: seconds of the exchanges' own all-to-all, over few bytes and many, near and far.
-
-`lightning-dilated bench links`: what an all-to-all between this machine's ranks takes, for the planner to reckon with.
+"""`lightning-dilated bench links`: an all-to-all between ranks, from which the planner takes latency and bandwidth.
 
 Every rank sends bytes to some others and receives as many, as the exchanges do, all ranks at once.
 
@@ -121,6 +119,7 @@ def _slowest(seconds: float, device: str) -> float:
     return slowest.item()
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
 SIZES = tuple(1 << n for n in range(16, 27, 2))
 #: seconds that no measured latency may fall below
 LEAST = 1e-7

@@ -1,6 +1,4 @@
-"""FASTA files on disk: gzip undone once in a cache folder, and the index by which a plain file is read by range.
-
-The records of FASTA files, read by range after every letter was looked at once.
+"""FASTA files: decompressed once into a cache folder, indexed, scanned once, and then read by range.
 
 A record's bases are codes: A 0, C 1, G 2, T 3 (and U), N 4 (and every other IUPAC letter); lower case is the same.
 """
@@ -130,6 +128,7 @@ def _lock(target: Path) -> Iterator[None]:
         os.close(lock)
 
 
+# -- the index ---------------------------------------------------------------------------------------------------------
 def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
@@ -206,6 +205,7 @@ def stale(file: str, what: str) -> ValueError:
     )
 
 
+# -- records -----------------------------------------------------------------------------------------------------------
 LETTERS = "ACGTN"
 N_CODE = 4
 _OTHER, _ILLEGAL = 5, 255

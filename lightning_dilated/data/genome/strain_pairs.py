@@ -1,11 +1,9 @@
-"""Where the genomes of two strains correspond: 32-mers that occur once in each.
+"""StrainPairsDataModule: two strains of a species next to each other, so that the second half can be copied from the first.
 
-A 32-mer and its reverse complement count as one: its number is the smaller one of both, read as digits of base 4. Of
-these numbers one in SAMPLED is kept, chosen by a hash of the number alone. So two strains keep the same ones of what
-they share, and a kept 32-mer occurs as often in the genome as among those kept. An index takes about 23 bytes for
-SAMPLED bases.
-
-A DataModule of two strains side by side: the second half of a sample can be read off the first, far back.
+The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number is
+the smaller one of both, read as digits of base 4. Of these numbers one in SAMPLED is kept, chosen by a hash of the number
+alone: two strains keep the same ones of what they share, and a kept 32-mer occurs as often in the genome as among those
+kept. An index takes about 23 bytes for SAMPLED bases.
 
 Shape letters: K 32-mers of an index, M of a query, B batch, N bases of a sample (`seq_len`).
 """

@@ -1,11 +1,9 @@
-"""What looks wrong about the coordinates of a slide's tiles, before positions that are wrong reach a model unseen.
+"""Checks of slides before training: coordinates against the tile size, files against the csv, sizes.
 
 An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). Coordinates in another unit, or of another
 magnification than `tile_size`, give no error there: many tiles share a cell, or all lie too far apart.
 
-What SlideDataModule checks before training: files against the csv, sizes, and many faults told in one error.
-
-Shape letters: N tiles of a slide, F features of a tile.
+Shape letters: N tiles of a slide.
 """
 
 from __future__ import annotations
@@ -143,8 +141,8 @@ def _negative(values: np.ndarray) -> list[str]:
         return []
     return [
         f"{len(negative):,} of {len(values):,} tiles have a negative coordinate, the first is tile {negative[0]} at "
-        f"{tuple(values[negative[0]].tolist())}. Count pixels from the slide's upper left corner (rows of a class token or of "
-        "padding are not tiles: leave them out)."
+        f"{tuple(values[negative[0]].tolist())}. Count pixels from the slide's upper left corner (rows of a class token or "
+        "of padding are not tiles: leave them out)."
     ]
 
 
@@ -178,8 +176,8 @@ def _same_place(values: np.ndarray) -> list[str]:
     first, second = sorted(int(x) for x in order[repeated[0] : repeated[0] + 2])
     place = tuple(values[first].tolist())
     return [
-        f"tiles {first} and {second} both lie at {place}, and {len(repeated):,} of {len(values):,} tiles lie where another one "
-        "does: remove those that are listed twice, or extract this slide again."
+        f"tiles {first} and {second} both lie at {place}, and {len(repeated):,} of {len(values):,} tiles lie where another "
+        "one does: remove those that are listed twice, or extract this slide again."
     ]
 
 
@@ -248,7 +246,8 @@ def grid_faults(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: 
     ]
 
 
-#: faults that one error tells of
+# -- files, the csv and sizes ------------------------------------------------------------------------------------------
+#: faults that one error lists
 SHOWN = 5
 
 
@@ -346,8 +345,8 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
     if len(stated) > 1:
         statements = ", ".join(f"{path} says {size}" for size, path in sorted(stated.items()))
         raise ValueError(
-            f"slides have tiles of different level-0 widths ({statements}), so one model would place them differently: train on "
-            "slides of one magnification, or cut the tiles anew"
+            f"slides have tiles of different level-0 widths ({statements}), so one model would place them differently: "
+            "train on slides of one magnification, or cut the tiles anew"
         )
     return next(iter(stated), None)
 

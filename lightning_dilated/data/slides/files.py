@@ -1,17 +1,6 @@
-"""What the writer of a slide file left beside the coordinates: the side of a tile, and the size of the slide.
+"""Slide files (.h5 and .pt): what a file states, and the features and coordinates of chosen tiles.
 
-TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
-writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the level-0
-pixels of one of those. Coordinates of both count level-0 pixels.
-
-Opening .h5 files of others: what they hold lies in them, and is as large as they say.
-
-HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
-never written as zeros, as many as a header declares. Both are refused before a row is read.
-
-Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles.
-
-A file is opened for each read and closed after it, so nothing that is open can cross a fork or be pickled.
+A file is opened for each read and closed after it, so that no handle crosses a fork or is pickled.
 
 Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
 """
@@ -32,6 +21,11 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.data.files import refuse_special, spread
+
+# -- sizes in the attributes -------------------------------------------------------------------------------------------
+# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
+# writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the
+# level-0 pixels of one of those. Coordinates of both count level-0 pixels.
 
 #: pixels that no slide reaches: above, an attribute is not a size
 _LARGEST = 1 << 31
@@ -115,6 +109,10 @@ def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> Va
         "from the file and set data.tile_size"
     )
 
+
+# -- HDF5 files from other people --------------------------------------------------------------------------------------
+# HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
+# never written as zeros, as many as a header declares. Both are refused before a row is read.
 
 #: bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
 MOST_PACKED = 1100
@@ -228,6 +226,7 @@ def _elsewhere(path: str, name: str, how: str, file: Any) -> ValueError:
     )
 
 
+# -- slides ------------------------------------------------------------------------------------------------------------
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
 #: endings of images, which names of feature files and ids of a csv may carry or not

@@ -1,8 +1,6 @@
-"""How DataModules over files divide their data: shares of it, or files or names of their own for validation and test.
+"""The labels csv of slides: rows, splits, and labels as numbers; every fault is reported with its line.
 
-The labels csv of slides: rows, splits, and labels as numbers; every fault is named with its line.
-
-A row says a slide's id and, in columns whose names are given, its label, its split and its group (a patient, say).
+A row has a slide's id and, in columns whose names are options, its label, its split and its group (a patient, say).
 """
 
 from __future__ import annotations
@@ -300,6 +298,7 @@ def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list
     missing = [name for i, name in enumerate(classes) if i not in trained]
     if missing:
         warnings.warn(
-            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or data.classes.",
+            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or "
+            "data.classes.",
             stacklevel=2,
         )

@@ -1,11 +1,9 @@
-"""Slides as a dataset of sequences of unequal length, of which a rank reads its tiles only.
+"""SlideDataModule: whole slides as sequences of unequal length, of which a rank reads its tiles only.
 
 A slide of T tiles is a sequence of N positions: T + 1 with a class token, whose blank row (features 0, coords -1) comes
 first, so that tile t lies at position t + 1; T without.
 
-A DataModule of whole slides: tile features and coordinates from .h5 or .pt files, with labels from a csv.
-
-Shape letters: B batch, N positions, T tiles, F features, and one for the class token).
+Shape letters: B batch, N positions, T tiles, F features.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Bits per byte of an add-one-smoothed bigram model: the number that a trained model should beat.
-
-A DataModule that serves any files as one stream of bytes cut into sequences of any length.
+"""ByteDataModule: any files as one stream of bytes cut into sequences, and the bigram model that is their baseline.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """

@@ -1,13 +1,10 @@
-"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): text to token ids, and ids to text as they come.
+"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): ids to text as they come, and text files to token files.
 
-Text files to one file of token ids, as `TokenDataModule` reads it, in bounded memory.
-
-A long text is encoded in pieces that overlap. Neighbours are joined at a stretch of tokens on which both agree, far from
-the ends of either. The tokens are those of the text as a whole for every tokenizer whose tokens depend on at most OVERLAP
-// 2 = 2,048 characters before and after where they begin: the usual ones, which cut at words, but for longer runs and words.
-Where pieces disagree they are encoded together, or refused. What is NOT seen is a dependence on what is farther away than
-that while the pieces agree, as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart: the tokens
-may differ then, without an error.
+Files are encoded in bounded memory: a long text in pieces that overlap, which are joined at a run of tokens on which both
+agree, far from the ends of either. The result is that of the whole text for every tokenizer whose tokens depend on at most
+OVERLAP // 2 = 2,048 characters before and after their beginning, as those that cut at words do, unless a word is longer.
+Pieces that disagree are encoded together, or refused. A dependence on text farther away is NOT detected while the pieces
+agree, such as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart.
 """
 
 from __future__ import annotations
@@ -151,6 +148,7 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
 
 
+# -- text files to token files -----------------------------------------------------------------------------------------
 #: characters of a piece, and of what it shares with the next one
 PIECE, OVERLAP = 1 << 17, 1 << 12
 #: pieces that are encoded at once, on as many cores

@@ -1,6 +1,4 @@
-"""Files of token ids, .npy or raw, as one read-only stream that is read by range.
-
-A DataModule that serves files of token ids as one stream cut into sequences, with documents where a token ends them.
+"""TokenDataModule: files of token ids (.npy or raw) as one stream cut into sequences, with documents if a token ends them.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`), D documents of a sequence.
 """
