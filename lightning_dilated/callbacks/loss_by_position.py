@@ -31,8 +31,8 @@ class LossByPosition(pl.Callback):
 
     Octave k holds positions 2^k - 1 to 2^(k + 1) - 2 of their sequence, counted from 0, or of their document where batches
     are packed; the eighths are those of the sequence's, sample's or document's length. After each validation the
-    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is drawn anew.
-    A model that uses far context has a loss that falls from octave to octave.
+    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn.
+    A model that uses distant context has a loss that falls from octave to octave.
 
     Args:
         table: print the table.
@@ -53,7 +53,7 @@ class LossByPosition(pl.Callback):
         self._folder = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """See that the model is one that has a loss for each token, and ask for the folder, which all ranks have to do."""
+        """Check that the model has a loss for each token, and find the folder, which takes all ranks."""
         if not isinstance(pl_module, LongNetLM):
             raise TypeError(
                 f"LossByPosition needs a LongNetLM, whose tokens each have a loss; got {type(pl_module).__name__}. Remove "
@@ -62,7 +62,6 @@ class LossByPosition(pl.Callback):
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
         self._sums = torch.zeros(2, OCTAVES + EIGHTHS, dtype=torch.float64, device=pl_module.device)
         pl_module.watch_losses = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
 
@@ -93,7 +92,7 @@ class LossByPosition(pl.Callback):
             self._write()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Detach from the model."""
         pl_module.watch_losses = None  # type: ignore[assignment]
         self._sums = None
 

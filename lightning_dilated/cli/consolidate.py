@@ -27,7 +27,6 @@ SUFFIX = ".safetensors"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `consolidate`."""
     p = argparse.ArgumentParser(
         "lightning-dilated consolidate",
         description="Write the weights of a checkpoint as safetensors; optimizer states are left out and never read.",
@@ -49,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """(the checkpoint that a path means, its model's tensors, all else that it holds).
+    """(the checkpoint of a path, its model's tensors, all other values).
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -64,7 +63,7 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
 
 
 def described(path: Path, tensors: dict[str, Tensor], rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(what config.json holds, each tensor once). A class that is imported here is made, to see that they fit.
+    """(the contents of config.json, each tensor once). A model is made, if its class is imported, to check them.
 
     Raises:
         ValueError: for tensors that do not fit the model.
@@ -90,7 +89,7 @@ def described(path: Path, tensors: dict[str, Tensor], rest: dict[str, Any]) -> t
 
 
 def run(argv: list[str]) -> None:
-    """Parse, read, write, and say what was written.
+    """Parse, read, write, and print what was written.
 
     Raises:
         ModuleNotFoundError: without the library safetensors.

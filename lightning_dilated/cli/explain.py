@@ -21,13 +21,13 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
 
-#: what the command line names, and what it is called in `Sizes`
+#: fields of `Sizes` and their options
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What there is to explain; None where neither recipe nor options say it."""
+    """The patterns and sizes to explain; None for what neither recipe nor options have."""
 
     patterns: tuple[DilatedPattern, ...] = ()
     seq_len: int | None = None
@@ -40,9 +40,8 @@ class Sizes:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `explain`."""
     p = argparse.ArgumentParser("lightning-dilated explain", description="What a pattern can and cannot see.")
-    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; options next to it win")
     p.add_argument("--segments", type=int, nargs="+", help="segment lengths of the branches")
     p.add_argument("--dilations", type=int, nargs="+", help="their dilation rates")
     p.add_argument("--offsets", default="interleaved", help="interleaved or blocked (default %(default)s)")
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def of_recipe(path: Path) -> Sizes:
+def sizes_of_recipe(path: Path) -> Sizes:
     """The sizes of a recipe's model and data.
 
     Raises:
@@ -80,7 +79,7 @@ def of_recipe(path: Path) -> Sizes:
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """The class of a class_path; names without a module are the package's own."""
+    """The class of a class_path; names without a module are the package's."""
     name = str(class_path)
     try:
         return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
@@ -89,7 +88,7 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 
 
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A model's arguments; without `max_seq_len`, and with no base or "length", it is made for the data's N tokens."""
+    """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
     known = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
     names = inspect.signature(cls).parameters if known else {}
     takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
@@ -115,13 +114,13 @@ def seq_len_of(path: Path, data: Any) -> int | None:
     return length if isinstance(length, int) else None
 
 
-def settled(args: argparse.Namespace) -> Sizes:
+def resolve_sizes(args: argparse.Namespace) -> Sizes:
     """The recipe's sizes, and over them those of the command line.
 
     Raises:
         ValueError: naming the options that are missing.
     """
-    sizes = of_recipe(args.config) if args.config else Sizes()
+    sizes = sizes_of_recipe(args.config) if args.config else Sizes()
     if (args.segments is None) != (args.dilations is None):
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
@@ -140,7 +139,7 @@ def settled(args: argparse.Namespace) -> Sizes:
 
 
 def table(sizes: Sizes, seen: Explanation) -> list[str]:
-    """The findings, one a line."""
+    """The lines of the report."""
     of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
     dead = [
         f"branches[{i}]{of_layer(layer)}: {len(x)} of {seen.patterns[layer].branches[i].dilation_rate}"
@@ -180,7 +179,7 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 
 def run(argv: list[str]) -> None:
     """Parse, explain, and print the table, and what to change for each problem."""
-    sizes = settled(parser().parse_args(argv))
+    sizes = resolve_sizes(parser().parse_args(argv))
     arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
     seen = explain(sizes.patterns, *arguments)
     print("\n".join([*table(sizes, seen), ""]))

@@ -21,14 +21,13 @@ from lightning_dilated.models.longnet.lm import check_sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: bytes or tokens to add, unless told otherwise
+#: default number of bytes or tokens to add
 _COUNT = 256
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `generate`."""
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
-    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
     p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
     p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
     p.add_argument("--prompt", help="text to continue; - reads standard input")
@@ -78,7 +77,7 @@ def _one_count(where: str, count: int | None, tokens: int | None) -> None:
 
 
 def _typed(config: Path, action: argparse.Action, value: object) -> object:
-    """A value of a config, as its option would read it."""
+    """A value of a config, converted as its option would."""
     kind = bool if action.nargs == 0 else action.type or str
     if isinstance(value, bool) != (kind is bool):
         raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
@@ -99,10 +98,10 @@ def check_device(name: str) -> None:
 
 
 def unescaped(text: str) -> str:
-    r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
+    r"""A character or token from itself or its escape, such as \n; "" for an invalid escape."""
     try:
         character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-        character.encode()  # half a character is none
+        character.encode()  # raises for half a character
         return character
     except UnicodeError:
         return ""
@@ -136,7 +135,7 @@ def prompt_of(text: str) -> str:
 
 
 def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
-    """The token that ends the text, from what it says."""
+    """The token that ends the text, from its text."""
     if text is None:
         return None
     whole = tokenizer.token_to_id(text)
@@ -157,7 +156,7 @@ def stop_byte(text: str | None) -> int | None:
 
 
 def print_bytes(chunks: Iterable[bytes]) -> None:
-    """Print UTF-8 text as its bytes come; what is no text is shown as the replacement character."""
+    """Print UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for chunk in chunks:
         print(decoder.decode(chunk), end="", flush=True)
@@ -165,7 +164,6 @@ def print_bytes(chunks: Iterable[bytes]) -> None:
 
 
 def count_of(args: argparse.Namespace) -> int:
-    """Bytes or tokens to add."""
     if args.max_new_tokens is not None and args.tokenizer is None:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"

@@ -57,7 +57,7 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             "for both."
         )
     settings = [] if class_name else [f"--model={model['class_path']}"]
-    hparams = without_training(model["init_args"])  # how to train is the recipe's to say
+    hparams = without_training(model["init_args"])  # training options are the recipe's
     try:
         check_classes(
             {**hparams, **({} if class_name else {"class_path": stored_class})},
@@ -99,7 +99,7 @@ def named_modules(configs: list[str], rest: list[str]) -> set[str]:
 
 
 def read(configs: list[str]) -> list[dict[str, Any]]:
-    """The mappings in config files; a file that is none is left to the parser, which says what is wrong with it."""
+    """The mappings in config files; other files are left to the parser, which reports what is wrong with them."""
     mappings = []
     for word in configs:
         path = Path(word.partition("=")[2] or word)
@@ -132,7 +132,7 @@ def option(argv: list[str], name: str) -> str | None:
 
 
 def recipe_folders() -> list[Path]:
-    """Where recipes of the package lie: inside the wheel, or beside the package in a checkout."""
+    """Folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
 
@@ -141,7 +141,7 @@ def find_recipe(name: str) -> str:
     """The path of a config: as given, else the package's recipe of that file name."""
     if Path(name).is_file():
         return name
-    in_package = Path(name).parent in (Path("."), Path("recipes"))  # any other folder was meant as it stands
+    in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
     for folder in recipe_folders():
         if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
@@ -161,10 +161,9 @@ def with_recipes(argv: list[str]) -> list[str]:
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose complaints fit on a screen: what is wrong, without a page of options above it."""
+    """A parser with short errors: what is wrong, without the list of options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the essence and stop."""
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
         fail(f"{essence(message)}\n`{PROG} {' '.join(sys.argv[1:2])} --help` lists all keys.")
@@ -191,15 +190,15 @@ class DilatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The data is Python's own source unless something else is named."""
-        if not names_data(sys.argv[2:]):  # else its defaults would become those of the class that is named
+        """The default data is Python's source code."""
+        if not names_data(sys.argv[2:]):  # else its defaults would become those of the named class
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
+        """Does nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
 
     def before_instantiate_classes(self) -> None:
-        """A model whose recipe says nothing of its positions is made for sequences as long as the data's."""
+        """Without positions in the recipe, the model is made for sequences as long as the data's."""
         config = self.config.get(str(self.subcommand), self.config)
         model, data = config.model, config.data.get("init_args") or {}
         with contextlib.suppress(ValueError):  # a class that cannot be imported is the parser's to report
@@ -215,9 +214,9 @@ class DilatedCLI(LightningCLI):
             self.check_data()
 
     def check_data(self) -> None:
-        """Let the data say what is wrong with them, and see that a text's bytes are what the model takes."""
-        dims = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
-        is_text = type(self.datamodule) is ByteDataModule  # a subclass of one's own may bring anything
+        """Run the data's own checks, and check that a model of something else does not get bytes of texts."""
+        dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
+        is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
         if is_text and dims is not None and ("tokens" not in dims or labelled):
             raise ValueError(_other_data(self.model, dims))
@@ -226,7 +225,7 @@ class DilatedCLI(LightningCLI):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Lightning's, with a writer for what our models predict unless the recipe has one."""
+        """Add a writer for our models' predictions unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
         is_ours = isinstance(self.model, (TokenModel, PooledModule))
@@ -235,7 +234,7 @@ class DilatedCLI(LightningCLI):
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run; what is noticed before the first step is a wrong setting too, and one line."""
+        """Run; an error before the first step is a wrong setting too, and one line."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
         before = read_checkpoint(path).get("global_step", 0) if resumed else 0
@@ -251,7 +250,7 @@ class DilatedCLI(LightningCLI):
             fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
 
     def _differences(self, path: str) -> str:
-        """The hyperparameters that a checkpoint has otherwise."""
+        """The hyperparameters that differ from the checkpoint's."""
         stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
         differences = [
             f"{k} is {stored[k]!r} there and {current[k]!r} here"

@@ -13,7 +13,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.pretrained import TRAINING, current_class_path
 
-#: ids that a vocabulary is padded by at most, as usual
+#: ids by which vocabularies are usually padded at most
 _PADDING = 1024
 
 
@@ -51,7 +51,7 @@ def model_config(stored: dict[str, Any]) -> dict[str, Any]:
 def load_module(path: str | Path) -> DilatedModule:
     """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
 
-    The checkpoint's optimizer and scheduler are not read: the module has its class's own.
+    The checkpoint's optimizer and scheduler are not read: the module has the defaults of its class.
 
     `path` is a .ckpt, or a folder that `save_pretrained` wrote.
 
@@ -79,8 +79,8 @@ def load_language_model(path: str | Path, vocab_size: int | None = None) -> Long
     """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
-    unused, or more than half, it warns; it cannot know, as a checkpoint does not hold its tokenizer. What is over bytes
-    (vocab_size 256 and bytes_per_token 1) is never padded.
+    unused, or more than half, it warns, as a checkpoint does not hold its tokenizer. A model over
+    bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
         ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or

@@ -39,12 +39,12 @@ PATTERNS = {
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
     "blocked": (DilatedPattern.longnet([12, 50], [1, 4], offsets="blocked"), 4, 4),
     "head groups": (DilatedPattern.head_groups([16, 96], [1, 3], num_heads=6), 6, 2),
-    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # ranks of larger head groups hold none
+    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # with larger head groups, some ranks have no head
 }
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error, of the largest value, that counts as agreement; by the dtype of q, k and v
+#: largest error that counts as agreement, relative to the largest value; by the dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -72,11 +72,9 @@ class Check:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is compared."""
         return MODEL if self.pattern == "LongNetLM" else ATTENTION
 
     def settings(self) -> dict[str, Any]:
-        """What `SequenceGroup` takes."""
         return {"exchange": self.exchange, "layout": self.layout, "head_size": self.head_size}
 
     def served(self, ranks: int) -> bool:
@@ -94,7 +92,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors by name, relative to the largest value; `note` says what is wrong where no error can be told."""
+    """Errors by name, relative to the largest value; `note` says what is wrong where there is no error to compute."""
 
     check: Check
     errors: dict[str, float]
@@ -102,13 +100,12 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything was found, and is within what the dtype allows; NaN is not."""
+        """Whether all errors are there and within the dtype's limit; NaN is not."""
         within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
         return not self.note and all(within)
 
 
 def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check]:
-    """All checks on R ranks."""
     patterns = list(PATTERNS)[:2] if quick else list(PATTERNS)
     exchanges = ("ring", "butterfly", "auto") if quick else EXCHANGES
     modes = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
@@ -165,7 +162,7 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """The same call by this machine's own engine, on one rank."""
+    """The same call by this machine's engine, on one rank."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)
@@ -195,7 +192,7 @@ def _part(check: Check, at: list[int], group: SequenceGroup, device: str) -> dic
 
 
 def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
-    """All ranks' parts, put together, against one rank's answer."""
+    """All ranks' parts, joined, against one rank's answer."""
     positions = [p for at, _ in parts for p in at]
     if sorted(positions) != list(range(check.seq_len)):
         return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
@@ -203,7 +200,7 @@ def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[lis
     whole = {}
     for name in check.names:
         each = [part[name] for _, part in parts]
-        if name == "loss":  # every rank says the loss of all
+        if name == "loss":  # every rank computes the loss of all
             whole[name] = max(each, key=lambda x: float((x - expected["loss"]).abs().nan_to_num(nan=torch.inf)))
         else:
             whole[name] = sum(each) if name == "gradients" else torch.cat(each, 1)
@@ -221,7 +218,7 @@ def _error(actual: Tensor, expected: Tensor) -> float:
 
 
 # -- ranks in processes ------------------------------------------------------------------------------------------------
-#: seconds that the other ranks get, after one failed, to say what happened to them
+#: seconds that the other ranks get to report after one failed
 GRACE = 3.0
 _DONE = "done"
 
@@ -275,7 +272,7 @@ def run_ranks(
 
 
 def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
-    """Read until every rank is done; raise where one is not going to be."""
+    """Read until every rank is done; raise RanksFailed if one will not be."""
     late = False
     while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
         ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
@@ -339,7 +336,6 @@ def _work(
 
 # -- the command -------------------------------------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
-    """The options of `verify`."""
     p = argparse.ArgumentParser(
         "lightning-dilated verify",
         description="Small random calls on many ranks of this machine against one rank's definition, with gradients.",
@@ -372,7 +368,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
-    """Every check's verdict, from what each rank gave."""
+    """The verdict of each check, from the results of each rank."""
     return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *results, strict=True)]
 
 
@@ -385,7 +381,7 @@ def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """One row for each way to exchange: the largest errors over patterns, lengths and directions."""
+    """One row for each exchange, layout and dtype: the largest errors over patterns, lengths and directions."""
     rows: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         c = v.check

@@ -20,7 +20,7 @@ _MAGIC = frozenset("*?[")
 
 
 def path_list(paths: object) -> list[str] | None:
-    """Return `paths` as a list of strings, or None where it is None; nothing on disk is looked at.
+    """Return `paths` as a list of strings, or None for None; does not access the disk.
 
     Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path.
     """
@@ -167,7 +167,7 @@ def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
             raise FileNotFoundError(
                 f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
             )
-        elif suffixes is not None:  # named like data; other sockets and the like of a directory are none of ours
+        elif suffixes is not None:  # named like data; other special files of a directory are ignored
             refuse_special(file)
     if not files:
         wanted = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
@@ -275,14 +275,14 @@ def block_starts(size: int) -> list[int]:
 
 
 def same_fingerprint(stored: object, here: object) -> bool:
-    """Whether a checkpoint's fingerprint is that of the data; content counts where both tell of it."""
+    """Whether a checkpoint's fingerprint is that of the data; content is compared if both have it."""
     if isinstance(stored, str) and isinstance(here, str) and (MARK in stored) != (MARK in here):
         return stored.split(MARK)[0] == here.split(MARK)[0]
     return stored == here
 
 
 def tells_content(stored: object, here: object) -> bool:
-    """False where the data tells of its content and the checkpoint does not."""
+    """False if the data's fingerprint covers its content and the checkpoint's does not."""
     return not (isinstance(stored, str) and isinstance(here, str) and MARK in here and MARK not in stored)
 
 
@@ -295,7 +295,7 @@ class ByteStream:
 
     Args:
         files: paths of regular files.
-        max_open: how many files are kept mapped.
+        max_open: most files that are mapped at a time.
 
     Raises: FileNotFoundError or PermissionError from looking up a size, ValueError for max_open < 1.
     """
@@ -313,7 +313,6 @@ class ByteStream:
         self._content: str | None = None
 
     def __len__(self) -> int:
-        """Total number of bytes."""
         return int(self._ends[-1]) if self.files else 0
 
     def fingerprint(self) -> str:
@@ -322,7 +321,7 @@ class ByteStream:
         return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
 
     def content(self) -> str:
-        """A digest of some blocks of the files (`content.files_digest`), as they were when it was first asked for."""
+        """A digest of some blocks of the files (`files_digest`), computed once."""
         if self._content is None:
             self._content = files_digest(self.files)
         return self._content

@@ -21,7 +21,7 @@ from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
 SPLITS = ("train", "val", "test")
-#: share of validation, and of test, where nothing is said
+#: default share of validation, and of test
 SHARE = 0.05
 
 
@@ -35,7 +35,7 @@ class SplitDataModule(pl.LightningDataModule):
         batch_size: B, samples of a batch on each device.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
@@ -53,14 +53,14 @@ class SplitDataModule(pl.LightningDataModule):
         self.seed = integer(seed, "data.seed", 0)
         self.num_workers = integer(num_workers, "data.num_workers", 0)
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
-        # a rank may have no sample of a short validation split, as none is served twice
+        # no sample is served twice, so a rank may have none of a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
+    # -- what a subclass defines ----------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Look at the data on disk, once; raise OSError or ValueError saying what was found and what to change."""
+        """Look at the data on disk, once; raise OSError or ValueError with what is wrong and what to change."""
         raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
 
     def dataset(self, split: str) -> Dataset:
@@ -68,7 +68,7 @@ class SplitDataModule(pl.LightningDataModule):
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
+        """None if a split was requested, else the setting that left it out."""
         return None
 
     def too_few(self, count: int, needed: int, replicas: int) -> str:
@@ -121,7 +121,6 @@ class SplitDataModule(pl.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The test split, as `test_dataloader`."""
         return self._eval_loader("test")
 
     def state_dict(self) -> dict[str, Any]:
@@ -266,7 +265,7 @@ def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, i
 
 
 # -- batches that a worker can send ------------------------------------------------------------------------------------
-# A thread of the worker sends a batch. An error there is printed only, and the training process would wait for ever; so
+# A thread of the worker sends a batch. An error there is only printed, and the training process would wait forever; so
 # what cannot be sent is detected before, where the error still reaches the training process.
 class SendableCollate:
     """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
@@ -279,7 +278,7 @@ class SendableCollate:
 
 
 def sendable(batch: Any) -> Any:
-    """The batch with its tensors detached from the graph of whatever made them; data has no gradient, in a worker or not.
+    """The batch with its tensors detached from any graph: data has no gradient, in a worker or not.
 
     Raises:
         TypeError: in a worker, for what cannot be sent to another process, naming the entry.
@@ -308,7 +307,7 @@ def detached(batch: Any) -> Any:
 
 
 def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of a kind of its own; a plain dict where that kind cannot be made from one."""
+    """A mapping of the batch's class; a plain dict if that class cannot be made from one."""
     try:
         return type(batch)(entries)  # type: ignore[call-arg]
     except TypeError:
@@ -330,7 +329,7 @@ def _refuse_unsendable(batch: Any) -> None:
     for name, x in entries:
         try:
             _WithoutArrays(io.BytesIO()).dump(x)
-        except Exception as error:  # pickle lets through whatever an object's own methods raise
+        except Exception as error:  # pickle passes on whatever the object's methods raise
             where = "a batch" if name is None else f"the entry {name!r} of a batch"
             raise TypeError(
                 f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "

@@ -33,7 +33,7 @@ class ResumableSampler(DistributedSampler):
     Args:
         dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
         num_replicas, rank: number of data-parallel replicas and this one's number.
-        shuffle: permute the samples anew in each epoch; otherwise they come in order.
+        shuffle: permute the samples in each epoch; otherwise they come in order.
         seed: the seed of the permutations.
         drop_last: leave out up to R - 1 samples so that all ranks get equally many; otherwise the last ranks may get
             one fewer. No sample is ever served twice.
@@ -124,8 +124,8 @@ class ResumableLoader(DataLoader):
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch until the first
-        # batch is asked for
+        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch before the first
+        # batch is requested
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own sampler here
             yield from super().__iter__()
@@ -156,8 +156,8 @@ class ResumableLoader(DataLoader):
         """Continue where `state` was taken.
 
         Raises: ValueError if it lacks keys or was taken with another seed, number of samples, sequence length or
-            fingerprint of the data. A state that has no fingerprint yet, or one that tells nothing of content, is taken with
-            a warning.
+            fingerprint of the data. A state without a fingerprint, or with one of names and sizes only, is accepted with a
+            warning.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
@@ -179,7 +179,7 @@ class ResumableLoader(DataLoader):
             self.sampler.on_set_epoch = self._translate_progress
 
     def _check_identity(self, state: dict[str, Any]) -> None:
-        """Raise ValueError for a state of other data, and warn where it says too little to be sure."""
+        """Raise ValueError for a state of other data, and warn where it has too little to compare."""
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
             raise ValueError(

@@ -22,7 +22,7 @@ class SeqLenSchedule:
     """The length of training sequences by optimizer step.
 
     Args:
-        lengths: {step: n}: from this step on (counted from 0) sequences have n tokens. Step 0 is there; every n divides N,
+        lengths: {step: n}: from this step on (counted from 0) sequences have n tokens. It has step 0; every n divides N,
             and the last one is N.
         seq_len: N, the length of validation and test sequences.
 
@@ -60,7 +60,6 @@ class SeqLenSchedule:
         return self.lengths[bisect_right(self.steps, step) - 1]
 
     def state(self) -> dict[int, int]:
-        """The mapping, for checkpoints."""
         return dict(zip(self.steps, self.lengths, strict=True))
 
 
@@ -72,7 +71,7 @@ class ScheduledSequences(Dataset):
             Where it gives "cu_seqlens", which allows one row only, the sequences of n tokens become documents of that row.
         schedule: for the sampler.
 
-    Everything but the samples is the dataset's own.
+    Every other attribute is that of the dataset.
     """
 
     def __init__(self, dataset: Any, schedule: SeqLenSchedule) -> None:
@@ -107,7 +106,7 @@ class ScheduledSequences(Dataset):
         return index if isinstance(index, tuple) else (index, self.dataset.seq_len)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
+        if name in ("dataset", "__setstate__"):  # missing while being unpickled
             raise AttributeError(name)
         return getattr(self.dataset, name)
 

@@ -1,6 +1,4 @@
-"""Tasks made by rule, without files: recall over a distance, and nested list operations.
-
-Nested list operations: expressions grown to a number of tokens by chance, written as tokens, with their value.
+"""Synthetic tasks, without files: recall over a distance, and nested list operations.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split is a function of (seed, split, i) alone.
 """
@@ -58,7 +56,7 @@ def expression(rng: Random, aim: int, max_depth: int, max_arguments: int) -> tup
 
 
 def _below(rng: Random, bound: int) -> int:
-    """A number from 0 to bound - 1, each as likely; by `random`, whose numbers no version of Python may change."""
+    """A number from 0 to bound - 1, uniform; by `random()`, whose numbers no version of Python may change."""
     return int(rng.random() * bound)
 
 
@@ -134,7 +132,7 @@ def text(tokens: list[int]) -> str:
 
 
 def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """What draws sample `index` of a split, and nothing else."""
+    """The generator of sample `index` of a split."""
     return np.random.default_rng([seed, SPLITS.index(split), index])
 
 
@@ -154,7 +152,6 @@ class RuleSamples(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Differs where the samples do."""
         return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -162,7 +159,7 @@ class RuleSamples(Dataset):
         return {**self.make(self.generator(index), self.split), "index": index}
 
     def generator(self, index: int) -> np.random.Generator:
-        """What draws sample `index`. Raises: IndexError if there is none."""
+        """The generator of sample `index`. Raises: IndexError if there is none."""
         if not 0 <= index < self.count:
             raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
         return sample_generator(self.seed, self.split, index)
@@ -175,7 +172,7 @@ class RuleSamples(Dataset):
 
 
 class RuleDataModule(SplitDataModule):
-    """Base of the tasks made by rule; a subclass defines `make` and `rule`.
+    """Base of the synthetic tasks; a subclass defines `make` and `rule`.
 
     Args:
         seq_len: N, tokens of a sequence.
@@ -212,7 +209,6 @@ class RuleDataModule(SplitDataModule):
         raise TypeError(f"{type(self).__name__} must define make(rng, split).")
 
     def rule(self) -> str:
-        """The rule and its numbers in words."""
         raise TypeError(f"{type(self).__name__} must define rule().")
 
     def check(self) -> None:
@@ -229,7 +225,7 @@ class RuleDataModule(SplitDataModule):
         return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
+        """None if a split was requested, else the setting that left it out."""
         return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
 
 
@@ -240,7 +236,7 @@ class FarRecallDataModule(RuleDataModule):
     in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
     Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
     evenly, so that guessing costs ln V nats and is right once in V. A key's first query is on average half the sequence away
-    from its pair: what has no way from one half to the other can only guess.
+    from its pair: a model with no path from one half to the other can only guess.
 
     With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
     lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
@@ -248,8 +244,8 @@ class FarRecallDataModule(RuleDataModule):
     that distance.
 
     With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
-    its key's queries, too, and no answer follows them. Nothing has to be bound then, every query is a far one, and what is
-    measured is the way alone.
+    its key's queries, too, and no answer follows them. Then nothing has to be bound, every query is a distant one, and only
+    the path is measured.
 
     Args:
         seq_len: N.
@@ -300,7 +296,6 @@ class FarRecallDataModule(RuleDataModule):
         self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
 
     def rule(self) -> str:
-        """The task in words."""
         return (
             f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
             f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
@@ -325,7 +320,7 @@ class FarRecallDataModule(RuleDataModule):
         """(N,) int64 of a sample: at each query the tokens from there back to the first token of its key's pair, else 0.
 
         Raises:
-            ValueError: for a split that is none of "train", "val" and "test".
+            ValueError: for a split other than "train", "val" and "test".
             IndexError: if there is no such sample.
         """
         _, _, pairs, queried, queries = self._draw(self.dataset(split).generator(index))
@@ -346,7 +341,7 @@ class FarRecallDataModule(RuleDataModule):
 
 
 def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
-    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, none overlapping, each way as likely."""
+    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, without overlap, uniformly drawn."""
     return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)
 
 

@@ -201,9 +201,9 @@ def test_wrong_values(options: dict, error: type[Exception], message: str) -> No
     [
         (
             {"val_fraction": 0.05},
-            "val split has no stretch of data.seq_len = 10 bases: lower .* raise data.val_fraction",
+            "val split has no region of data.seq_len = 10 bases: lower .* raise data.val_fraction",
         ),
-        ({"val_names": ["one"]}, "train split has no stretch .* name fewer records"),
+        ({"val_names": ["one"]}, "train split has no region .* name fewer records"),
         ({"val_fraction": 0, "batch_size": 9}, "train split has 8 windows .* one batch takes 9"),
         (
             {"test_fraction": 0.2, "max_n_fraction": 0.4},

@@ -33,8 +33,8 @@ def slides(folder: Path, sides: list[int], coords: np.ndarray | None = None, **a
     return str(folder)
 
 
-def fit(folder: str, tile_size: int, grid: int = 1000, **options) -> None:
-    model = SlideEncoder(**SIZES, tile_size=tile_size, grid=grid, task="regression")
+def fit(folder: str, of_model: int, grid: int = 1000, **options) -> None:
+    model = SlideEncoder(**SIZES, tile_size=of_model, grid=grid, task="regression")
     data = SlideDataModule(folder, val_fraction=0, test_fraction=0, **options)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False

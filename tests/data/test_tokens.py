@@ -184,7 +184,7 @@ def test_wrong_values(options: dict, error: type[Exception], message: str) -> No
         ),
         (
             {"seq_len": 50, "test_fraction": 0.01},
-            "test split has 10 of 1000 tokens.* needs 51.* or raise data.test_fraction",
+            "test split has 10 of the 1000 tokens.* needs 51.* or raise data.test_fraction",
         ),
         ({"batch_size": 18}, "train split has 17 sequences .* one batch takes 18"),
         ({"vocab_size": 31, "eos_token": 30}, "data.eos_token = 30 occurs nowhere in the data"),

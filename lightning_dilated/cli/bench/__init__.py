@@ -15,7 +15,6 @@ PARTS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `bench`."""
     p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
     parts = p.add_subparsers(dest="what", required=True)
     for name, (module, about) in PARTS.items():

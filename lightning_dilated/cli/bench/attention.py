@@ -26,7 +26,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case; `engine` is "dense" for the yardstick, which has no forward of its own and no memory."""
+    """One measured case; `engine` is "dense" for the yardstick, which has no separate forward and no memory."""
 
     seq_len: int
     causal: bool
@@ -39,7 +39,6 @@ class Row:
 
 
 def options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `bench attention`."""
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, help="(default bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument(
@@ -115,7 +114,6 @@ def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> 
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The rows in Markdown."""
     lines = [
         "| tokens | causal | engine | forward ms | forward+backward ms | TFLOP/s | times dense | GiB beyond q, k, v, dO |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -150,7 +148,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> None:
-    """Measure, print the table, and draw and record it where that was asked for."""
+    """Measure, print the table, and draw and record it if requested."""
     args = checked(args)
     pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
     pattern.check_heads(args.heads, args.kv_heads)

@@ -51,7 +51,6 @@ class Sample:
 
     @property
     def received(self) -> int:
-        """Bytes that a rank receives."""
         return self.peers * self.size
 
 
@@ -77,7 +76,7 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Of each kind, how many ranks stand in a ring with this one, and which is so many places on.
+    """For each kind, (ranks of the ring with this one, step -> the rank that many places on).
 
     Latencies come last: a GPU that has just begun takes nearly twice as long (2 H200: 82 us for 8 bytes, 48 for 65,536).
     """
@@ -96,14 +95,14 @@ def _exchange(wire: Wire, rows: Tensor, sends: Mapping[int, int], receives: Mapp
 
 def _seconds(call: Callable[[], None], device: str, repeats: int) -> float:
     """Median seconds of one of many calls, one after another, on the slowest rank; all ranks make equally many."""
-    call()  # the first connects, and makes what the library needs
+    call()  # the first call connects and sets up the library
     calls = max(1, min(CALLS, round(FILL / _slowest(_timed(call, device, 1), device))))
     _timed(call, device, calls)
     return _slowest(statistics.median(_timed(call, device, calls) for _ in range(repeats)), device)
 
 
 def _timed(call: Callable[[], None], device: str, calls: int) -> float:
-    _slowest(0.0, device)  # all begin together
+    _slowest(0.0, device)  # synchronizes the ranks
     if device == "cpu":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -113,7 +112,7 @@ def _timed(call: Callable[[], None], device: str, calls: int) -> float:
 
 
 def _slowest(seconds: float, device: str) -> float:
-    """The largest of all ranks'; they meet here."""
+    """The largest value of all ranks, which also synchronizes them."""
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     return slowest.item()
@@ -127,7 +126,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `bench links`."""
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--ranks", type=int, help="(default all GPUs, 2 processes on a CPU; under torchrun, its own)")
     p.add_argument(
@@ -143,7 +141,7 @@ def options(p: argparse.ArgumentParser) -> None:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """(rank, ranks, ranks of a node) as torchrun tells them; None where this process is to start the ranks.
+    """(rank, ranks, ranks of a node) from torchrun; None if this process is to start the ranks.
 
     Raises:
         ValueError: if only some of the variables are set.
@@ -184,7 +182,7 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
 
 def _default(device: str) -> Path:
     if device == "cpu" and torch.cuda.is_available():
-        raise ValueError("--device cpu, but GPUs are here, whose runs would reckon with it: name a file with --output.")
+        raise ValueError("--device cpu, but GPUs are here, whose runs would use it: name a file with --output.")
     return cached()
 
 
@@ -195,14 +193,14 @@ def _writable(path: Path, option: str) -> Path:
     return path
 
 
-def reckon(samples: list[Sample], source: str) -> Links:
-    """The planner's numbers out of samples; those that none tells keep their defaults, which `source` then says.
+def estimate_links(samples: list[Sample], source: str) -> Links:
+    """The planner's numbers from samples; the others keep their defaults, which `source` then lists.
 
     A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
     bandwidth is that of the least squares of seconds = a constant + bytes / bandwidth, which the largest sizes decide.
 
     Raises:
-        ValueError: where the sizes are too small to tell bytes from latency.
+        ValueError: if the sizes are too small to distinguish bytes from latency.
     """
     few, links = [x for x in samples if x.kind == "few"], Links(source=source)
     if len(few) > 1:
@@ -227,7 +225,7 @@ def reckon(samples: list[Sample], source: str) -> Links:
 
 
 def table(samples: list[Sample], links: Links) -> list[str]:
-    """The samples in Markdown, beside what the planner reckons for them."""
+    """The samples in Markdown, next to the planner's estimates."""
     lines = [
         "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
         "| --- | --- | --- | --- | --- | --- |",
@@ -247,7 +245,7 @@ def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tup
     today, on_gpu = datetime.date.today(), args.device == "cuda"
     where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
     nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
-    links = reckon(samples, f"measured on {where}{nodes}, {today}")
+    links = estimate_links(samples, f"measured on {where}{nodes}, {today}")
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
     lines = [
         f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
@@ -264,10 +262,10 @@ def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tup
     return links, "\n".join([*lines, ""])
 
 
-def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True) -> None:
-    """Write the file; print and record where this rank speaks for all."""
+def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True) -> None:
+    """Write the file; print and record if `prints`."""
     links.save(args.output)
-    if not speaks:
+    if not prints:
         return
     print(text)
     read = args.output == cached()
@@ -281,7 +279,7 @@ def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True
 
 
 def run(args: argparse.Namespace, command: str) -> None:
-    """Measure with ranks of its own or a launcher's, print the table, write the file."""
+    """Measure with new ranks or a launcher's, print the table, write the file."""
     launcher = launched()
     args = checked(args, launcher)
     options = args.ranks_per_node, tuple(args.sizes), args.repeats
@@ -297,7 +295,7 @@ def run(args: argparse.Namespace, command: str) -> None:
 
 
 def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
-    """As one of a launcher's ranks; the first of each node writes, for nodes may have folders of their own."""
+    """Measure as one of a launcher's ranks; the first of each node writes, as nodes may have separate folders."""
     rank, _, here = launcher
     local = int(os.environ.get("LOCAL_RANK", rank % here))
     if args.device == "cuda":
@@ -308,6 +306,6 @@ def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], op
         measured = list(samples(rank, args.device, *options))
         summary = report(args, measured, command)
         if local == 0:
-            write(args, *summary, speaks=rank == 0)
+            write(args, *summary, prints=rank == 0)
     finally:
         dist.destroy_process_group()

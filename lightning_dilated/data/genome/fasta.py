@@ -29,12 +29,12 @@ class GenomeDataModule(SequenceDataModule):
     the next base on the strand that is read, -100 where that is N or lies outside the split. For masked modelling the
     labels can be left alone. What is left of a record behind its last whole window is not used; `describe` counts it.
 
-    N stands for bases that nobody knows: assembly gaps, up to megabases of them, teach nothing. So by default
+    N stands for unknown bases: assembly gaps of up to megabases teach nothing. So by default
     (`n_policy="skip"`) windows with more than `max_n_fraction` of N are left out; "token" keeps every window. Either way
-    the N that stay are tokens of their own, and never labels.
+    the N that remain are tokens, but never labels.
 
-    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written beside the
-    file where there is none, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
+    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written next to
+    the file if it is missing, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
     decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
     refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
     reads its slice.
@@ -52,8 +52,8 @@ class GenomeDataModule(SequenceDataModule):
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
-        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
-            missing it is made for this user alone (mode 0700); make it yourself to share it.
+        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). If missing,
+            it is made for this user alone (mode 0700); make it yourself to share it.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
@@ -100,7 +100,7 @@ class GenomeDataModule(SequenceDataModule):
         self._genome: Genome | None = None
 
     def check(self) -> None:
-        """Index all files, look at every base once, and see that each split asked for holds at least one window.
+        """Index all files, look at every base once, and check that each requested split has at least one window.
 
         Raises: OSError or ValueError, saying which file and record, what was found and what to change; ImportError
             without pyfaidx.
@@ -148,28 +148,27 @@ class GenomeDataModule(SequenceDataModule):
         )
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         present = split == "train" or self.names[split] or self.fractions[split] > 0
         return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
 
-    def _stretches(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
+    def _regions(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
         """(record's number, start, stop) of what a split has of each record that is as long as a window."""
-        stretches = []
+        regions = []
         for number, record in enumerate(records):
             bounds = split_bounds(record.length, self.fractions)
             for other, names in self.names.items():
                 if record.name in names:
                     bounds = {other: (0, record.length)}
             if split in bounds and record.length >= self.seq_len:
-                stretches.append((number, *bounds[split]))
-        return stretches
+                regions.append((number, *bounds[split]))
+        return regions
 
     def _windows(self, genome: Genome, split: str) -> GenomeWindows:
         max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
         train = split == "train"
         return GenomeWindows(
             genome,
-            self._stretches(genome.records, split),
+            self._regions(genome.records, split),
             self.seq_len,
             max_n,
             reverse_complement=self.reverse_complement if train else 0.0,
@@ -202,7 +201,7 @@ class GenomeDataModule(SequenceDataModule):
         if split == "train":
             change = "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names"
         raise ValueError(
-            f"the {split} split has no stretch of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
+            f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
         )
 
     def _tell(self, short: list[Record]) -> None:
@@ -220,21 +219,21 @@ class GenomeDataModule(SequenceDataModule):
 
 
 def _named(records: list[Record]) -> str:
-    """Records in words: how many, and all names up to 20."""
+    """How many records, and their names (up to 20), for a message."""
     names = ", ".join(f"{record.name} ({record.length:,})" for record in records[:20])
     more = f" and {len(records) - 20:,} more" if len(records) > 20 else ""
     return f"{len(records):,} record{'s' if len(records) > 1 else ''} ({names}{more}) {'are' if len(records) > 1 else 'is'}"
 
 
 class GenomeWindows(Dataset):
-    """Windows of N bases that lie end to end in stretches of records.
+    """Windows of N bases, one after another in regions of records.
 
     Args:
         genome: the records.
-        stretches: (record's number, start, stop) of each stretch; labels do not leave it.
+        stretches: (record's number, start, stop) of each region; labels do not leave it.
         seq_len: N.
         max_n: leave out windows with more N than this; None keeps all.
-        reverse_complement: share of the windows that are read from the other strand, drawn anew in each epoch.
+        reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
         seed: decides with the epoch and the window's number whether it is reversed.
         limit: use at most this many windows.
     """
@@ -251,8 +250,8 @@ class GenomeWindows(Dataset):
     ) -> None:
         self.genome, self.seq_len, self.reverse_complement, self.seed = genome, seq_len, reverse_complement, seed
         self.epoch = 0
-        self._stretches = np.array(stretches, dtype=np.int64).reshape(-1, 3)
-        self._ends = np.cumsum((self._stretches[:, 2] - self._stretches[:, 1]) // seq_len)
+        self._regions = np.array(stretches, dtype=np.int64).reshape(-1, 3)
+        self._ends = np.cumsum((self._regions[:, 2] - self._regions[:, 1]) // seq_len)
         self.windows = int(self._ends[-1]) if stretches else 0
         self._kept = None if max_n is None else self._with_few_n(max_n)
         kept = self.windows if self._kept is None else len(self._kept)
@@ -262,7 +261,7 @@ class GenomeWindows(Dataset):
     def _with_few_n(self, max_n: float) -> np.ndarray:
         """Numbers of the windows that hold at most `max_n` N."""
         kept = [np.empty(0, dtype=bool)]
-        for number, start, stop in self._stretches:
+        for number, start, stop in self._regions:
             edges = np.arange(start, stop + 1, self.seq_len)
             kept.append(np.diff(self.genome.records[number].unknown_before(edges)) <= max_n)
         return np.flatnonzero(np.concatenate(kept))
@@ -272,7 +271,7 @@ class GenomeWindows(Dataset):
 
     def fingerprint(self) -> str:
         """Differs where the bases or their windows do."""
-        cut = hashlib.blake2b(self._stretches.tobytes(), digest_size=8).hexdigest()
+        cut = hashlib.blake2b(self._regions.tobytes(), digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
         return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}, {strands}"
 
@@ -307,21 +306,21 @@ class GenomeWindows(Dataset):
                 tokens.append(values[:-1][:: x.step])
                 labels.append(values[1:][:: x.step])
         target = torch.cat(labels)
-        target[target == N_CODE] = -100  # nobody knows the base, so none is right
+        target[target == N_CODE] = -100  # the base is unknown
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
-        """(record's number, first base, start and stop of the stretch) of a window."""
+        """(record's number, first base, start and stop of the region) of a window."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
         at = int(np.searchsorted(self._ends, window, side="right"))
-        number, start, stop = map(int, self._stretches[at])
+        number, start, stop = map(int, self._regions[at])
         before = int(self._ends[at - 1]) if at else 0
         return number, start + (window - before) * self.seq_len, start, stop
 
     def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
-        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the stretch."""
+        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""
         number, first, low, high = self._place(index)
         start, stop = first + begin, first + end
         if flip:

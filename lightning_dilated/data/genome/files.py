@@ -20,7 +20,7 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.files import ByteStream, refuse_special
 
-#: most bytes that a compressed byte may unpack to, and bytes of text that any file may have: gzip itself reaches 1,032
+#: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
 SMALL = 1 << 24
 
@@ -50,7 +50,7 @@ def plain_file(path: str, cache: Path) -> str:
     if target.exists():
         return str(target)
     with _lock(target):
-        if not target.exists():  # else another process made it meanwhile
+        if not target.exists():  # another process may have made it meanwhile
             _decompress(path, target)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
@@ -83,7 +83,7 @@ def _decompress(path: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _part_of(target: Path) -> Iterator[Path]:
-    """A file to write before it is moved to `target`, in a folder beside that only this user can look into."""
+    """A file to write before it is moved to `target`, in a temporary folder that only this user can read."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".lightning_dilated_") as folder:
         yield Path(folder) / target.name
 
@@ -116,10 +116,10 @@ def _lock(target: Path) -> Iterator[None]:
     private_folder(target.parent)
     try:
         import fcntl
-    except ImportError:  # not on Windows; all write the same, and each puts its own in place whole
+    except ImportError:  # Windows: every process writes the same, and replaces the file atomically
         yield
         return
-    # a link that somebody put there is not followed, and nothing is cut short
+    # does not follow a link that someone put there, and truncates nothing
     lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -132,9 +132,9 @@ def _lock(target: Path) -> Iterator[None]:
 def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
-    An index beside the file is used if it is not older; else it is made there, or in `cache` where that cannot be written.
+    An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
 
-    Raises: ImportError without pyfaidx, ValueError for what is no FASTA, naming `given`.
+    Raises: ImportError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
     """
     try:
         import pyfaidx
@@ -145,7 +145,7 @@ def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int,
         with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as faidx:
             records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
-        if "Duplicate key" in str(error):  # in an index of somebody else's
+        if "Duplicate key" in str(error):  # in an existing index
             raise ValueError(f"{source} is no FASTA file that can be read by range. {_reason(error)}") from error
         raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
@@ -162,7 +162,7 @@ def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int,
 
 
 def _index_file(path: str, source: str, cache: Path) -> Path:
-    """Where the index of a file lies, made where it is missing or older than the file."""
+    """The path of a file's index, which is written if it is missing or older than the file."""
     import pyfaidx
 
     neighbour = Path(f"{path}.fai")
@@ -237,7 +237,7 @@ class Record:
     # found by the scan
     checksum: int = 0
     others: int = 0  # IUPAC letters that became N
-    run_starts: np.ndarray | None = None  # of stretches of N, sorted; they may touch
+    run_starts: np.ndarray | None = None  # of runs of N, sorted; they may touch
     run_stops: np.ndarray | None = None
 
     def byte(self, base: int) -> int:
@@ -351,7 +351,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
 
 
 def _check_between(stream: ByteStream, record: Record, start: int, stop: int, name: str | None) -> None:
-    """Between records lies one header, that of `name`; and after the last nothing."""
+    """Check that one header, that of `name`, lies between records, and nothing after the last."""
     if not 0 <= start <= stop <= len(stream) or stop - start > 1 << 20:
         raise stale(record.file, f"record {record.name!r}")
     lines = [line for line in stream.read(start, stop).tobytes().splitlines() if line.strip() and line[:1] != b";"]

@@ -29,7 +29,7 @@ from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.tasks import RuleDataModule, RuleSamples, sample_generator
 
 LENGTH = 32
-#: one 32-mer in so many is kept, a power of two
+#: one 32-mer in so many is kept; a power of two
 SAMPLED = 64
 _CHUNK = 1 << 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -84,7 +84,7 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
         forward, backward = numbers(codes)
         kmers = np.minimum(forward, backward)
         unknown = np.concatenate([[0], np.cumsum(codes == N_CODE)])
-        # what is its own reverse complement has no direction
+        # a 32-mer that equals its reverse complement has no direction
         good = (unknown[LENGTH:] == unknown[:-LENGTH]) & (forward != backward) & _kept(kmers)
         at = np.flatnonzero(good)
         parts.append((kmers[at], at + begin, (backward < forward)[at]))
@@ -141,7 +141,6 @@ class Strain:
 
     @property
     def bases(self) -> int:
-        """Bases of all records."""
         return sum(record.length for record in self.genome.records)
 
     def identity(self) -> list[tuple[int, int]]:
@@ -381,9 +380,9 @@ class StrainPairsDataModule(RuleDataModule):
         )
         return kmers[good], at_second[good], reverse[good]
 
-    # -- words --------------------------------------------------------------------------------------------------------
+    # -- text --------------------------------------------------------------------------------------------------------
     def rule(self) -> str:
-        """What the samples depend on, in words."""
+        """What the samples depend on."""
         self.check()
         assert self._strains is not None
         genomes = {
@@ -412,7 +411,6 @@ class StrainPairsDataModule(RuleDataModule):
         )
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         if self.names[split]:
             return super().wanted(split)
         return f"data.{split} names no species; name some of data.species"
@@ -428,7 +426,6 @@ def _paths(species: object) -> dict[str, list[str]]:
 
 
 def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
-    """The species of each split."""
     names = {split: name_list(split, value) for split, value in settings.items()}
     for split, chosen in names.items():
         unknown = [name for name in chosen if name not in known]

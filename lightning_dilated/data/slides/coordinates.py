@@ -20,9 +20,9 @@ from lightning_dilated.data.files import HINT
 from lightning_dilated.data.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.data.slides.labels import Row
 
-#: tiles whose contours were cut on grids of their own share a few cells; below this share of unique ones the unit is wrong
+#: contours that were cut on separate grids share a few cells; below this share of unique cells the unit is wrong
 UNIQUE = 0.9
-#: distances between neighbours that are needed before they say that all tiles lie too far apart
+#: distances between neighbours that are needed to judge the tile size
 ENOUGH = 16
 
 
@@ -50,7 +50,7 @@ def check_coordinates(
 def coordinate_faults(
     coords: Any, tile_size: int = 256, grid: int | None = None, extent: tuple[int, int] | None = None
 ) -> list[str]:
-    """What looks wrong about coordinates, one sentence or two each; an empty list where nothing does.
+    """What looks wrong about coordinates, a string for each fault.
 
     Args:
         coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real tiles
@@ -231,7 +231,7 @@ def overlap_faults(coords: np.ndarray, tile_size: int, slide: Slide) -> list[str
 
 
 def grid_faults(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: bool = True) -> list[str]:
-    """What lies beyond n x n cells, as `coordinate_faults` says it; `sure`: the tile_size is known to be right."""
+    """What lies beyond n x n cells, worded as in `coordinate_faults`."""
     cells = tile_cells(coords, tile_size)
     largest = cells.max(0)
     if largest.max() < grid:
@@ -255,7 +255,7 @@ SHOWN = 5
 class Found:
     """What `SlideDataModule.check` found, in one order.
 
-    `by_column`: the csv says the splits; `largest`: the largest coordinate of each slide.
+    `by_column`: the splits are from the csv; `largest`: the largest coordinate of each slide.
     """
 
     slides: list[Slide]
@@ -269,7 +269,7 @@ class Found:
 def matched(
     files: dict[str, str], rows: list[Row] | None, csv: str, leave_out: bool
 ) -> tuple[list[str], list[Row] | None]:
-    """Files and their rows, in the order of the files; what has no partner is an error, or is left out with a warning."""
+    """Files and their rows, in the order of the files; a file or row alone is an error, or is left out with a warning."""
     if rows is None:
         return list(files.values()), None
     row_of = {row.slide: row for row in rows}
@@ -278,18 +278,18 @@ def matched(
     both = [name for name in files if name in row_of]
     if faults and not leave_out:
         remedy = "mend names, data.paths or the csv, or set data.unmatched to 'leave_out'"
-        raise ValueError(f"{_told('slides lack a file or a label', faults)}\nTo go on, {remedy}")
+        raise ValueError(f"{_listed('slides lack a file or a label', faults)}\nTo go on, {remedy}")
     if not both:
         raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
     if faults:
-        warnings.warn(_told("slides are left out", faults), stacklevel=3)
+        warnings.warn(_listed("slides are left out", faults), stacklevel=3)
     return [files[name] for name in both], [row_of[name] for name in both]
 
 
 def inspected(
     inspect: Any, files: list[str], rows: list[Row] | None, leave_out: bool
 ) -> tuple[list[Slide], list[Row] | None]:
-    """What `look` says of each file, and the rows; slides without a tile are an error, or are left out with a warning."""
+    """(`inspect(path)` of each file, their rows); slides without a tile are an error, or are left out with a warning."""
     empty: list[str] = []
 
     def inspect_one(path: str) -> Slide | None:
@@ -305,7 +305,7 @@ def inspected(
     if len(empty) == len(files):
         raise ValueError(f"none of the {len(files)} slides has a tile, the first is {files[0]}: extract them again")
     if empty:
-        warnings.warn(_told("slides without a tile are left out", empty), stacklevel=3)
+        warnings.warn(_listed("slides without a tile are left out", empty), stacklevel=3)
     slides = [slide for slide in looked if slide is not None]
     if rows is not None:
         rows = [row for row, slide in zip(rows, looked, strict=True) if slide is not None]
@@ -330,7 +330,7 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
 
 
 def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
-    """The side of a tile that `given` and all slides agree on; None where nobody says. Raises ValueError for two of them."""
+    """The side of a tile on which option and slides agree; None if none states it. Raises ValueError if they differ."""
     stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
     if tile_size is not None:
         # a smaller one is the distance of overlapping tiles, which `overlap_faults` compares with the coordinates
@@ -352,7 +352,7 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
 
 
 def about_slides(function: Any, *args: Any) -> Any:
-    """`look`, which speaks of byte files, with what slides need in its errors."""
+    """function(*args), with the hint for slides in its errors."""
     try:
         return function(*args)
     except (OSError, TypeError, ValueError) as error:
@@ -373,7 +373,7 @@ def by_name(paths: list[str]) -> dict[str, str]:
 
 
 def each(what: str, function: Any, items: list[Any]) -> list[Any]:
-    """`look` at each, and one error for all of the ValueErrors."""
+    """[function(item) ...], and one error for all of the ValueErrors."""
     results, faults = [], []
     for item in items:
         try:
@@ -381,11 +381,11 @@ def each(what: str, function: Any, items: list[Any]) -> list[Any]:
         except ValueError as error:
             faults.append(str(error))
     if faults:
-        raise ValueError(faults[0] if len(faults) == 1 else _told(what, faults))
+        raise ValueError(faults[0] if len(faults) == 1 else _listed(what, faults))
     return results
 
 
-def _told(what: str, faults: list[str]) -> str:
+def _listed(what: str, faults: list[str]) -> str:
     """A count, and the first few."""
     more = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + more

@@ -62,7 +62,7 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
 
 
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(width, height) of the slide in level-0 pixels, at least; None where the attributes do not say it.
+    """(width, height) of the slide in level-0 pixels, at least; None if the attributes lack it.
 
     Raises:
         ValueError: as `tile_size_of`.
@@ -154,10 +154,10 @@ def opened_h5(path: str) -> Iterator[Any]:
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
-    """What lies in the file under this name, None for nothing.
+    """The object of this name in the file, or None.
 
     Raises:
-        ValueError: where that lies in another file: behind an external link, as a virtual data set or external storage.
+        ValueError: if it lies in another file: an external link, a virtual data set or external storage.
     """
     if not _is_there(path, file, name):
         return None
@@ -178,7 +178,7 @@ def check_declared_size(path: str, array: Any, name: str) -> None:
             raise ValueError(f"{text}, but the file of {size:,} bytes does not hold them: write it again")
         return
     needed = math.prod(-(-n // chunk) for n, chunk in zip(array.shape, array.chunks, strict=True))
-    # the second first: counting many chunks takes a while
+    # before counting chunks, which takes long for many
     if needed > size or declared > MOST_PACKED * size:
         raise ValueError(f"{text} in {needed:,} chunks, but the file has only {size:,} bytes: write it again")
     written = array.id.get_num_chunks()
@@ -190,7 +190,7 @@ def check_declared_size(path: str, array: Any, name: str) -> None:
 
 
 def _is_there(path: str, file: Any, name: str) -> bool:
-    """Whether something lies under the name; ValueError for a way to it that leaves the file."""
+    """Whether the file has an object of this name; ValueError for a link that leaves the file."""
     h5py = import_h5py()
     group, parts, links = file, _parts(name), 0
     while parts:
@@ -256,7 +256,6 @@ class Slide:
 
     @property
     def name(self) -> str:
-        """As `slide_name`."""
         return slide_name(self.path)
 
 
@@ -350,8 +349,10 @@ class SlideReader:
             return coords.read(0, coords.count).long().numpy()
 
     def digest(self, path: str) -> bytes:
-        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them; of nothing else in
-        the file, so that attention may be written into it."""
+        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them.
+
+        It covers nothing else, so that attention may be written into the file.
+        """
         digest = hashlib.blake2b(digest_size=16)
         with self._opened(path) as (features, coords):
             for rows in (features, coords):

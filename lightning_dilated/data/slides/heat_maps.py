@@ -1,4 +1,4 @@
-"""Attention weights of tiles as a picture, and written beside the features of the slide that they belong to.
+"""Attention weights of tiles as a picture, and written into the slide's file.
 
 Shape letters: N positions (tiles, and rows without a tile: a class token's, padding), T tiles of the file, H heads.
 """
@@ -14,7 +14,7 @@ import torch
 from lightning_dilated.data.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.data.slides.files import H5, SlideReader, import_h5py
 
-#: cells of a picture that nobody means to ask for
+#: more cells of a picture are taken for a mistake
 MOST_CELLS = 10**8
 
 

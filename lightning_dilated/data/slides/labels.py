@@ -22,7 +22,7 @@ from lightning_dilated.data.slides.files import slide_name
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; `split` "auto" is a column called split where there is one, None for none of that kind."""
+    """Names of columns; `split` "auto" is a column called split if there is one; None: no such column."""
 
     slide: str = "slide_id"
     label: str | None = "label"
@@ -32,8 +32,6 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the csv."""
-
     line: int
     slide: str
     label: str | None
@@ -90,7 +88,6 @@ def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
 
 
 def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
-    """{column: its place}."""
     repeated = sorted({name for name in names if names.count(name) > 1 and name})
     if repeated:
         raise ValueError(f"{path} has more than one column {repeated[0]!r}: rename all but one")

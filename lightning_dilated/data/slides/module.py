@@ -92,8 +92,7 @@ class SlideSequences(Dataset):
         self.epoch = epoch
 
     def fingerprint(self) -> str:
-        """Differs where the samples do, as far as names and sizes tell, and some tiles of each slide (`SlideReader.digest`),
-        as they were when it was first asked for."""
+        """Depends on names, sizes, settings and some tiles of each slide (`SlideReader.digest`); computed once."""
         values = [(s.name, s.tiles, s.width) for s in self.slides], self.labels, self.reader
         settings = self.class_token, self.max_tiles, self.order, self.seed
         named = hashlib.blake2b(repr((values, settings)).encode(), digest_size=8).hexdigest()
@@ -218,9 +217,9 @@ class SlideDataModule(SplitDataModule):
             into several is an error.
         classes: the labels in the order of their numbers; null sorts those there are.
         val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
-            depends on `seed`; each split has its share of every class (see `slide_labels.split_groups`). With
-            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are there to be
-            tested or predicted, and none to train on.
+            depends on `seed`; each split has its share of every class (see `labels.split_groups`). With
+            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are
+            tested or predicted, and none is trained on.
         unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning, and
             slides without a tile too.
         batch_size: B, slides of a batch on each device.
@@ -231,14 +230,14 @@ class SlideDataModule(SplitDataModule):
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
-            takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
-            model's. CLAM does not write its step_size: where that is below the patch_size, set it here in level-0 pixels.
+            takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has none. CLAM
+            does not write its step_size: where that is below the patch_size, set it here, in level-0 pixels.
         check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them (null: where there is a GPU). Slides
-            are large, and what is page-locked is not given back.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
+            GPU). Slides are large, and page-locked memory is not freed.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -304,11 +303,11 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = None if tile_size is None else integer(tile_size, "data.tile_size", 1)
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._found: Found | None = None
-        self._said_unchecked = False
+        self._logged_unchecked = False
 
     # -- what was found ----------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Look at every file's head, the csv, splits and labels, and at the values of the slides that `check_values` says.
+        """Check every file's head, the csv, splits and labels, and the values of the slides that `check_values` selects.
 
         Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and what to change.
         """
@@ -354,7 +353,7 @@ class SlideDataModule(SplitDataModule):
 
     @property
     def feature_dim(self) -> int:
-        """F."""
+        """F, the features of a tile."""
         return self.found.slides[0].width
 
     @property
@@ -371,7 +370,7 @@ class SlideDataModule(SplitDataModule):
         """The slides of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
         result = self.found
-        self._say_unchecked(None)
+        self._log_unchecked(None)
         indices = [i for i, word in enumerate(result.splits) if word == split]
         labels = None if result.labels is None else [result.labels[i] for i in indices]
         slides, sample = [result.slides[i] for i in indices], (self.class_token, self.max_tiles, self.order, self.seed)
@@ -390,11 +389,10 @@ class SlideDataModule(SplitDataModule):
         return text
 
     def wanted(self, split: str, result: Found | None = None) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         result = result or self.found
         if split in result.splits:
             return None
-        if split == "train":  # asked for, unless every slide was meant for testing
+        if split == "train":  # requested, unless every slide is for testing
             only = set(result.splits) == {"test"} and (result.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
         if result.by_column:
@@ -402,14 +400,14 @@ class SlideDataModule(SplitDataModule):
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
     def train_dataloader(self) -> ResumableLoader:
-        """The training slides; raises ValueError where none was asked for."""
+        """The training slides; raises ValueError if there are none."""
         missing = self.wanted("train")
         if missing is not None:
             raise ValueError(f"there is no train split to fit on: {missing}")
         return super().train_dataloader()
 
     def check_places(self, tile_size: int, grid: int | None = None) -> None:
-        """Compare the coordinates of all slides with the cells of a model, and say in one line what could not be compared.
+        """Compare the coordinates of all slides with the cells of a model, and log in one line what could not be compared.
 
         A `SlideEncoder` that is trained or run with this module calls it. Files are read where neither they nor
         `data.tile_size` state a tile size; where one is stated, it must be the model's.
@@ -439,11 +437,11 @@ class SlideDataModule(SplitDataModule):
         elif grid is not None:
             beyond = [s for s, most in zip(result.slides, result.largest, strict=True) if most // tile_size >= grid]
             each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
-        self._say_unchecked(tile_size, few)
+        self._log_unchecked(tile_size, few)
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, slides: list[Slide], rows: list[Row] | None, labels: list[int] | None) -> tuple[list[str], bool]:
-        """(split of each slide, whether the csv says them)."""
+        """(split of each slide, whether the csv has them)."""
         group = None if rows is None else self.columns.group
         if rows is not None and rows[0].split is not None:
             if group is not None:
@@ -454,7 +452,6 @@ class SlideDataModule(SplitDataModule):
         return split_groups(groups, labels, self.val_fraction, self.test_fraction, self.seed), False
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
-        """(labels, classes)."""
         if rows is None or self.labels == "none":
             return None, None
         if self.labels == "numbers":
@@ -482,11 +479,11 @@ class SlideDataModule(SplitDataModule):
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)}")
 
-    def _say_unchecked(self, tile_size: int | None, few: int = 0) -> None:
+    def _log_unchecked(self, tile_size: int | None, few: int = 0) -> None:
         """One line for all slides, once, about what the coordinates could not be compared with."""
-        if self._said_unchecked or self.reader.coords is None:
+        if self._logged_unchecked or self.reader.coords is None:
             return
-        self._said_unchecked = True
+        self._logged_unchecked = True
         slides, parts = self.found.slides, []
         if self.tile_size is None and tile_size is None:
             parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")

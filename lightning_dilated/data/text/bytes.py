@@ -65,7 +65,7 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Differs where the bytes do, as far as names, sizes and some blocks of the files tell."""
+        """Depends on names, sizes and some blocks of the files, and on the range."""
         return (
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
@@ -106,7 +106,7 @@ class ByteDataModule(SequenceDataModule):
     continued exactly from a checkpoint; validation and test come in file order.
 
     Args:
-        paths: files, directories (read recursively) or globs; null reads Python's own standard library.
+        paths: files, directories (read recursively) or globs; null reads Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
@@ -114,7 +114,7 @@ class ByteDataModule(SequenceDataModule):
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
@@ -152,7 +152,7 @@ class ByteDataModule(SequenceDataModule):
         self._bigram: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Look up all files and sizes and see that each split that is asked for holds at least one sequence.
+        """Look up all files and sizes and check that each requested split has at least one sequence.
 
         Raises: FileNotFoundError, PermissionError or ValueError, saying what was found and what to change.
         """
@@ -201,7 +201,6 @@ class ByteDataModule(SequenceDataModule):
         return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         return (
             None
             if split == "train" or getattr(self, f"{split}_fraction") > 0

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 
-#: tokens of a prompt that the text after it is decoded with
+#: tokens of the prompt with which the text after it is decoded
 _CONTEXT = 16
-#: what stands for bytes that are no text (yet), and for tokens that a tokenizer does not have
+#: replaces bytes that are not (yet) text, and tokens that the tokenizer does not have
 _BROKEN = "\ufffd"
 
 
@@ -37,7 +37,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         ModuleNotFoundError: without the library.
-        FileNotFoundError, ValueError: for a file that is not there, or none of a tokenizer.
+        FileNotFoundError, ValueError: for a missing file, or one that is not a tokenizer's.
     """
     try:
         from tokenizers import Tokenizer
@@ -77,7 +77,7 @@ def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
     """The token that stands for what the vocabulary does not have; None for a tokenizer without."""
-    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not tell it of Unigram
+    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not expose it for Unigram
     if model["type"] == "Unigram":
         return model["unk_id"]
     name = model.get("unk_token")
@@ -87,9 +87,9 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
     """A tokenizer that puts the token M where `tokenizer` leaves out a character or a part of it, and M.
 
-    BPE without unknown token leaves out, in silence, what its vocabulary does not have. What that is depends on the word
-    (a suffix at its end, a prefix inside) and on the normaliser, so it is not told of characters alone. The other tokens
-    are not those of `tokenizer`. None where nothing can be left out.
+    BPE without unknown token silently leaves out what its vocabulary does not have. What that is depends on the word (a
+    suffix at its end, a prefix inside) and on the normaliser, so characters alone do not show it. The other tokens are not
+    those of `tokenizer`. None if nothing can be left out.
     """
     state = json.loads(tokenizer.to_str())
     model = state["model"]
@@ -163,9 +163,9 @@ _Text = tuple[str, int, str, bool]
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """What `encode_files` wrote: the path, counts, and what TokenDataModule and the model have to be told.
+    """What `encode_files` wrote: the path, counts, and the settings of TokenDataModule and of the model.
 
-    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, so also
+    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, also
     those that a text spells out; `unknown` counts the tokens that stand for what the vocabulary does not have.
     """
 
@@ -196,8 +196,8 @@ def encode_files(
 
     The tokens are those of each whole text if the tokenizer looks at most 2,048 characters around (see above); one that
     looks farther, as for pairs of quotes, may cut a text of more than 131,072 characters otherwise, without an error.
-    Special tokens that a text spells out become those tokens, as the library does it. Nothing else is added: no token of a
-    template. `out` is there only once all is written.
+    Special tokens that a text spells out become those tokens, as in the library. No tokens of a template are added. `out`
+    appears only once all is written.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
@@ -210,7 +210,7 @@ def encode_files(
         ModuleNotFoundError: without `tokenizers`.
         OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the offset of
             the byte), an `out` that is there already or not in .bin, a tokenizer that cannot be read, has no such token, or
-            would drop characters without a trace.
+            would silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
     end = _end_token(loaded, str(tokenizer), eos_token) if documents else None
@@ -248,7 +248,7 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """Raise where the tokenizer would leave out anything but white space in silence: encodes all once more to see it."""
+    """Raise if the tokenizer would silently leave out anything but white space; encodes all texts to see it."""
     if (marking := marking_dropped(tokenizer)) is None:
         return
     marker, mark = marking
@@ -263,7 +263,7 @@ def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
             shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
             raise ValueError(
                 f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
-                "in a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: "
+                "in a word, the tokenizer has neither a token nor an unknown token, so they would be silently left out: "
                 "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
             )
 
@@ -359,7 +359,7 @@ def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Itera
             left = replace(piece, first=seam[1])
         else:
             waiting.append(piece)
-            # twice as much each time, so that encoding anew costs no more than twice
+            # twice as much each time, so that encoding again costs at most as much as once more
             if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
                 left, waiting = _together(tokenizer, left, waiting), []
         if piece.last:

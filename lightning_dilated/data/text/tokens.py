@@ -139,7 +139,7 @@ def _refuse_foreign(path: str, size: int, first: bytes) -> None:
 
 
 def _refuse_wider(path: str, tokens: np.ndarray) -> None:
-    """Where nobody said uint16: halves of uint32 tokens show as small numbers in every second place."""
+    """If data.dtype is left out: halves of uint32 tokens show as small numbers in every second place."""
     even, odd = tokens[0::2], tokens[1::2]
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
@@ -162,7 +162,6 @@ class TokenStream:
         self._ends = np.cumsum([file.count for file in self.files], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Total number of tokens."""
         return int(self._ends[-1])
 
     @property
@@ -171,12 +170,11 @@ class TokenStream:
         return self._bytes.bytes_read
 
     def fingerprint(self) -> str:
-        """Differs where the tokens do, as far as names, sizes and types of files tell."""
+        """A digest of the names, sizes and types of the files."""
         kinds = sorted({f"{file.dtype} from byte {file.offset}" for file in self.files})
         return f"{self._bytes.fingerprint()} of {', '.join(kinds)}"
 
     def content(self) -> str:
-        """As that of `ByteStream`."""
         return self._bytes.content()
 
     def where(self, position: int) -> tuple[str, int]:
@@ -256,15 +254,14 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Differs where the tokens do, as far as names, sizes and some blocks of the files tell, or where documents end
-        otherwise."""
+        """Depends on names, sizes and some blocks of the files, and on the token that ends documents."""
         place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
         return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
         tokens = super().read(index, start, stop)
-        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # unscanned files, or changed since
+        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # files that were not scanned, or changed later
         if len(wrong):
             at = int(wrong[0])
             place = self.start + index * self.seq_len + start + at
@@ -284,7 +281,7 @@ class TokenSequences(ByteSequences):
         return sample
 
     def cu_seqlens(self, index: int) -> torch.Tensor:
-        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; nothing is read for it.
+        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; reads nothing.
 
         A document that reaches over an end of the sequence is cut there.
         """
@@ -392,7 +389,7 @@ class TokenDataModule(SequenceDataModule):
             raise ValueError("data.eos_token needs data.scan: true, which finds where documents end")
 
     def check(self) -> None:
-        """Open all files, look at every token once, and see that each split asked for holds at least one sequence.
+        """Open all files, look at every token once, and check that each requested split has at least one sequence.
 
         Raises: OSError or ValueError, saying which file, what was found and what to change.
         """
@@ -428,7 +425,6 @@ class TokenDataModule(SequenceDataModule):
         return f"{files:,} files, {tokens:,} tokens; sequences of {self.seq_len:,}: {counts}"
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         present = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
         return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
 
@@ -439,7 +435,7 @@ class TokenDataModule(SequenceDataModule):
         """Where documents end in each stream, after a look at every token."""
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # streams of their own, so that what is served is counted apart
+        # separate streams, so that `bytes_read` counts only what is served
         ends = {name: scan(TokenStream(x.files), self.vocab_size, self.eos_token) for name, x in streams.items()}
         if self.eos_token is not None and not any(map(len, ends.values())):
             raise ValueError(

@@ -111,7 +111,7 @@ def write_version_pairs(
     """Write samples of `seq_len` bytes, each the beginning of some files of `old` and then of the same files of `new`.
 
     Files of both trees are taken in the order of their names, as many for a sample as fill both its parts; what is left of
-    them is cut off, so a file serves one sample. Files of a part stand end to end with nothing between them. Only plain
+    them is cut off, so a file serves one sample. Files of a part follow each other without separator. Only plain
     files are read; links, and names that begin with a dot, are left out. One sample is held in memory.
 
     `out` gets the samples end to end in a random order that `seed` fixes, and one byte more, the last label:
@@ -134,7 +134,7 @@ def write_version_pairs(
 
     Raises:
         TypeError, ValueError, OSError: before anything is written, naming the option, what was found and what to change.
-        ValueError: for a file that becomes shorter while it is read; nothing is left behind then.
+        ValueError: for a file that becomes shorter while it is read; no file is left behind then.
     """
     options = _Options.checked(
         seq_len=seq_len, boundary=boundary, suffixes=suffixes, include=include, exclude=exclude, hold_out=hold_out,
@@ -260,7 +260,7 @@ def _write(
     seq_len: int,
     about: dict[str, object],
 ) -> None:
-    """Write samples and JSON beside where they belong, then move all."""
+    """Write samples and JSON under temporary names, then move all."""
     parts = {kind: path.with_name(f"{path.name}.part") for kind, path in targets.items()}
     try:
         for split, samples in plan.items():
@@ -295,7 +295,6 @@ def _part(root: str, files: list[_File], count: int) -> bytes:
 def _about(
     roots: tuple[str, str], plan: dict[str, list[_Sample]], result: VersionPairs, options: _Options
 ) -> dict[str, object]:
-    """What the JSON file says."""
     half = options.seq_len // 2
     splits = {
         split: {
