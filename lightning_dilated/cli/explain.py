@@ -134,7 +134,7 @@ def resolve_sizes(args: argparse.Namespace) -> Sizes:
     missing = [] if sizes.patterns else ["--segments and --dilations"]
     missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
     if missing:
-        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that has them: --config RECIPE.yaml.")
     return sizes
 
 

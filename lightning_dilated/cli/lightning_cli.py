@@ -47,7 +47,7 @@ def with_checkpoint(argv: list[str]) -> list[str]:
             fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
         return argv
     if argv[0] == "fit" and not class_name:
-        fail(f"fit needs --config beside --ckpt_path {path}: a checkpoint does not say how its optimizer was made. "
+        fail(f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
              "The config.yaml in its run folder does.")  # fmt: skip
     model = model_config(read_checkpoint(path))
     stored_class, wanted_class = model["class_path"], class_name or model["class_path"]

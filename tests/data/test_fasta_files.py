@@ -95,10 +95,10 @@ def twice(folder: Path) -> Path:
 BAD = {
     "no header": (
         lambda d: write(d, LINES),
-        "a.fa is no FASTA .* before the first .* at line 1.* begins with a line >NAME",
+        "a.fa is not a FASTA .* before the first .* at line 1.* begins with a line >NAME",
     ),
-    "fastq": (lambda d: write(d, "@read\nACGT\n+\nIIII\n"), "a.fa is no FASTA .*line 1"),
-    "no name": (lambda d: write(d, f">\n{LINES}"), "a.fa is no FASTA .*Bad sequence name"),
+    "fastq": (lambda d: write(d, "@read\nACGT\n+\nIIII\n"), "a.fa is not a FASTA .*line 1"),
+    "no name": (lambda d: write(d, f">\n{LINES}"), "a.fa is not a FASTA .*Bad sequence name"),
     "names twice": (
         lambda d: write(d, f">one x\n{LINES}>one y\n{LINES}"),
         'a.fa .*Two records have the name "one": rename one',
@@ -110,8 +110,11 @@ BAD = {
         "a.fa: the record 'p53' holds 'E' at base 6 .counted from 1.* is it a protein .* Take it out",
     ),
     "alignment": (lambda d: write(d, f">one\n{LINES}ACG-TAC\n"), "holds '-' at base 54 .*alignment with gaps"),
-    "ragged lines": (lambda d: write(d, f">one\nACGTAC\n{LINES}"), "a.fa is no FASTA .*not consistent.* wrap it anew"),
-    "binary": (lambda d: write(d, b"\xff\xfe\x00\x01" * 99), "a.fa is no FASTA .*It is not text"),
+    "ragged lines": (
+        lambda d: write(d, f">one\nACGTAC\n{LINES}"),
+        "a.fa is not a FASTA .*not consistent.* wrap it again",
+    ),
+    "binary": (lambda d: write(d, b"\xff\xfe\x00\x01" * 99), "a.fa is not a FASTA .*It is not text"),
     "empty": (lambda d: write(d, ""), "a.fa is empty: fetch it again"),
     "empty gzip": (lambda d: write(d, gzip.compress(b""), "a.fa.gz"), "a.fa.gz is empty once decompressed"),
     "truncated gzip": (
@@ -238,7 +241,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(FileExistsError, match=r"data\.cache_dir .*cache is no folder; name another"):
+    with pytest.raises(FileExistsError, match=r"data\.cache_dir .*cache is not a folder; name another"):
         plain_file(PACKED, tmp_path / "cache" / "genomes")
 
 

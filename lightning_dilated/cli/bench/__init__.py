@@ -9,7 +9,7 @@ from lightning_dilated.cli.bench import attention, links
 __all__ = ["run"]
 
 PARTS = {
-    "attention": (attention, "the op, forward and backward, beside dense attention of the same FLOPs"),
+    "attention": (attention, "the op, forward and backward, next to dense attention of the same FLOPs"),
     "links": (links, 'latency and bandwidth between ranks, for exchange="auto"'),
 }
 

@@ -73,7 +73,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(f"--kv_heads {args.kv_heads} must divide --heads {args.heads}.")
     unknown = [name for name in args.engines if name not in engine_names()]
     if unknown:
-        raise ValueError(f"--engines {unknown[0]}: there is none of that name; use {', '.join(engine_names())}.")
+        raise ValueError(f"--engines {unknown[0]}: no engine has that name; use {', '.join(engine_names())}.")
     request = Request(torch.device(args.device), getattr(torch, args.dtype), args.head_dim)
     for name in args.engines:
         choose(name, request)

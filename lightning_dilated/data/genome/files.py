@@ -95,7 +95,7 @@ def private_folder(folder: Path) -> None:
             path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError as error:
             raise FileExistsError(
-                f"data.cache_dir {folder}: {path} is no folder; name another in data.cache_dir"
+                f"data.cache_dir {folder}: {path} is not a folder; name another in data.cache_dir"
             ) from error
         except (PermissionError, OSError) as error:
             if not path.is_dir():
@@ -146,7 +146,7 @@ def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int,
             records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
         if "Duplicate key" in str(error):  # in an existing index
-            raise ValueError(f"{source} is no FASTA file that can be read by range. {_reason(error)}") from error
+            raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
         raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
         raise stale(source, str(error)) from error
@@ -180,7 +180,7 @@ def _index_file(path: str, source: str, cache: Path) -> Path:
             pyfaidx.Faidx(path, indexname=str(part)).close()
             os.replace(part, target)
     except (pyfaidx.FastaIndexingError, ValueError) as error:
-        raise ValueError(f"{source} is no FASTA file that can be read by range. {_reason(error)}") from error
+        raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
     return target
 
 
@@ -191,9 +191,7 @@ def _reason(error: Exception) -> str:
     if "Duplicate key" in text:
         return f"{text.replace('Duplicate key', 'Two records have the name')}: rename one, or leave one out."
     if "consistent" in text:
-        return (
-            f"{text} All lines of a record but the last must be equally long: wrap it anew, as `seqkit seq -w 60` does."
-        )
+        return f"{text} All lines of a record but the last must be equally long: wrap it again, as `seqkit seq -w 60` does."
     return f"{text} Each record begins with a line >NAME."
 
 
@@ -201,7 +199,7 @@ def stale(file: str, what: str) -> ValueError:
     """The error about an index that is not that of its file."""
     return ValueError(
         f"the index (.fai) of {file} does not fit the file ({what}), so bases would be read from wrong places: remove the "
-        ".fai beside the file (or in data.cache_dir) and start again"
+        ".fai next to the file (or in data.cache_dir) and start again"
     )
 
 
@@ -299,7 +297,7 @@ class Genome:
         raw = self.stream.read(record.byte(start), record.byte(stop - 1) + 1)
         codes = _CODES[raw[_is_base(record, start, len(raw))]]
         if len(codes) != stop - start or codes.max(initial=0) == _ILLEGAL:
-            raise ValueError(f"{record.file} changed since it was indexed: keep the data as it is while in use")
+            raise ValueError(f"{record.file} changed since it was indexed: keep the data unchanged while it is in use")
         return np.minimum(codes, N_CODE)
 
     def fingerprint(self) -> str:
@@ -338,7 +336,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
             at = int(np.argmax(codes == _ILLEGAL))
             raise ValueError(
                 f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][at]))!r} at base {base + at + 1:,} "
-                "(counted from 1), which is no nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
+                "(counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
                 "alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
         record.others += int((codes == _OTHER).sum())

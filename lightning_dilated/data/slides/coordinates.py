@@ -252,8 +252,8 @@ SHOWN = 5
 
 
 @dataclass
-class Found:
-    """What `SlideDataModule.check` found, in one order.
+class Inventory:
+    """The slides of a SlideDataModule with their splits and labels, in one order.
 
     `by_column`: the splits are from the csv; `largest`: the largest coordinate of each slide.
     """
@@ -277,7 +277,7 @@ def matched(
     faults += [f"{path} has no line in {csv}" for name, path in files.items() if name not in row_of]
     both = [name for name in files if name in row_of]
     if faults and not leave_out:
-        remedy = "mend names, data.paths or the csv, or set data.unmatched to 'leave_out'"
+        remedy = "correct names, data.paths or the csv, or set data.unmatched to 'leave_out'"
         raise ValueError(f"{_listed('slides lack a file or a label', faults)}\nTo go on, {remedy}")
     if not both:
         raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
@@ -338,15 +338,15 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
         other = next((s for s in others if s.overlap_known or tile_size > (s.tile_size or 0)), None)
         if other is not None:
             raise ValueError(
-                f"{other.path} says that its tiles are {other.tile_size} level-0 pixels wide, but data.tile_size is "
+                f"{other.path} states that its tiles are {other.tile_size} level-0 pixels wide, but data.tile_size is "
                 f"{tile_size}: set it to {other.tile_size}, or to null"
             )
         return tile_size
     if len(stated) > 1:
-        statements = ", ".join(f"{path} says {size}" for size, path in sorted(stated.items()))
+        statements = ", ".join(f"{path} states {size}" for size, path in sorted(stated.items()))
         raise ValueError(
             f"slides have tiles of different level-0 widths ({statements}), so one model would place them differently: "
-            "train on slides of one magnification, or cut the tiles anew"
+            "train on slides of one magnification, or cut the tiles again"
         )
     return next(iter(stated), None)
 
@@ -365,7 +365,7 @@ def by_name(paths: list[str]) -> dict[str, str]:
     files: dict[str, str] = {}
     for file in paths:
         if not file.lower().endswith((*H5, *PT)):
-            raise ValueError(f"{file} is no slide file: data.paths takes files ending in {', '.join((*H5, *PT))}")
+            raise ValueError(f"{file} is not a slide file: data.paths takes files ending in {', '.join((*H5, *PT))}")
         first = files.setdefault(slide_name(file), file)
         if first != file:
             raise ValueError(f"{first} and {file} are both slide {slide_name(file)!r}: leave one out of data.paths")

@@ -489,11 +489,11 @@ def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
             stored = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no file of plain tensors, which alone are loaded (weights_only): "
+            f"{path} is not a file of plain tensors; nothing else is loaded (weights_only): "
             f"torch.save a tensor, or a dict of tensors ({_first_line(error)})"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is no torch file, or cut short: write it again ({_first_line(error)})") from error
+        raise ValueError(f"{path} is not a torch file, or cut short: write it again ({_first_line(error)})") from error
     if isinstance(stored, Tensor):
         stored = {features: stored}
     if not isinstance(stored, dict):

@@ -81,7 +81,7 @@ def write_attention(
     """
     path = os.fspath(path)
     if not path.lower().endswith(H5):
-        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it beside a .pt slide yourself")
+        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it next to a .pt slide yourself")
     if name in (features_name, coords_name):
         raise ValueError(f"name is {name!r}, which holds the slide itself: choose another")
     reader = SlideReader(features_name, coords_name)
@@ -112,7 +112,7 @@ def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, there: np.
     at = {tuple(x): i for i, x in enumerate(there.tolist())}
     if len(at) != len(there) or len({tuple(x) for x in coords.tolist()}) != len(coords):
         raise ValueError(
-            f"{path}: coordinates occur twice, so they do not tell tiles apart: give weights in the file's order"
+            f"{path}: coordinates occur twice, so they do not identify tiles: give weights in the file's order"
         )
     lost = [tuple(x) for x in coords.tolist() if tuple(x) not in at]
     if lost:

@@ -52,7 +52,7 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return _rows(path, csv.reader(file, strict=True), columns)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise FileNotFoundError(f"data.labels_csv {path} is no file: pass the path of a csv file") from error
+        raise FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file") from error
     except PermissionError as error:
         raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
     except UnicodeDecodeError as error:
@@ -81,7 +81,7 @@ def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
                     f"{first.line}. Keep one of the two lines"
                 )
     except csv.Error as error:
-        raise ValueError(f"{path}, line {lines.line_num}: {error}; mend the quotes of this line") from error
+        raise ValueError(f"{path}, line {lines.line_num}: {error}; correct the quotes of this line") from error
     if not rows:
         raise ValueError(f"{path} names no slide: it needs a line of column names and a line for each slide")
     return list(rows.values())
@@ -135,8 +135,8 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
         broken = [row for row, x in zip(rows, numbers, strict=True) if x != int(x)]
         if broken:
             raise ValueError(
-                f"{path}, line {broken[0].line}: the label {broken[0].label} is no class, as it is not a whole number: set "
-                "data.labels to 'numbers' for regression"
+                f"{path}, line {broken[0].line}: the label {broken[0].label} is not a class, as it is not a whole number: "
+                "set data.labels to 'numbers' for regression"
             )
         if not any(_padded(word) for word in words):  # 01 and 1 may be two classes, so padded numbers stay words
             words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
@@ -146,7 +146,7 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
     for row, word in zip(rows, words, strict=True):
         if word not in names:
             raise ValueError(
-                f"{path}, line {row.line}: the label {word!r} is none of data.classes {names}: add it, or mend the line"
+                f"{path}, line {row.line}: the label {word!r} is not in data.classes {names}: add it, or correct the line"
             )
     if len(names) < 2:
         raise ValueError(
@@ -164,8 +164,8 @@ def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
         value = _number(str(row.label))
         if value is None:
             raise ValueError(
-                f"{path}, line {row.line}: the label {row.label!r} is no finite number: mend it, or set data.labels to "
-                "'classes'"
+                f"{path}, line {row.line}: the label {row.label!r} is not a finite number: correct it, or set data.labels "
+                "to 'classes'"
             )
         numbers.append(value)
     return numbers

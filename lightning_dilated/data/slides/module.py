@@ -21,7 +21,7 @@ from lightning_dilated.data.files import MARK, collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slides.coordinates import (
-    Found,
+    Inventory,
     about_slides,
     by_name,
     check_sizes,
@@ -302,7 +302,7 @@ class SlideDataModule(SplitDataModule):
         self.reader = SlideReader(features_name, coords_name, dtype)
         self.tile_size = None if tile_size is None else integer(tile_size, "data.tile_size", 1)
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
-        self._found: Found | None = None
+        self._inventory: Inventory | None = None
         self._logged_unchecked = False
 
     # -- what was found ----------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ class SlideDataModule(SplitDataModule):
 
         Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and what to change.
         """
-        if self._found is not None:
+        if self._inventory is not None:
             return
         files = about_slides(collect_files, self.paths, [*H5, *PT])
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
@@ -321,7 +321,7 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = one_tile_size(slides, self.tile_size)
         labels, classes = self._numbers(rows)
         splits, by_column = self._splits(slides, rows, None if classes is None else labels)
-        result = Found(slides, splits, by_column, labels, classes)
+        result = Inventory(slides, splits, by_column, labels, classes)
         for split in SPLITS:
             if split not in result.splits and self.wanted(split, result) is None:
                 raise ValueError(
@@ -342,24 +342,24 @@ class SlideDataModule(SplitDataModule):
             result.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
         if "train" in result.splits:
             self.check_batch(result.splits.count("train"), 1)
-        self._found = result
+        self._inventory = result
 
     @property
-    def found(self) -> Found:
+    def inventory(self) -> Inventory:
         """The slides with their splits and labels; looks them up on first use."""
         self.check()
-        assert self._found is not None
-        return self._found
+        assert self._inventory is not None
+        return self._inventory
 
     @property
     def feature_dim(self) -> int:
         """F, the features of a tile."""
-        return self.found.slides[0].width
+        return self.inventory.slides[0].width
 
     @property
     def classes(self) -> list[str] | None:
         """The classes in the order of their numbers; None without classes."""
-        return self.found.classes
+        return self.inventory.classes
 
     @property
     def longest(self) -> int:
@@ -369,7 +369,7 @@ class SlideDataModule(SplitDataModule):
     def dataset(self, split: str) -> SlideSequences:
         """The slides of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
-        result = self.found
+        result = self.inventory
         self._log_unchecked(None)
         indices = [i for i, word in enumerate(result.splits) if word == split]
         labels = None if result.labels is None else [result.labels[i] for i in indices]
@@ -378,7 +378,7 @@ class SlideDataModule(SplitDataModule):
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
-        result = self.found
+        result = self.inventory
         tiles = [s.tiles for s in result.slides]
         counts = ", ".join(f"{result.splits.count(split):,} {split}" for split in SPLITS)
         text = f"{len(tiles):,} slides of {min(tiles):,} to {max(tiles):,} tiles, {self.feature_dim} features: {counts}"
@@ -388,8 +388,8 @@ class SlideDataModule(SplitDataModule):
             )
         return text
 
-    def wanted(self, split: str, result: Found | None = None) -> str | None:
-        result = result or self.found
+    def wanted(self, split: str, result: Inventory | None = None) -> str | None:
+        result = result or self.inventory
         if split in result.splits:
             return None
         if split == "train":  # requested, unless every slide is for testing
@@ -419,7 +419,7 @@ class SlideDataModule(SplitDataModule):
         Raises:
             ValueError: naming the file, what was found and what to set.
         """
-        result = self.found
+        result = self.inventory
         if self.reader.coords is None:
             raise ValueError(
                 "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
@@ -484,7 +484,7 @@ class SlideDataModule(SplitDataModule):
         if self._logged_unchecked or self.reader.coords is None:
             return
         self._logged_unchecked = True
-        slides, parts = self.found.slides, []
+        slides, parts = self.inventory.slides, []
         if self.tile_size is None and tile_size is None:
             parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")
         if few:

@@ -288,9 +288,9 @@ def _checked_target(path: Path) -> Path:
     if path.suffix != ".bin":
         raise ValueError(f"out is {path}; tokens are written as raw numbers, so let its name end in .bin.")
     if path.exists():
-        raise FileExistsError(f"out {path} is there already: remove it, or choose another name.")
+        raise FileExistsError(f"out {path} exists already: remove it, or choose another name.")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"out {path}: there is no folder {path.parent}; make it first.")
+        raise FileNotFoundError(f"out {path}: the folder {path.parent} does not exist; make it first.")
     return path
 
 
@@ -412,6 +412,6 @@ def _together(tokenizer: Tokenizer, left: _Piece, others: list[_Piece]) -> _Piec
     if new is None or not np.array_equal(new.ids[: left.first], left.ids[: left.first]):
         raise ValueError(
             f"{left.file}: the tokenizer finds no place to cut the text after character {left.begin:,} (a run of one "
-            f"character, or a word that goes on for ever): cut the file there, or leave the stretch out."
+            f"character, or a word without end): cut the file there, or leave that part out."
         )
     return replace(new, last=others[-1].last, first=left.first)

@@ -91,7 +91,7 @@ def _npy_file(path: str, size: int) -> TokenFile:
     if size - offset != shape[0] * dtype.itemsize:
         what = "was cut off" if here < shape[0] else "goes on after its array"
         raise ValueError(
-            f"{path} {what}: its header says {shape[0]:,} tokens, but {here:,} are there (and "
+            f"{path} {what}: its header states {shape[0]:,} tokens, but it has {here:,} (and "
             f"{(size - offset) % dtype.itemsize} bytes): copy or write it again"
         )
     if shape[0] == 0:

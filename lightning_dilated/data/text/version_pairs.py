@@ -287,7 +287,7 @@ def _part(root: str, files: list[_File], count: int) -> bytes:
     if len(data) < count:
         names = f"{files[0].name} to {files[-1].name}" if len(files) > 1 else files[0].name
         raise ValueError(
-            f"{root}: {names} became shorter while they were read: keep the trees as they are, and start again"
+            f"{root}: {names} became shorter while they were read: leave the trees unchanged, and start again"
         )
     return bytes(data)
 
@@ -340,5 +340,5 @@ def _targets(out: Path, options: _Options) -> dict[str, Path]:
         del targets["val"]
     for path in targets.values():
         if path.exists():
-            raise FileExistsError(f"{path} is there already: remove it, or choose another name for out")
+            raise FileExistsError(f"{path} exists already: remove it, or choose another name for out")
     return targets
