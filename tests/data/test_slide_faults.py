@@ -165,7 +165,7 @@ CSV = {
     "missing file": ("slide_id,label", [*GOOD, "gone,a"], {}, "1 slides lack.*line 8: no file is called gone.*'leave_out'"),
     "missing row": ("slide_id,label", GOOD[:5], {}, "1 slides lack a file or a label.*s5.h5 has no line"),
     "nothing fits": ("slide_id,label", ["x,a", "y,b"], {"unmatched": "leave_out"}, "no file of data.paths is named in"),
-    "fraction": ("slide_id,label", [f"s{i},{i / 2}" for i in range(6)], {}, "line 3: the label 0.5 is not a class.*'numbers'"),
+    "fraction": ("slide_id,label", [f"s{i},{i / 2}" for i in range(6)], {}, "line 3: the label 0.5 is not a class"),
     "word": ("slide_id,label", GOOD, {"labels": "numbers"}, "line 2: the label 'a' is not a finite number"),
     "infinite": ("slide_id,label", [f"s{i},inf" for i in range(6)], {"labels": "numbers"}, "not a finite number"),
     "one class": ("slide_id,label", [f"s{i},a" for i in range(6)], {}, "all labels are 'a'; a classifier needs two"),
