@@ -70,11 +70,11 @@ class LossByPosition(pl.Callback):
         if self._sums is None:
             return
         counted = batch["labels"] != -100
-        before, length = _places(batch, losses.shape)
-        octave = (before + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
-        eighth = OCTAVES + (before * EIGHTHS // length).clamp(max=EIGHTHS - 1)
-        for where in (octave, eighth):
-            index = where.to(losses.device)[counted]
+        place, length = _places(batch, losses.shape)
+        octave = (place + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
+        eighth = OCTAVES + (place * EIGHTHS // length).clamp(max=EIGHTHS - 1)
+        for part in (octave, eighth):
+            index = part.to(losses.device)[counted]
             self._sums[0].index_add_(0, index, losses.detach()[counted].double())
             self._sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
@@ -121,13 +121,13 @@ def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor
     if bounds is not None:
         bounds = torch.as_tensor(bounds).cpu().long()
         document = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
-        before, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
+        place, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
     else:
-        before, length = positions, torch.full_like(positions, whole)
-    before, length = before.expand(size, local), length.expand(size, local)
+        place, length = positions, torch.full_like(positions, whole)
+    place, length = place.expand(size, local), length.expand(size, local)
     if lengths is not None:
         length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, local)
-    return before, length.clamp(min=1)
+    return place, length.clamp(min=1)
 
 
 def _row(step: int, i: int, nats: Tensor, tokens: int) -> dict[str, Any]:

@@ -62,18 +62,18 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     return folder, read_tensors(folder, "state_dict.").get("state_dict", {}), meta
 
 
-def described(path: Path, tensors: dict[str, Tensor], rest: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """(the contents of config.json, each tensor once). A model is made, if its class is imported, to check them.
 
     Raises:
         ValueError: for tensors that do not fit the model.
         TypeError: for hyperparameters that JSON cannot hold.
     """
-    config = model_config(rest)
+    config = model_config(meta)
     module, _, name = config["class_path"].rpartition(".")
     config["init_args"] = plain_arguments(config["init_args"], name)
-    if rest.get("classes") is not None:
-        config["classes"] = rest["classes"]
+    if meta.get("classes") is not None:
+        config["classes"] = meta["classes"]
     cls = getattr(sys.modules.get(module), name, None)
     if isinstance(cls, type) and issubclass(cls, DilatedModule):
         model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
@@ -101,12 +101,12 @@ def run(argv: list[str]) -> None:
         raise ModuleNotFoundError(str(error)) from None
     if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
-    source, tensors, rest = weights(args.checkpoint)
-    config, tensors = described(source, tensors, rest)
+    source, tensors, meta = weights(args.checkpoint)
+    config, tensors = described(source, tensors, meta)
     if args.out.suffix == SUFFIX and not args.out.is_dir():
         metadata = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
-        if "global_step" in rest:
-            metadata["global_step"] = str(rest["global_step"])
+        if "global_step" in meta:
+            metadata["global_step"] = str(meta["global_step"])
         args.out.parent.mkdir(parents=True, exist_ok=True)
         partial = args.out.with_name(f".{args.out.name}.partial")
         library.save_file(tensors, partial, metadata={"format": "pt", **metadata})

@@ -84,12 +84,12 @@ def model_class(configs: list[str], rest: list[str]) -> str | None:
     return name
 
 
-def names_data(words: list[str]) -> bool:
+def names_data(argv: list[str]) -> bool:
     """Whether the recipes or arguments name a class of the data."""
-    configs, rest = split_configs(words)
+    configs, others = split_configs(argv)
     sections = [config.get("data") for config in read(configs)]
     named = any(data.get("class_path") if isinstance(data, dict) else data for data in sections)
-    return named or any(option(rest, name) is not None for name in ("--data", "--data.class_path"))
+    return named or any(option(others, name) is not None for name in ("--data", "--data.class_path"))
 
 
 def named_modules(configs: list[str], rest: list[str]) -> set[str]:
@@ -110,14 +110,14 @@ def read(configs: list[str]) -> list[dict[str, Any]]:
     return mappings
 
 
-def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
+def split_configs(argv: list[str]) -> tuple[list[str], list[str]]:
     """(the --config arguments with their values, all others)."""
-    configs, rest, following = [], [], False
-    for word in words:
-        is_config = following or word in ("--config", "-c") or word.startswith(("--config=", "-c="))
-        (configs if is_config else rest).append(word)
-        following = word in ("--config", "-c")
-    return configs, rest
+    configs, others, following = [], [], False
+    for argument in argv:
+        is_config = following or argument in ("--config", "-c") or argument.startswith(("--config=", "-c="))
+        (configs if is_config else others).append(argument)
+        following = argument in ("--config", "-c")
+    return configs, others
 
 
 def option(argv: list[str], name: str) -> str | None:
@@ -237,11 +237,11 @@ class DilatedCLI(LightningCLI):
         """Run; an error before the first step is a wrong setting too, and one line."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
-        before = read_checkpoint(path).get("global_step", 0) if resumed else 0
+        steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
         try:
             super()._run_subcommand(subcommand)
         except (ValueError, OSError, MisconfigurationException) as error:
-            if wants_traceback() or self.trainer.global_step > before:
+            if wants_traceback() or self.trainer.global_step > steps_before:
                 raise
             fail(f"{essence(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
         except RuntimeError as error:
@@ -260,9 +260,9 @@ class DilatedCLI(LightningCLI):
         return f" {'; '.join(differences)}." if differences else ""
 
 
-def _other_data(model: DilatedModule, taken: Mapping[str, int]) -> str:
+def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:
     """What to do about bytes of a text under a model of something else."""
-    entries = ", ".join([*taken, *(["label"] if isinstance(model, PooledModule) else [])])
+    entries = ", ".join([*dims, *(["label"] if isinstance(model, PooledModule) else [])])
     return (
         f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "
         f"labels. A {type(model).__name__} takes {entries}. Set data.class_path to a LightningDataModule that brings them: "

@@ -174,18 +174,18 @@ def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[lis
         group = SequenceGroup(**check.settings())
         try:
             ranges = group.shard(check.seq_len).ranges(group.rank)
-            at = [p for x in ranges for p in x]
+            positions = [p for x in ranges for p in x]
             with group.active():
-                yield at, _part(check, at, group, device)
+                yield positions, _part(check, positions, group, device)
         finally:
             group.close()
 
 
-def _part(check: Check, at: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
+def _part(check: Check, positions: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
     if check.pattern == "LongNetLM":
         spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
         return _step(spec.cut(_batch(check), Place(group.ranks, group.rank, group.layout)), device)
-    *leaves, grad = (x[:, at].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
+    *leaves, grad = (x[:, positions].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
     leaves = [x.requires_grad_() for x in leaves]
     out = dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal)
     return _gradients(check, out, leaves, grad)

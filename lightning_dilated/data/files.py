@@ -170,8 +170,8 @@ def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
         elif suffixes is not None:  # named like data; other special files of a directory are ignored
             refuse_special(file)
     if not files:
-        wanted = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
-        raise FileNotFoundError(f"the directory {root} holds {wanted} (hidden ones are left out); {HINT}")
+        expected = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
+        raise FileNotFoundError(f"the directory {root} holds {expected} (hidden ones are left out); {HINT}")
     return files
 
 
@@ -258,8 +258,8 @@ def files_digest(files: Sequence[str]) -> str:
     Raises: OSError for a file that has gone.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for at in spread(len(files), FILES):
-        with open(files[at], "rb", buffering=0) as file:
+    for index in spread(len(files), FILES):
+        with open(files[index], "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             for start in block_starts(size):
                 file.seek(start)
@@ -274,16 +274,16 @@ def block_starts(size: int) -> list[int]:
     return np.linspace(0, size - BLOCK, BLOCKS).astype(np.int64).tolist()
 
 
-def same_fingerprint(stored: object, here: object) -> bool:
+def same_fingerprint(stored: object, current: object) -> bool:
     """Whether a checkpoint's fingerprint is that of the data; content is compared if both have it."""
-    if isinstance(stored, str) and isinstance(here, str) and (MARK in stored) != (MARK in here):
-        return stored.split(MARK)[0] == here.split(MARK)[0]
-    return stored == here
+    if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
+        return stored.split(MARK)[0] == current.split(MARK)[0]
+    return stored == current
 
 
-def tells_content(stored: object, here: object) -> bool:
+def tells_content(stored: object, current: object) -> bool:
     """False if the data's fingerprint covers its content and the checkpoint's does not."""
-    return not (isinstance(stored, str) and isinstance(here, str) and MARK in here and MARK not in stored)
+    return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)
 
 
 # -- bytes by range --------------------------------------------------------------------------------------------------

@@ -197,10 +197,10 @@ class ResumableLoader(DataLoader):
                 "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that files "
                 "of equal names and sizes hold what they did."
             )
-        for key, here in identity.items():
-            if not same_fingerprint(state.get(key, here), here):
+        for key, current in identity.items():
+            if not same_fingerprint(state.get(key, current), current):
                 raise ValueError(
-                    f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
+                    f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {current} now: "
                     "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
                     "start a new run from the weights only"
                 )

@@ -66,8 +66,8 @@ def _digits(rng: Random) -> list[int | _Node]:
 
 def _take(rng: Random, entries: list[Any]) -> Any:
     """Remove and return one entry by chance."""
-    at = _below(rng, len(entries))
-    entries[at], entries[-1] = entries[-1], entries[at]
+    index = _below(rng, len(entries))
+    entries[index], entries[-1] = entries[-1], entries[index]
     return entries.pop()
 
 
@@ -121,14 +121,16 @@ def most_tokens(max_depth: int, max_arguments: int, enough: int) -> int:
 
 def text(tokens: list[int]) -> str:
     """Tokens as one would read them, without the padding. Raises: ValueError for a token outside the vocabulary."""
-    words = []
+    symbols = []
     for token in tokens:
         if not 0 <= token < VOCABULARY:
             raise ValueError(f"token {token} is outside the vocabulary of {VOCABULARY}")
         if token >= _DIGIT:
             opened = _OPEN <= token < _CLOSE
-            words.append("]" if token == _CLOSE else f"[{OPERATIONS[token - _OPEN]}" if opened else str(token - _DIGIT))
-    return " ".join(words)
+            symbols.append(
+                "]" if token == _CLOSE else f"[{OPERATIONS[token - _OPEN]}" if opened else str(token - _DIGIT)
+            )
+    return " ".join(symbols)
 
 
 def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
@@ -167,8 +169,8 @@ class RuleSamples(Dataset):
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The sample with its sequences at some positions only."""
         sample = self[index]
-        at = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
-        return {name: value[at] if name in self.along else value for name, value in sample.items()}
+        positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
+        return {name: value[positions] if name in self.along else value for name, value in sample.items()}
 
 
 class RuleDataModule(SplitDataModule):

@@ -65,11 +65,11 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
     """
     ranks = dist.get_world_size()
     wire = Wire(dist.group.WORLD, tuple(range(ranks)), rank)
-    for kind, (length, at) in _rings(rank, ranks, per_node).items():
+    for kind, (length, rank_at) in _rings(rank, ranks, per_node).items():
         most = min(length - 1, MOST)
         cases = [(p, FEW) for p in sorted({1, most})] if kind == "few" else [(most, size) for size in sorted(sizes)]
         for peers, size in cases if most else ():
-            sends, receives = (dict.fromkeys(sorted(at(s * x) for x in range(1, peers + 1)), 1) for s in (1, -1))
+            sends, receives = (dict.fromkeys(sorted(rank_at(s * x) for x in range(1, peers + 1)), 1) for s in (1, -1))
             rows = torch.zeros(peers, size, dtype=torch.uint8, device=device)
             call = functools.partial(_exchange, wire, rows, sends, receives, torch.empty_like(rows))
             yield Sample(kind, peers, size, _seconds(call, device, repeats))
@@ -296,8 +296,8 @@ def run(args: argparse.Namespace, command: str) -> None:
 
 def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
     """Measure as one of a launcher's ranks; the first of each node writes, as nodes may have separate folders."""
-    rank, _, here = launcher
-    local = int(os.environ.get("LOCAL_RANK", rank % here))
+    rank, _, local_ranks = launcher
+    local = int(os.environ.get("LOCAL_RANK", rank % local_ranks))
     if args.device == "cuda":
         torch.cuda.set_device(local)
     backend, patience = "nccl" if args.device == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)

@@ -140,10 +140,10 @@ class GenomeDataModule(SequenceDataModule):
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
-        rest = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
+        unused = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
         return (
             f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows of "
-            f"{self.seq_len:,}: {counts}; {rest:,} bases lie in no whole window, and "
+            f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no whole window, and "
             f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
         )
 
@@ -288,8 +288,8 @@ class GenomeWindows(Dataset):
         """Whether this epoch reads a window from the other strand: the same in every process and on every rank."""
         if self.reverse_complement == 0:
             return False
-        words = repr((self.seed, self.epoch, index)).encode()
-        drawn = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") / 2**64
+        bits = repr((self.seed, self.epoch, index)).encode()
+        drawn = int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest(), "big") / 2**64
         return drawn < self.reverse_complement
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -314,10 +314,10 @@ class GenomeWindows(Dataset):
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
-        at = int(np.searchsorted(self._ends, window, side="right"))
-        number, start, stop = map(int, self._regions[at])
-        before = int(self._ends[at - 1]) if at else 0
-        return number, start + (window - before) * self.seq_len, start, stop
+        region = int(np.searchsorted(self._ends, window, side="right"))
+        number, start, stop = map(int, self._regions[region])
+        windows_before = int(self._ends[region - 1]) if region else 0
+        return number, start + (window - windows_before) * self.seq_len, start, stop
 
     def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
         """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""

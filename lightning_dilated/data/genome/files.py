@@ -106,8 +106,8 @@ def private_folder(folder: Path) -> None:
 
 def _cached(path: str, cache: Path, suffix: str) -> Path:
     state = os.stat(path)
-    words = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
-    return cache / f"{Path(path).name}.{hashlib.blake2b(words.encode(), digest_size=6).hexdigest()}{suffix}"
+    key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
+    return cache / f"{Path(path).name}.{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}{suffix}"
 
 
 @contextlib.contextmanager
@@ -302,8 +302,8 @@ class Genome:
 
     def fingerprint(self) -> str:
         """A digest of the names and bases of all records."""
-        words = repr([(r.name, r.length, r.checksum) for r in self.records])
-        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        identity = repr([(r.name, r.length, r.checksum) for r in self.records])
+        return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def _is_base(record: Record, start: int, count: int) -> np.ndarray:
@@ -333,10 +333,10 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
         if not np.isin(raw[~kept], (10, 13)).all() or np.isin(raw[kept], (10, 13)).any():
             raise stale(record.file, f"record {record.name!r}")
         if codes.max() == _ILLEGAL:
-            at = int(np.argmax(codes == _ILLEGAL))
+            index = int(np.argmax(codes == _ILLEGAL))
             raise ValueError(
-                f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][at]))!r} at base {base + at + 1:,} "
-                "(counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
+                f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][index]))!r} at base "
+                f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
                 "alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
         record.others += int((codes == _OTHER).sum())
@@ -361,9 +361,9 @@ def _check_between(stream: ByteStream, record: Record, start: int, stop: int, na
 def _refuse_twice(records: list[Record]) -> None:
     seen: dict[tuple[str, int, int], Record] = {}
     for record in records:
-        before = seen.setdefault((record.name, record.length, record.checksum), record)
-        if before is not record:
+        first = seen.setdefault((record.name, record.length, record.checksum), record)
+        if first is not record:
             raise ValueError(
-                f"the record {record.name!r} is in {before.file} and again, base for base, in {record.file}, so a split "
+                f"the record {record.name!r} is in {first.file} and again, base for base, in {record.file}, so a split "
                 "could hold what another was trained on: leave one of the files out of data.paths"
             )

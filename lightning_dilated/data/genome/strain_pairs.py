@@ -55,8 +55,8 @@ class Anchors:
 
     def find(self, kmers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(M,) int64 where each of these numbers (M,) stands here, and (M,) bool whether it does."""
-        at = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
-        return at, self.kmers[at] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
+        indices = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
+        return indices, self.kmers[indices] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
 
 
 def anchors(genome: Genome, lead: int, span: int) -> Anchors:
@@ -86,8 +86,8 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
         unknown = np.concatenate([[0], np.cumsum(codes == N_CODE)])
         # a 32-mer that equals its reverse complement has no direction
         good = (unknown[LENGTH:] == unknown[:-LENGTH]) & (forward != backward) & _kept(kmers)
-        at = np.flatnonzero(good)
-        parts.append((kmers[at], at + begin, (backward < forward)[at]))
+        indices = np.flatnonzero(good)
+        parts.append((kmers[indices], indices + begin, (backward < forward)[indices]))
     kmers, place, flipped = (np.concatenate(x) for x in zip(*parts, strict=True))
     return kmers, np.full(len(kmers), number, np.int32), place, flipped
 
@@ -273,10 +273,10 @@ class StrainPairsDataModule(RuleDataModule):
         except (OSError, ValueError) as error:  # these name the option of another DataModule
             kind = ValueError if isinstance(error, ValueError) else type(error)
             raise kind(str(error).replace("data.paths", f"data.species.{name}")) from error
-        need, longest = self.lead + self.span, max(record.length for record in genome.records)
-        if longest < need:
+        needed, longest = self.lead + self.span, max(record.length for record in genome.records)
+        if longest < needed:
             raise ValueError(
-                f"{file} has no record longer than {longest:,} bases, but a sample takes up to {need:,} of a strain "
+                f"{file} has no record longer than {longest:,} bases, but a sample takes up to {needed:,} of a strain "
                 f"(data.seq_len = {self.seq_len}, data.boundary_range = {self.boundary_range}, data.max_dropped = "
                 f"{self.max_dropped}): {_shorter(longest, self.boundary_range, self.max_dropped)}leave the file out of "
                 f"data.species.{name}"

@@ -127,9 +127,9 @@ def _not_integers(values: np.ndarray, dtype: Any) -> list[str]:
         return [f"{text} from 0 to 1, as if they were normalised: multiply them by the slide's size in pixels."]
     split = np.flatnonzero((values != np.floor(values)).any(1))
     if len(split):
-        at = tuple(float(x) for x in values[split[0]])
+        point = tuple(float(x) for x in values[split[0]])
         return [
-            f"{text} with fractions, such as {at} at tile {split[0]}. They look like micrometres: divide by the slide's "
+            f"{text} with fractions, such as {point} at tile {split[0]}. They look like micrometres: divide by the slide's "
             "micrometres per pixel, round, and write them as int64."
         ]
     return [f"{text}: these are whole, so write them as int64 (above 2^11 float16, above 2^24 float32 loses pixels)."]

@@ -141,16 +141,16 @@ def opened_h5(path: str) -> Iterator[Any]:
     except (FileNotFoundError, PermissionError) as error:
         raise type(error)(f"{path} cannot be opened any more: {error}") from error
     except OSError as error:
-        words = str(error)
-        if "signature not found" in words:
+        message = str(error)
+        if "signature not found" in message:
             why = "it is not an HDF5 file, or empty: write it again"
-        elif "truncated" in words:
+        elif "truncated" in message:
             why = "it is truncated, as by a copy that was cut short: copy or write it again"
-        elif "lock" in words:
+        elif "lock" in message:
             why = "another program has it open for writing: close that first"
         else:
             why = "it is damaged or cut short: copy or write it again"
-        raise ValueError(f"{path} cannot be read: {why} ({words})") from error
+        raise ValueError(f"{path} cannot be read: {why} ({message})") from error
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
@@ -285,8 +285,8 @@ class _Rows:
         rows = self.array[0, start:stop] if self.boxed else self.array[start:stop]
         if isinstance(rows, Tensor):
             return rows
-        wanted = np.int64 if rows.dtype.kind in "ui" else rows.dtype.newbyteorder("=")
-        return torch.from_numpy(np.ascontiguousarray(rows, dtype=wanted))
+        dtype = np.int64 if rows.dtype.kind in "ui" else rows.dtype.newbyteorder("=")
+        return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
     def pick(self, rows: np.ndarray) -> Tensor:
         """(n, W) of rising rows, in one read of all from the first to the last."""
@@ -335,10 +335,10 @@ class SlideReader:
         with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
             places = None if coords is None else torch.empty(len(rows), 2, dtype=torch.int64)
-            for at in _runs(rows):
-                values[at] = self._finite(path, features.pick(rows[at]), rows[at])
+            for chosen in _runs(rows):
+                values[chosen] = self._finite(path, features.pick(rows[chosen]), rows[chosen])
                 if coords is not None:
-                    places[at] = coords.pick(rows[at]).long()
+                    places[chosen] = coords.pick(rows[chosen]).long()
         return values, places
 
     def read_coords(self, path: str) -> np.ndarray:
@@ -448,8 +448,8 @@ def _array(path: str, arrays: Any, name: str, option: str) -> Any:
     """The array of that name in an h5 file or a mapping."""
     array = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
     if array is None:
-        there = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
-        raise ValueError(f"{path} has no {name!r}; it holds {there}: set {option}")
+        names = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
+        raise ValueError(f"{path} has no {name!r}; it holds {names}: set {option}")
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
         raise ValueError(f"{path}: {name!r} is a {type(array).__name__}, not an array: set {option}")
     if isinstance(array, Tensor):

@@ -104,23 +104,23 @@ def write_attention(
         file.create_dataset(name, data=values)
 
 
-def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, there: np.ndarray) -> np.ndarray:
+def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """(T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
     if coords.shape != (len(values), 2):
         raise ValueError(f"coords must be ({len(values)}, 2), as there are so many weights; got {coords.shape}")
     values, coords = _tiles(values, coords)
-    at = {tuple(x): i for i, x in enumerate(there.tolist())}
-    if len(at) != len(there) or len({tuple(x) for x in coords.tolist()}) != len(coords):
+    indices = {tuple(x): i for i, x in enumerate(tiles.tolist())}
+    if len(indices) != len(tiles) or len({tuple(x) for x in coords.tolist()}) != len(coords):
         raise ValueError(
             f"{path}: coordinates occur twice, so they do not identify tiles: give weights in the file's order"
         )
-    lost = [tuple(x) for x in coords.tolist() if tuple(x) not in at]
+    lost = [tuple(x) for x in coords.tolist() if tuple(x) not in indices]
     if lost:
         raise ValueError(
             f"{path} has no tile at {lost[0]} ({len(lost)} of {len(coords)} are missing): is it another slide?"
         )
-    out = np.full((len(there), *values.shape[1:]), np.nan, dtype=values.dtype)
-    out[[at[tuple(x)] for x in coords.tolist()]] = values
+    out = np.full((len(tiles), *values.shape[1:]), np.nan, dtype=values.dtype)
+    out[[indices[tuple(x)] for x in coords.tolist()]] = values
     return out
 
 

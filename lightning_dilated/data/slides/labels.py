@@ -227,7 +227,7 @@ def split_groups(
     """
     names = sorted(set(groups))
     rng = np.random.default_rng([seed])
-    order = [names[at] for at in rng.permutation(len(names))]
+    order = [names[i] for i in rng.permutation(len(names))]
     strata = _strata(groups, labels)
     members = {c: [name for name in order if strata[name] == c] for c in dict.fromkeys(strata[name] for name in order)}
     sizes = {
@@ -236,9 +236,11 @@ def split_groups(
     split_of = dict.fromkeys(names, "train")
     keep = 1 if sum(sizes.values()) < len(names) else 0
     for split, size in sizes.items():
-        rest = {c: [name for name in there if split_of[name] == "train"] for c, there in members.items()}
-        for c, count in _quotas({c: len(x) for c, x in members.items()}, rest, size, keep).items():
-            split_of |= dict.fromkeys(rest[c][:count], split)
+        unassigned = {
+            c: [name for name in class_groups if split_of[name] == "train"] for c, class_groups in members.items()
+        }
+        for c, count in _quotas({c: len(x) for c, x in members.items()}, unassigned, size, keep).items():
+            split_of |= dict.fromkeys(unassigned[c][:count], split)
     return [split_of[group] for group in groups]
 
 
@@ -251,13 +253,13 @@ def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
     return {group: min(members, key=lambda c: (groups_of[c], c)) for group, members in classes.items()}
 
 
-def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
+def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
     """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
     total = sum(counts.values())
-    available = {c: max(0, len(rest[c]) - keep) for c in counts}
-    size = min(size, sum(map(len, rest.values())))
+    available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
+    size = min(size, sum(map(len, unassigned.values())))
     if sum(available.values()) < size:  # many classes of one group each
-        available = {c: len(rest[c]) for c in counts}
+        available = {c: len(unassigned[c]) for c in counts}
     exact = {c: size * n / total for c, n in counts.items()}
     out = {c: min(int(exact[c]), available[c]) for c in counts}
     if size >= len(counts):

@@ -156,12 +156,12 @@ class SlideSequences(Dataset):
         return index
 
 
-def _placed(values: torch.Tensor, at: np.ndarray, count: int, blank: int) -> torch.Tensor:
+def _placed(values: torch.Tensor, rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
     """(count, W) with `values` at some rows and `blank` at the others."""
-    if len(at) == count:
+    if len(rows) == count:
         return values
     out = values.new_full((count, values.shape[1]), blank)
-    out[torch.from_numpy(at)] = values
+    out[torch.from_numpy(rows)] = values
     return out
 
 
@@ -371,7 +371,7 @@ class SlideDataModule(SplitDataModule):
         one_of(split, "split", SPLITS)
         result = self.inventory
         self._log_unchecked(None)
-        indices = [i for i, word in enumerate(result.splits) if word == split]
+        indices = [i for i, name in enumerate(result.splits) if name == split]
         labels = None if result.labels is None else [result.labels[i] for i in indices]
         slides, sample = [result.slides[i] for i in indices], (self.class_token, self.max_tiles, self.order, self.seed)
         return SlideSequences(self.reader, slides, labels, *sample)

@@ -72,7 +72,7 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The special tokens by their text, such as {"<|endoftext|>": 50256}."""
-    return {token.content: at for at, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special}
+    return {token.content: id_ for id_, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special}
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
@@ -312,9 +312,9 @@ def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
                 yield decoder.decode(block)
             yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            at = done - len(error.object) + error.start
+            offset = done - len(error.object) + error.start
             raise ValueError(
-                f"{path} is not UTF-8 text: byte {at:,} (counted from 0) is 0x{error.object[error.start]:02x} "
+                f"{path} is not UTF-8 text: byte {offset:,} (counted from 0) is 0x{error.object[error.start]:02x} "
                 f"({error.reason}). Convert it first, as by iconv -t UTF-8, or leave it out."
             ) from None
 

@@ -87,11 +87,11 @@ def _npy_file(path: str, size: int) -> TokenFile:
         )
     if dtype.newbyteorder("=").name not in DTYPES or dtype.hasobject:
         raise ValueError(f"{path} holds {dtype}; tokens are one of {', '.join(DTYPES)}: save array.astype('uint32')")
-    here = (size - offset) // dtype.itemsize
+    count = (size - offset) // dtype.itemsize
     if size - offset != shape[0] * dtype.itemsize:
-        what = "was cut off" if here < shape[0] else "goes on after its array"
+        what = "was cut off" if count < shape[0] else "goes on after its array"
         raise ValueError(
-            f"{path} {what}: its header states {shape[0]:,} tokens, but it has {here:,} (and "
+            f"{path} {what}: its header states {shape[0]:,} tokens, but it has {count:,} (and "
             f"{(size - offset) % dtype.itemsize} bytes): copy or write it again"
         )
     if shape[0] == 0:
@@ -114,15 +114,15 @@ def _raw_file(path: str, size: int, dtype: str | None, header: int) -> TokenFile
         first = file.read(4096)
     if header == 0:
         _refuse_foreign(path, size, first)
-    whole, rest = divmod(size - header, kind.itemsize)
-    if rest or whole < 1:
+    count, rest = divmod(size - header, kind.itemsize)
+    if rest or count < 1:
         raise ValueError(
             f"{path} has {size:,} bytes, which is not a whole number (at least one) of {kind} tokens of {kind.itemsize} "
             f"bytes after a header of {header}: it was cut off, or data.dtype or data.header is wrong"
         )
     if dtype is None and header == 0:
         _refuse_wider(path, np.frombuffer(first[: len(first) // 4 * 4], np.uint16))
-    return TokenFile(path, kind.str, header, whole)
+    return TokenFile(path, kind.str, header, count)
 
 
 def _refuse_foreign(path: str, size: int, first: bytes) -> None:
@@ -213,8 +213,8 @@ def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndar
     for begin, tokens in stream.chunks():
         largest = max(largest, int(tokens.max()))
         if wrong is None and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
-            at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-            wrong = int(tokens[at]), *stream.where(begin + at)
+            index = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+            wrong = int(tokens[index]), *stream.where(begin + index)
         if eos_token is not None:
             ends.append(np.flatnonzero(tokens == eos_token) + begin)
     if wrong is not None:
@@ -263,10 +263,10 @@ class TokenSequences(ByteSequences):
         tokens = super().read(index, start, stop)
         wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # files that were not scanned, or changed later
         if len(wrong):
-            at = int(wrong[0])
-            place = self.start + index * self.seq_len + start + at
+            offset = int(wrong[0])
+            place = self.start + index * self.seq_len + start + offset
             path, position = self.stream.where(place)  # type: ignore[attr-defined]
-            raise ValueError(out_of_range(int(tokens[at]), path, position, self.vocab_size))
+            raise ValueError(out_of_range(int(tokens[offset]), path, position, self.vocab_size))
         return tokens
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
