@@ -86,7 +86,7 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
     return list(files)
 
 
-def required_paths(name: str, paths: object) -> list[str]:
+def required_paths(paths: object, name: str) -> list[str]:
     """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
     if paths is None:
         raise TypeError(f"data.{name} is None; {_hint(name)}")
@@ -98,7 +98,7 @@ def required_paths(name: str, paths: object) -> list[str]:
     return entries
 
 
-def files_of(name: str, paths: list[str], suffixes: list[str]) -> list[str]:
+def files_of(paths: list[str], name: str, suffixes: list[str]) -> list[str]:
     """The files that `paths` stand for; of directories those ending in `suffixes`. Raises: as `collect_files`."""
     try:
         return collect_files(paths, suffixes)
@@ -106,11 +106,11 @@ def files_of(name: str, paths: list[str], suffixes: list[str]) -> list[str]:
         raise _renamed(error, name) from error
 
 
-def name_list(name: str, value: object) -> list[str]:
+def name_list(value: object, name: str) -> list[str]:
     """A list of names from one name, a list of them or None. Raises: TypeError for anything else."""
     entries = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
-        raise TypeError(f"data.{name} is {value!r}; it must be a name, a list of names, or null")
+        raise TypeError(f"data.{name} must be a name, a list of names, or null; got {value!r}.")
     return list(entries)
 
 

@@ -33,7 +33,7 @@ class SeqLenSchedule:
         name = "data.seq_len_schedule"
         if not isinstance(lengths, Mapping):
             raise TypeError(
-                f"{name} is {lengths!r}; it must be a mapping from steps to lengths, such as {{0: {seq_len}}}"
+                f"{name} must be a mapping from steps to lengths, such as {{0: {seq_len}}}; got {lengths!r}."
             )
         for entry in (*lengths, *lengths.values()):
             integer(entry, f"each step and length of {name}")

@@ -185,7 +185,7 @@ def test_names_may_repeat_in_other_files(tmp_path: Path) -> None:
         ({"max_n_fraction": -0.1}, ValueError, "data.max_n_fraction must be .*got .*-0.1"),
         ({"n_policy": "drop"}, ValueError, "data.n_policy must be one of skip, token; got 'drop'"),
         ({"short": "pad"}, ValueError, "data.short must be one of error, skip; got 'pad'"),
-        ({"val_names": 3}, TypeError, "data.val_names is 3; it must be a name"),
+        ({"val_names": 3}, TypeError, "data.val_names must be a name"),
         ({"val_names": "a", "test_names": ["b", "a"]}, ValueError, r"both hold \['a'\]: a record serves one split"),
         ({"val_names": "a", "val_fraction": 0.1}, ValueError, "data.val_fraction is 0.1 and data.val_names is set too"),
         ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "add up to 1 or more"),

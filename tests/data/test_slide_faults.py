@@ -159,7 +159,7 @@ CSV = {
     "no label": ("slide_id,label", [*GOOD[:5], "s5,"], {}, "line 7: the value of 'label' is empty"),
     "nan label": ("slide_id,label", [*GOOD[:5], "s5,NaN"], {}, "line 7: the value of 'label' is empty"),
     "no slide": ("slide_id,label", [*GOOD, ",a"], {}, "line 8: the value of 'slide_id' is empty"),
-    "split word": ("slide_id,label,split", ["s0,a,dev"], {}, "line 2: the split is 'dev', but it must be one of"),
+    "split word": ("slide_id,label,split", ["s0,a,dev"], {}, "line 2: the split must be one of .*; got 'dev'"),
     "no split": ("slide_id,label,split", ["s0,a,"], {}, "line 2: the value of 'split' is empty"),
     "no row": ("slide_id,label", [], {}, "names no slide"),
     "missing file": ("slide_id,label", [*GOOD, "gone,a"], {}, "1 slides lack.*line 8: no file is called gone.*'leave_out'"),

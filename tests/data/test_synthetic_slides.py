@@ -79,7 +79,7 @@ def test_pt_holds_the_same(tmp_path):
     "options, message",
     [
         ({"slides": 0}, "slides must be .*got .*0"),
-        ({"tiles": (9, 3)}, r"tiles is \(9, 3\); it must be \(least, most\)"),
+        ({"tiles": (9, 3)}, r"tiles must be \(least, most\), got \(9, 3\)"),
         ({"features": 2.0}, r"features must be .*got .*2\.0"),
         ({"kind": "zarr"}, "kind must be one of h5, pt; got 'zarr'"),
     ],

@@ -153,7 +153,7 @@ WRONG = [
     ),
     (FarRecallDataModule, {"num_queries": 3}, ValueError, "data.num_queries must be at least 4, got 3"),
     (FarRecallDataModule, {"num_pairs": 0}, ValueError, "data.num_pairs must be .*got .*0"),
-    (FarRecallDataModule, {"pair_tokens": 3}, ValueError, "data.pair_tokens is 3; it must be 1 or 2"),
+    (FarRecallDataModule, {"pair_tokens": 3}, ValueError, "data.pair_tokens must be 1 or 2, got 3"),
     (
         FarRecallDataModule,
         {"num_pairs": 9},

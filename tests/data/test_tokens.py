@@ -165,7 +165,7 @@ def test_files_that_change_are_noticed(tmp_path: Path) -> None:
         ({"scan": 1}, TypeError, "data.scan must be .*got .*1"),
         ({"val_fraction": 0.6, "test_fraction": 0.4}, ValueError, "add up to 1 or more"),
         ({"val_fraction": 0.1, "val_paths": "b"}, ValueError, "data.val_fraction is 0.1 and data.val_paths is set too"),
-        ({"eos_token": 30}, ValueError, "data.eos_token is 30; it must be below data.vocab_size = 30"),
+        ({"eos_token": 30}, ValueError, "data.eos_token must be below data.vocab_size = 30, got 30"),
         ({"eos_token": 1, "batch_size": 2}, ValueError, r"data.batch_size is 2, .* take 1: .*accumulate_grad_batches"),
         ({"eos_token": 1, "scan": False}, ValueError, "data.eos_token needs data.scan: true"),
     ],

@@ -85,8 +85,8 @@ class GenomeDataModule(SequenceDataModule):
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
-        self.paths = required_paths("paths", paths)
-        self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
+        self.paths = required_paths(paths, "paths")
+        self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
         if both:
             raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
@@ -107,7 +107,7 @@ class GenomeDataModule(SequenceDataModule):
         """
         if self._genome is not None:
             return
-        genome = Genome(files_of("paths", self.paths, SUFFIXES), self.cache_dir)
+        genome = Genome(files_of(self.paths, "paths", SUFFIXES), self.cache_dir)
         self._check_names(genome.records)
         short = [record for record in genome.records if record.length < self.seq_len]
         if short and self.short == "error":

@@ -129,7 +129,7 @@ def _lock(target: Path) -> Iterator[None]:
 
 
 # -- the index ---------------------------------------------------------------------------------------------------------
-def index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
+def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
     An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
@@ -275,7 +275,7 @@ class Genome:
         for path, source, size in zip(plain, files, self.stream.sizes, strict=True):
             records = [
                 Record(source, name, length, begin + offset, bases, width)
-                for name, length, offset, bases, width in index(path, source, cache)
+                for name, length, offset, bases, width in read_index(path, source, cache)
             ]
             _scan(ByteStream([path]), records, begin)
             self.records += records
@@ -336,8 +336,8 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
             index = int(np.argmax(codes == _ILLEGAL))
             raise ValueError(
                 f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][index]))!r} at base "
-                f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
-                "alignment with gaps? Take it out of data.paths, or the letters out of the file"
+                f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): "
+                "is it a protein or an alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
         record.others += int((codes == _OTHER).sum())
         codes = np.minimum(codes, N_CODE)

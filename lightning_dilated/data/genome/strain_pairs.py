@@ -257,7 +257,7 @@ class StrainPairsDataModule(RuleDataModule):
             return
         super().check()
         used = [name for split in SPLITS for name in self.names[split]]
-        files = {name: files_of(f"species.{name}", self.paths[name], SUFFIXES) for name in used}
+        files = {name: files_of(self.paths[name], f"species.{name}", SUFFIXES) for name in used}
         _refuse_shared(files)
         strains = {name: [self._strain(name, file) for file in strains_of] for name, strains_of in files.items()}
         _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
@@ -419,14 +419,14 @@ class StrainPairsDataModule(RuleDataModule):
 def _paths(species: object) -> dict[str, list[str]]:
     if not isinstance(species, Mapping) or not species or not all(isinstance(name, str) for name in species):
         raise TypeError(
-            f"data.species is {species!r}; it must be a mapping of species to their FASTA files, such as "
-            "{aureus: [a.fa, b.fa], pylori: genomes/pylori}"
+            "data.species must be a mapping of species to their FASTA files, such as {aureus: [a.fa, b.fa], pylori: "
+            f"genomes/pylori}}; got {species!r}."
         )
-    return {name: required_paths(f"species.{name}", paths) for name, paths in species.items()}
+    return {name: required_paths(paths, f"species.{name}") for name, paths in species.items()}
 
 
 def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
-    names = {split: name_list(split, value) for split, value in settings.items()}
+    names = {split: name_list(value, split) for split, value in settings.items()}
     for split, chosen in names.items():
         unknown = [name for name in chosen if name not in known]
         if unknown:

@@ -115,7 +115,7 @@ def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> Va
 # never written as zeros, as many as a header declares. Both are refused before a row is read.
 
 #: bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
-MOST_PACKED = 1100
+LARGEST_RATIO = 1100
 #: links to links that are followed
 _LINKS = 16
 
@@ -179,7 +179,7 @@ def check_declared_size(path: str, array: Any, name: str) -> None:
         return
     needed = math.prod(-(-n // chunk) for n, chunk in zip(array.shape, array.chunks, strict=True))
     # before counting chunks, which takes long for many
-    if needed > size or declared > MOST_PACKED * size:
+    if needed > size or declared > LARGEST_RATIO * size:
         raise ValueError(f"{text} in {needed:,} chunks, but the file has only {size:,} bytes: write it again")
     written = array.id.get_num_chunks()
     if written < needed:

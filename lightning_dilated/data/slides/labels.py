@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from lightning_dilated._validation import one_of
 from lightning_dilated.data.files import refuse_special
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.slides.files import slide_name
@@ -115,7 +116,7 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
             raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
     split = value_of(column)
     if split is not None and split not in SPLITS:
-        raise ValueError(f"{where}: the split is {split!r}, but it must be one of {', '.join(SPLITS)}")
+        one_of(split, f"{where}: the split", SPLITS)
     return Row(line, slide_name(values[header[columns.slide]]), value_of(columns.label), split, value_of(columns.group))
 
 

@@ -56,7 +56,7 @@ def write_synthetic_slides(
         integer(value, name, 1)
     least, most = (integer(x, "tiles", 1) for x in tiles)
     if least > most:
-        raise ValueError(f"tiles is {tiles}; it must be (least, most)")
+        raise ValueError(f"tiles must be (least, most), got {tiles}.")
     one_of(kind, "kind", ("h5", "pt"))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,36 +13,6 @@ from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
 
-_CHUNK = 1 << 22
-
-
-def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
-    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
-
-    Memory is bounded by `chunk` bytes at a time.
-    """
-    counts = np.zeros(256 * 256, dtype=np.int64)
-    for piece in stream.chunks(start, stop, chunk):
-        pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
-        counts += np.bincount(pairs, minlength=counts.size)
-    return counts.reshape(256, 256)
-
-
-def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
-    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
-
-    Args:
-        train, evaluated: (256, 256) pair counts.
-
-    Raises: ValueError if `evaluated` holds no pairs.
-    """
-    total = int(evaluated.sum())
-    if total == 0:
-        raise ValueError("there are no byte pairs to evaluate: pass at least two bytes")
-    smoothed = train + 1.0
-    bits = np.log2(smoothed.sum(axis=1, keepdims=True)) - np.log2(smoothed)
-    return float((evaluated * bits).sum() / total)
-
 
 class ByteSequences(Dataset):
     """Sequences of N tokens from bytes [start, stop) of a stream; sequence i begins at byte start + i * N.
@@ -219,3 +189,35 @@ class ByteDataModule(SequenceDataModule):
         if split == "train":
             change = "lower data.val_fraction or data.test_fraction"
         self.check_length(split, size, total, "bytes", change)
+
+
+# -- the bigram baseline ----------------------------------------------------------------------------------------------
+_CHUNK = 1 << 22
+
+
+def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
+    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
+
+    Memory is bounded by `chunk` bytes at a time.
+    """
+    counts = np.zeros(256 * 256, dtype=np.int64)
+    for piece in stream.chunks(start, stop, chunk):
+        pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
+        counts += np.bincount(pairs, minlength=counts.size)
+    return counts.reshape(256, 256)
+
+
+def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
+    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
+
+    Args:
+        train, evaluated: (256, 256) pair counts.
+
+    Raises: ValueError if `evaluated` holds no pairs.
+    """
+    total = int(evaluated.sum())
+    if total == 0:
+        raise ValueError("there are no byte pairs to evaluate: pass at least two bytes")
+    smoothed = train + 1.0
+    bits = np.log2(smoothed.sum(axis=1, keepdims=True)) - np.log2(smoothed)
+    return float((evaluated * bits).sum() / total)

@@ -363,7 +363,7 @@ class TokenDataModule(SequenceDataModule):
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
-        self.paths = {x: required_paths(x, p) for x, p in options.items() if x == "paths" or p is not None}
+        self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
         separate = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
         self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "paths")
@@ -379,7 +379,7 @@ class TokenDataModule(SequenceDataModule):
 
     def _check_documents(self, eos_token: int) -> None:
         if eos_token >= self.vocab_size:
-            raise ValueError(f"data.eos_token is {eos_token}; it must be below data.vocab_size = {self.vocab_size}")
+            raise ValueError(f"data.eos_token must be below data.vocab_size = {self.vocab_size}, got {eos_token}.")
         if self.batch_size != 1:
             raise ValueError(
                 f"data.batch_size is {self.batch_size}, but packed documents (data.eos_token) take 1: raise data.seq_len, "
@@ -395,7 +395,7 @@ class TokenDataModule(SequenceDataModule):
         """
         if self._parts is not None:
             return
-        files = {name: files_of(name, paths, SUFFIXES) for name, paths in self.paths.items()}
+        files = {name: files_of(paths, name, SUFFIXES) for name, paths in self.paths.items()}
         _refuse_shared(files)
         streams = {name: self._stream(paths) for name, paths in files.items()}
         ends = self._scanned(streams)

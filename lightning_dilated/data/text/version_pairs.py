@@ -65,9 +65,9 @@ class _Options:
             seq_len=integer(options["seq_len"], "seq_len", 16),
             boundary=one_of(options["boundary"], "boundary", ("fixed", "drawn")),
             suffixes=file_suffixes(suffixes, "suffixes"),
-            include=_folders("include", options["include"]),
-            exclude=_folders("exclude", options["exclude"]),
-            hold_out=_folders("hold_out", options["hold_out"]),
+            include=_folders(options["include"], "include"),
+            exclude=_folders(options["exclude"], "exclude"),
+            hold_out=_folders(options["hold_out"], "hold_out"),
             changed_only=flag(options["changed_only"], "changed_only"),
             limit=limits["limit"],
             val_limit=limits["val_limit"],
@@ -140,7 +140,7 @@ def write_version_pairs(
         seq_len=seq_len, boundary=boundary, suffixes=suffixes, include=include, exclude=exclude, hold_out=hold_out,
         changed_only=changed_only, limit=limit, val_limit=val_limit, seed=seed,
     )  # fmt: skip
-    roots = _root("old", old), _root("new", new)
+    roots = _root(old, "old"), _root(new, "new")
     if os.path.samefile(*roots):
         raise ValueError(f"old and new are both {roots[0]}: name the two versions of the tree")
     targets = _targets(Path(out), options)
@@ -310,20 +310,20 @@ def _about(
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
-def _folders(option: str, value: object) -> list[str]:
+def _folders(value: object, option: str) -> list[str]:
     """Names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
-        raise TypeError(f"{option} is {value!r}; it must be a list of folders below the trees, such as ['fs', 'net']")
+        raise TypeError(f"{option} must be a list of folders below the trees, such as ['fs', 'net']; got {value!r}.")
     names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
     for folder, name in zip(value, names, strict=True):
         if not folder or os.path.isabs(folder) or name.split("/")[0] in (".", ".."):
             raise ValueError(
-                f"{option} names {folder!r}; it must be a folder or file below both trees, such as drivers/net"
+                f"{option} must name folders or files below both trees, such as drivers/net; got {folder!r}."
             )
     return names
 
 
-def _root(option: str, folder: str | Path) -> str:
+def _root(folder: str | Path, option: str) -> str:
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{option} {folder}: there is no such folder")
     return os.path.abspath(folder)
