@@ -19,22 +19,22 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 _MAGIC = frozenset("*?[")
 
 
-def path_list(paths: object) -> list[str] | None:
+def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list[str] | None:
     """Return `paths` as a list of strings, or None for None; does not access the disk.
 
-    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path.
+    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path; errors end with `hint`.
     """
     if paths is None:
         return None
     entries = list(paths) if isinstance(paths, list | tuple) else [paths]
     if not entries:
-        raise ValueError(f"data.paths is an empty list; {HINT}")
+        raise ValueError(f"{name} is an empty list; {hint}")
     for entry in entries:
         if not isinstance(entry, str | os.PathLike):
             kind = type(entry).__name__
-            raise TypeError(f"data.paths holds {entry!r} ({kind}), but each entry must be a string; {HINT}")
+            raise TypeError(f"{name} holds {entry!r} ({kind}), but each entry must be a string; {hint}")
         if not os.fspath(entry):
-            raise ValueError(f"data.paths holds an empty string; {HINT}")
+            raise ValueError(f"{name} holds an empty string; {hint}")
     return [str(os.fspath(entry)) for entry in entries]
 
 
@@ -64,7 +64,7 @@ def refuse_special(path: str) -> None:
         raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
 
 
-def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) -> list[str]:
+def collect_files(paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
     A directory gives all its files (those ending in one of `suffixes`, if given), sorted by relative path; a glob
@@ -78,7 +78,7 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
         return _standard_library(suffixes or [".py"])
     files: dict[str, None] = {}
     for path in paths:
-        for file in _expand(os.path.expanduser(path), suffixes):
+        for file in _expand(os.path.expanduser(path), suffixes, hint):
             files.setdefault(os.path.abspath(file))
     for file in files:
         if not os.access(file, os.R_OK):
@@ -86,24 +86,21 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
     return list(files)
 
 
+def paths_hint(name: str) -> str:
+    return f"pass existing files, directories or globs in data.{name}"
+
+
 def required_paths(paths: object, name: str) -> list[str]:
     """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
-    if paths is None:
-        raise TypeError(f"data.{name} is None; {_hint(name)}")
-    try:
-        entries = path_list(paths)
-    except (TypeError, ValueError) as error:
-        raise _renamed(error, name) from error
-    assert entries is not None
+    entries = path_list(paths, f"data.{name}", paths_hint(name))
+    if entries is None:
+        raise TypeError(f"data.{name} is None; {paths_hint(name)}")
     return entries
 
 
 def files_of(paths: list[str], name: str, suffixes: list[str]) -> list[str]:
-    """The files that `paths` stand for; of directories those ending in `suffixes`. Raises: as `collect_files`."""
-    try:
-        return collect_files(paths, suffixes)
-    except (OSError, ValueError) as error:
-        raise _renamed(error, name) from error
+    """The files of `data.<name>`; of directories those ending in `suffixes`. Raises: as `collect_files`."""
+    return collect_files(paths, suffixes, paths_hint(name))
 
 
 def name_list(value: object, name: str) -> list[str]:
@@ -112,15 +109,6 @@ def name_list(value: object, name: str) -> list[str]:
     if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
         raise TypeError(f"data.{name} must be a name, a list of names, or null; got {value!r}.")
     return list(entries)
-
-
-def _hint(name: str) -> str:
-    return f"pass existing files, directories or globs in data.{name}"
-
-
-def _renamed(error: Exception, name: str) -> Exception:
-    """The error in terms of this option: the hint of `paths` is that of bytes, which do without."""
-    return type(error)(str(error).replace(HINT, _hint(name)).replace("data.paths", f"data.{name}"))
 
 
 def _standard_library(suffixes: list[str]) -> list[str]:
@@ -138,23 +126,23 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     return files
 
 
-def _expand(path: str, suffixes: list[str] | None) -> list[str]:
+def _expand(path: str, suffixes: list[str] | None, hint: str) -> list[str]:
     try:
         mode = os.stat(path).st_mode
     except PermissionError as error:
         raise PermissionError(f"{path} cannot be reached by this user: change permissions or leave it out") from error
     except (OSError, ValueError) as error:
         if _MAGIC.intersection(path):
-            return _expand_glob(path)
-        raise FileNotFoundError(f"{path} does not exist; {HINT}") from error
+            return _expand_glob(path, hint)
+        raise FileNotFoundError(f"{path} does not exist; {hint}") from error
     if stat.S_ISDIR(mode):
-        return _expand_directory(path, suffixes)
+        return _expand_directory(path, suffixes, hint)
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?); {HINT}")
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?); {hint}")
     return [path]
 
 
-def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
+def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[str]:
     names = [
         name for name in _walk(root) if suffixes is None or name.lower().endswith(tuple(x.lower() for x in suffixes))
     ]
@@ -171,11 +159,11 @@ def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
             refuse_special(file)
     if not files:
         expected = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
-        raise FileNotFoundError(f"the directory {root} holds {expected} (hidden ones are left out); {HINT}")
+        raise FileNotFoundError(f"the directory {root} holds {expected} (hidden ones are left out); {hint}")
     return files
 
 
-def _expand_glob(pattern: str) -> list[str]:
+def _expand_glob(pattern: str, hint: str) -> list[str]:
     """Files that the glob matches; `**` stands for any number of directories and is safe against link loops."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" in parts:
@@ -188,7 +176,7 @@ def _expand_glob(pattern: str) -> list[str]:
         files = sorted(glob(pattern))
     files = [file for file in files if os.path.isfile(file)]
     if not files:
-        raise FileNotFoundError(f"the glob {pattern} matches no regular file (** stands for any directories); {HINT}")
+        raise FileNotFoundError(f"the glob {pattern} matches no regular file (** stands for any directories); {hint}")
     return files
 
 

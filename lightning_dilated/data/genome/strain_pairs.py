@@ -125,10 +125,10 @@ def _room(genome: Genome, record: np.ndarray, place: np.ndarray, lead: int, span
     return room
 
 
-#: a window begins up to so many bases before its 32-mer, so that it may begin anywhere
+#: most bases of a window before its 32-mer, so that it may begin anywhere
 LEAD = 255
-#: 32-mers that are drawn at once, and how often, before all are looked at
-_SOME, _TRIES = 64, 16
+#: 32-mers that are drawn at once, and number of draws, before all are tried
+_DRAWN, _TRIES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -160,17 +160,17 @@ class StrainPairsDataModule(RuleDataModule):
     """Windows of two strains of a species one after the other: [window of A][the homologous window of B].
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
-    (`vocab_size` 4); a label is the next base. What A says of B's next base stands about N/2 tokens back: a model that
-    cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
+    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base lies about N/2 tokens back: a
+    model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
 
     A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
     Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
-    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample is a function of
-    (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not
+    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed, split,
+    index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not
     trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
 
     `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
-    two strains of a species. The memory held is about 0.4 bytes a base.
+    two strains of a species. It keeps about 0.4 bytes a base in memory.
 
     Args:
         species: of each species its strains: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
@@ -346,9 +346,9 @@ class StrainPairsDataModule(RuleDataModule):
     def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
         """(32-mer of the first strain, the same one of the second, whether the first is read on the other strand)."""
         for _ in range(_TRIES):
-            candidates = rng.integers(0, len(first.anchors), _SOME)
+            candidates = rng.integers(0, len(first.anchors), _DRAWN)
             at_first, at_second, reverse = self._usable(
-                first, second, candidates, rng.random(_SOME) < self.reverse_complement
+                first, second, candidates, rng.random(_DRAWN) < self.reverse_complement
             )
             if len(at_first):
                 return int(at_first[0]), int(at_second[0]), bool(reverse[0])

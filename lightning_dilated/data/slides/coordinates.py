@@ -16,7 +16,6 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.files import HINT
 from lightning_dilated.data.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.data.slides.labels import Row
 
@@ -222,7 +221,7 @@ def overlap_faults(coords: np.ndarray, tile_size: int, slide: Slide) -> list[str
         return []
     step = tile_step(coords)
     regular = 2 * np.count_nonzero(gaps == step) >= len(gaps)
-    if not regular or step == tile_size or min(step, tile_size) >= slide.tile_size:
+    if step is None or not regular or step == tile_size or min(step, tile_size) >= slide.tile_size:
         return []
     return [
         f"neighbours are {step} apart, but tile_size={tile_size}. The tiles are {slide.tile_size} wide, and the file does "
@@ -349,15 +348,6 @@ def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
             "train on slides of one magnification, or cut the tiles again"
         )
     return next(iter(stated), None)
-
-
-def about_slides(function: Any, *args: Any) -> Any:
-    """function(*args), with the hint for slides in its errors."""
-    try:
-        return function(*args)
-    except (OSError, TypeError, ValueError) as error:
-        hint = "pass existing .h5 or .pt files, directories or globs in data.paths"
-        raise type(error)(str(error).replace(HINT, hint)) from None
 
 
 def by_name(paths: list[str]) -> dict[str, str]:

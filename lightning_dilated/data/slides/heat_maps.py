@@ -67,11 +67,10 @@ def write_attention(
     Args:
         path: an .h5 slide with features (T, F) and coords (T, 2).
         weights: (N,) or (N, H), one row a position.
-        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they say which tile of the file a row
-            belongs to, rows below 0 are left out, and tiles that are not among them get NaN. None: weights are the T tiles
+        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row, rows below 0 are left out, and tiles that are not among them get NaN. None: weights are the T tiles
             in the file's order, without a class token.
         name: of the dataset.
-        features_name, coords_name: of the arrays that are there.
+        features_name, coords_name: names of the slide's arrays.
         overwrite: replace a dataset of that name.
 
     Raises:
@@ -107,7 +106,7 @@ def write_attention(
 def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """(T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
     if coords.shape != (len(values), 2):
-        raise ValueError(f"coords must be ({len(values)}, 2), as there are so many weights; got {coords.shape}")
+        raise ValueError(f"coords must be ({len(values)}, 2), one for each weight; got {coords.shape}")
     values, coords = _tiles(values, coords)
     indices = {tuple(x): i for i, x in enumerate(tiles.tolist())}
     if len(indices) != len(tiles) or len({tuple(x) for x in coords.tolist()}) != len(coords):
@@ -125,7 +124,7 @@ def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.
 
 
 def _tiles(values: np.ndarray, coords: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without the rows that are no tile."""
+    """(values, coords) without the rows of no tile."""
     real = (coords >= 0).all(1)
     return values[real], coords[real]
 

@@ -22,7 +22,6 @@ from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slides.coordinates import (
     Inventory,
-    about_slides,
     by_name,
     check_sizes,
     comparable,
@@ -49,6 +48,7 @@ from lightning_dilated.data.slides.labels import (
 )
 from lightning_dilated.sequence.shard import SequenceSpec
 
+_HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 #: coordinates of a position without a tile: the class token's, and padding
 NOWHERE = -1
 
@@ -273,7 +273,7 @@ class SlideDataModule(SplitDataModule):
         pin_memory: bool | None = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
-        self.paths = about_slides(path_list, [] if paths is None else paths)
+        self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "none")
         self.labels = one_of(labels or ("none" if labels_csv is None else "classes"), "data.labels", kinds)
@@ -313,7 +313,7 @@ class SlideDataModule(SplitDataModule):
         """
         if self._inventory is not None:
             return
-        files = about_slides(collect_files, self.paths, [*H5, *PT])
+        files = collect_files(self.paths, [*H5, *PT], _HINT)
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
         slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")

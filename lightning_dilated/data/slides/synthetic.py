@@ -1,7 +1,8 @@
-"""Slides made by a rule, in the shape of real ones: for tests, recipes and a first run. No real slide features are shipped.
+"""Synthetic slides in the shape of real ones, for tests, recipes and a first run.
 
-Features of real slides come from patients and cannot be distributed with a package. What is written here has their shape
-only: ragged numbers of tiles on a grid of pixels, under a mask of blobs as tissue has, and noise that knows the label.
+Features of real slides come from patients and cannot be distributed with a package. These have their shape
+only: ragged numbers of tiles on a grid of pixels, under a mask of blobs as tissue has, and noise that depends on the label.
+
 Shape letters: T tiles of a slide, F features of a tile.
 """
 
@@ -35,7 +36,7 @@ def write_synthetic_slides(
     share; two slides belong to a patient. Equal arguments write equal values.
 
     Args:
-        folder: made if it is missing; files of the same names are replaced.
+        folder: created if missing; files of the same names are replaced.
         slides: how many.
         tiles: the least and the most tiles of a slide; T is drawn between them.
         features: F.

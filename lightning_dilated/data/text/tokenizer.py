@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_dilated.data.files import HINT, collect_files, path_list
+from lightning_dilated.data.files import collect_files, path_list
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -295,11 +295,8 @@ def _checked_target(path: Path) -> Path:
 
 
 def _text_files(inputs: str | Path | Sequence[str | Path]) -> list[str]:
-    try:
-        return collect_files(path_list([] if inputs is None else inputs))
-    except (OSError, TypeError, ValueError) as error:
-        text = str(error).replace(HINT, "pass existing text files, directories or globs")
-        raise type(error)(text.replace("data.paths", "inputs")) from error
+    hint = "pass existing text files, directories or globs"
+    return collect_files(path_list([] if inputs is None else inputs, "inputs", hint), hint=hint)
 
 
 def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
