@@ -165,9 +165,9 @@ class StrainPairsDataModule(RuleDataModule):
 
     A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
     Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
-    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed, split,
-    index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not
-    trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed,
+    split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not trained on.
+    Windows that would hold N or another letter than A C G T (U is T) are not drawn.
 
     `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
     two strains of a species. It keeps about 0.4 bytes a base in memory.

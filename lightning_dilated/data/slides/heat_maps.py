@@ -67,8 +67,9 @@ def write_attention(
     Args:
         path: an .h5 slide with features (T, F) and coords (T, 2).
         weights: (N,) or (N, H), one row a position.
-        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row, rows below 0 are left out, and tiles that are not among them get NaN. None: weights are the T tiles
-            in the file's order, without a class token.
+        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row. Rows
+            below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's order,
+            without a class token.
         name: of the dataset.
         features_name, coords_name: names of the slide's arrays.
         overwrite: replace a dataset of that name.
