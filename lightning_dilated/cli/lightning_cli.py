@@ -37,38 +37,43 @@ def with_checkpoint(argv: list[str]) -> list[str]:
         return argv
     configs, rest = split_configs(argv[1:])
     class_name = model_class(configs, rest)
-    path = option(argv, "--ckpt_path") or next(
-        reversed([c["ckpt_path"] for c in read(configs) if c.get("ckpt_path")]), None
-    )
-    if path is None or path in CKPT_WORDS or Path(path).is_dir():
-        if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
+    in_configs = (c["ckpt_path"] for c in reversed(read(configs)) if c.get("ckpt_path"))
+    path = option(argv, "--ckpt_path") or next(in_configs, None)
+    is_folder = path is not None and Path(path).is_dir()
+    if path is None or path in CKPT_WORDS or is_folder:
+        if is_folder and not (Path(path) / ".metadata").exists():
             fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
         if not class_name:
             fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
         return argv
     if argv[0] == "fit" and not class_name:
-        fail(f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
-             "The config.yaml in its run folder does.")  # fmt: skip
-    model = model_config(read_checkpoint(path))
-    stored_class, wanted_class = model["class_path"], class_name or model["class_path"]
-    if stored_class.rpartition(".")[2] != wanted_class.rpartition(".")[2]:
         fail(
-            f"--ckpt_path {path} holds a {stored_class}, but the recipe or --model names {wanted_class}. Use one class "
-            "for both."
+            f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
+            "The config.yaml in its run folder does."
         )
-    settings = [] if class_name else [f"--model={model['class_path']}"]
-    hparams = without_training(model["init_args"])  # training options are the recipe's
+    return [argv[0], *configs, *checkpoint_settings(path, class_name, named_modules(configs, rest)), *rest]
+
+
+def checkpoint_settings(path: str, class_name: str | None, known: set[str]) -> list[str]:
+    """The model of a checkpoint as arguments, without its training options, which are the recipe's.
+
+    Args:
+        path: of a .ckpt.
+        class_name: the model's class in recipe and arguments; None takes the checkpoint's.
+        known: modules that they name, from which a checkpoint may name classes.
+    """
+    model = model_config(read_checkpoint(path))
+    stored, settings = model["class_path"], without_training(model["init_args"])
+    if class_name is not None and stored.rpartition(".")[2] != class_name.rpartition(".")[2]:
+        fail(
+            f"--ckpt_path {path} holds a {stored}, but the recipe or --model names {class_name}. Use one class for both."
+        )
     try:
-        check_classes(
-            {**hparams, **({} if class_name else {"class_path": stored_class})},
-            path,
-            known=named_modules(configs, rest),
-        )
+        check_classes(settings if class_name else {**settings, "class_path": stored}, path, known=known)
     except ValueError as error:
         fail(error)
-    for key, value in hparams.items():
-        settings.append(f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}")
-    return [argv[0], *configs, *settings, *rest]
+    arguments = [f"--model.{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in settings.items()]
+    return arguments if class_name else [f"--model={stored}", *arguments]
 
 
 def model_class(configs: list[str], rest: list[str]) -> str | None:
