@@ -14,6 +14,7 @@ import torch
 import yaml
 
 from lightning_dilated._compat.cpython import option_actions
+from lightning_dilated._validation import integer
 from lightning_dilated.cli.load_model import load_language_model
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models.longnet.lm import check_sampling
@@ -167,10 +168,8 @@ def count_of(args: argparse.Namespace) -> int:
     if args.max_new_tokens is not None and args.tokenizer is None:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
-    count = _COUNT if getattr(args, name) is None else getattr(args, name)
-    if count < 0:
-        raise ValueError(f"--{name} must be at least 0, got {count}.")
-    return count
+    count = getattr(args, name)
+    return _COUNT if count is None else integer(count, f"--{name}", 0)
 
 
 def run(argv: list[str]) -> None:

@@ -27,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models import LongNetLM
@@ -355,10 +356,8 @@ def parser() -> argparse.ArgumentParser:
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     """The options with their defaults; raises ValueError for what this machine does not have."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {args.devices}.")
-    if not args.timeout > 0:
-        raise ValueError(f"--timeout must be a positive number of seconds, got {args.timeout:g}.")
+    integer(args.devices, "--devices", 1)
+    real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
     if args.device == "cuda" and args.devices > gpus:
         raise ValueError(f"--devices {args.devices}: this machine has {gpus} GPUs; lower it, or use --device cpu.")
     if args.device == "auto":

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib.figure
 import torch
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
 from lightning_dilated.cli.generate import check_device
@@ -67,8 +68,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     args.kv_heads = args.kv_heads or args.heads
     args.engines = args.engines or (["auto", "triton"] if on_gpu else ["auto"])
     for name, values in (("seq_len", args.seq_len), ("heads", [args.heads]), ("repeats", [args.repeats])):
-        if min(values) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {min(values)}.")
+        integer(min(values), f"--{name}", 1)
     if args.heads % args.kv_heads or args.kv_heads < 1:
         raise ValueError(f"--kv_heads {args.kv_heads} must divide --heads {args.heads}.")
     unknown = [name for name in args.engines if name not in engine_names()]

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dilated._validation import integer, real
 from lightning_dilated.cli.generate import check_device
 from lightning_dilated.cli.verify import RanksFailed, run_ranks
 from lightning_dilated.planning.gpus import on_gpu
@@ -172,9 +173,9 @@ def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> 
         raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
     if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
         raise ValueError(f"--ranks_per_node {args.ranks_per_node} must divide the {args.ranks} ranks.")
-    for name, value in (("sizes", min(args.sizes)), ("repeats", args.repeats), ("timeout", args.timeout)):
-        if not value > 0:
-            raise ValueError(f"--{name} must be positive, got {value:g}.")
+    integer(min(args.sizes), "--sizes", 1)
+    integer(args.repeats, "--repeats", 1)
+    real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
     args.output = _writable(args.output or _default(args.device), "output")
     args.record = args.record and _writable(args.record, "record")
     return args
