@@ -99,9 +99,9 @@ REFUSED = {
     "no ranks": (["--ranks", 0], ["at least 2, got 0"]),
     "nodes": (["--ranks_per_node", 3], ["--ranks_per_node 3 must divide the 2 ranks"]),
     "empty nodes": (["--ranks_per_node", 0], ["--ranks_per_node 0 must divide"]),
-    "sizes": (["--sizes", 0], ["--sizes must be positive, got 0"]),
-    "repeats": (["--repeats", 0], ["--repeats must be positive"]),
-    "timeout": (["--timeout", "nan"], ["--timeout must be positive"]),
+    "sizes": (["--sizes", 0], ["--sizes must be at least 1, got 0"]),
+    "repeats": (["--repeats", 0], ["--repeats must be at least 1"]),
+    "timeout": (["--timeout", "nan"], ["--timeout must be a number in"]),
     "a folder": (["--output", "."], ["cannot be written"]),
     "device": (["--device", "tpu"], ["--device", "cuda"]),
 }
