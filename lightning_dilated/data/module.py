@@ -64,7 +64,7 @@ class SplitDataModule(pl.LightningDataModule):
         raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
 
     def dataset(self, split: str) -> Dataset:
-        """The samples of "train", "val" or "test"."""
+        """The samples of "train", "val" or "test". Raises ValueError for another name."""
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:

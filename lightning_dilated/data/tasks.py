@@ -103,12 +103,10 @@ class RuleDataModule(SplitDataModule):
         self.check_batch(self.sizes["train"], 1)
 
     def dataset(self, split: str) -> RuleSamples:
-        """The samples of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
         return RuleSamples(self, split)
 
     def describe(self) -> str:
-        """One line: the rule, and the samples of each split."""
         return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
 
     def wanted(self, split: str) -> str | None:

@@ -131,7 +131,6 @@ class GenomeDataModule(SequenceDataModule):
         return self._genome
 
     def dataset(self, split: str) -> GenomeWindows:
-        """The windows of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
         return self._windows(self.genome, split)
 

@@ -302,7 +302,6 @@ class StrainPairsDataModule(RuleDataModule):
 
     # -- samples ------------------------------------------------------------------------------------------------------
     def dataset(self, split: str) -> RuleSamples:
-        """The samples of "train", "val" or "test". Raises ValueError for another name."""
         self.check()
         return super().dataset(split)
 

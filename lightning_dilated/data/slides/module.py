@@ -305,7 +305,7 @@ class SlideDataModule(SplitDataModule):
         self._inventory: Inventory | None = None
         self._logged_unchecked = False
 
-    # -- what was found ----------------------------------------------------------------------------------------------
+    # -- the slides -------------------------------------------------------------------------------------------------
     def check(self) -> None:
         """Check every file's head, the csv, splits and labels, and the values of the slides that `check_values` selects.
 
@@ -321,28 +321,16 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = one_tile_size(slides, self.tile_size)
         labels, classes = self._numbers(rows)
         splits, by_column = self._splits(slides, rows, None if classes is None else labels)
-        result = Inventory(slides, splits, by_column, labels, classes)
-        for split in SPLITS:
-            if split not in result.splits and self.wanted(split, result) is None:
-                raise ValueError(
-                    f"the {split} split has none of the {len(slides)} slides: change data.val_fraction and "
-                    "data.test_fraction, or add slides (or groups)"
-                )
-        if result.classes is not None and "train" in result.splits:
-            warn_of_untrained(result.classes, result.labels or [], result.splits)
-        if result.classes is not None:
-            warn_of_one_class(result.classes, result.labels or [], result.splits, by_column)
-        first = [slides[result.splits.index(split)] for split in SPLITS if split in result.splits]
-        each(
-            "slides hold values that cannot be used",
-            self._check_values,
-            slides if self.check_values == "all" else first,
-        )
+        inventory = Inventory(slides, splits, by_column, labels, classes)
+        self._check_splits(inventory)
+        first = [slides[splits.index(split)] for split in SPLITS if split in splits]
+        read = slides if self.check_values == "all" else first
+        each("slides hold values that cannot be used", self._check_values, read)
         if self.reader.coords is not None:
-            result.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
-        if "train" in result.splits:
-            self.check_batch(result.splits.count("train"), 1)
-        self._inventory = result
+            inventory.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
+        if "train" in splits:
+            self.check_batch(splits.count("train"), 1)
+        self._inventory = inventory
 
     @property
     def inventory(self) -> Inventory:
@@ -367,35 +355,37 @@ class SlideDataModule(SplitDataModule):
         return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
 
     def dataset(self, split: str) -> SlideSequences:
-        """The slides of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
-        result = self.inventory
+        inventory = self.inventory
         self._log_unchecked(None)
-        indices = [i for i, name in enumerate(result.splits) if name == split]
-        labels = None if result.labels is None else [result.labels[i] for i in indices]
-        slides, sample = [result.slides[i] for i in indices], (self.class_token, self.max_tiles, self.order, self.seed)
+        indices = [i for i, name in enumerate(inventory.splits) if name == split]
+        labels = None if inventory.labels is None else [inventory.labels[i] for i in indices]
+        slides, sample = (
+            [inventory.slides[i] for i in indices],
+            (self.class_token, self.max_tiles, self.order, self.seed),
+        )
         return SlideSequences(self.reader, slides, labels, *sample)
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
-        result = self.inventory
-        tiles = [s.tiles for s in result.slides]
-        counts = ", ".join(f"{result.splits.count(split):,} {split}" for split in SPLITS)
+        inventory = self.inventory
+        tiles = [s.tiles for s in inventory.slides]
+        counts = ", ".join(f"{inventory.splits.count(split):,} {split}" for split in SPLITS)
         text = f"{len(tiles):,} slides of {min(tiles):,} to {max(tiles):,} tiles, {self.feature_dim} features: {counts}"
-        if result.classes is not None:
+        if inventory.classes is not None:
             text += "; classes " + ", ".join(
-                f"{i} = {name} ({(result.labels or []).count(i):,})" for i, name in enumerate(result.classes)
+                f"{i} = {name} ({(inventory.labels or []).count(i):,})" for i, name in enumerate(inventory.classes)
             )
         return text
 
-    def wanted(self, split: str, result: Inventory | None = None) -> str | None:
-        result = result or self.inventory
-        if split in result.splits:
+    def wanted(self, split: str, inventory: Inventory | None = None) -> str | None:
+        inventory = inventory or self.inventory
+        if split in inventory.splits:
             return None
         if split == "train":  # requested, unless every slide is for testing
-            only = set(result.splits) == {"test"} and (result.by_column or self.test_fraction == 1)
+            only = set(inventory.splits) == {"test"} and (inventory.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
-        if result.by_column:
+        if inventory.by_column:
             return f"no line of {self.labels_csv} has the split {split!r}"
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
@@ -419,7 +409,7 @@ class SlideDataModule(SplitDataModule):
         Raises:
             ValueError: naming the file, what was found and what to set.
         """
-        result = self.inventory
+        inventory = self.inventory
         if self.reader.coords is None:
             raise ValueError(
                 "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
@@ -432,10 +422,12 @@ class SlideDataModule(SplitDataModule):
             )
         what, few = "slides do not fit the model", 0
         if self.tile_size is None:
-            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), result.slides)
+            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), inventory.slides)
             few = enough.count(False)
         elif grid is not None:
-            beyond = [s for s, most in zip(result.slides, result.largest, strict=True) if most // tile_size >= grid]
+            beyond = [
+                s for s, most in zip(inventory.slides, inventory.largest, strict=True) if most // tile_size >= grid
+            ]
             each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
         self._log_unchecked(tile_size, few)
 
@@ -458,6 +450,20 @@ class SlideDataModule(SplitDataModule):
             return numbers_of(str(self.labels_csv), rows), None
         classes, numbers = class_numbers(str(self.labels_csv), rows, self.classes_wanted)
         return numbers, classes
+
+    def _check_splits(self, inventory: Inventory) -> None:
+        """Raise ValueError for a requested split without slides; warn of classes that a split lacks."""
+        for split in SPLITS:
+            if split not in inventory.splits and self.wanted(split, inventory) is None:
+                raise ValueError(
+                    f"the {split} split has none of the {len(inventory.slides)} slides: change data.val_fraction and "
+                    "data.test_fraction, or add slides (or groups)"
+                )
+        if inventory.classes is None:
+            return
+        if "train" in inventory.splits:
+            warn_of_untrained(inventory.classes, inventory.labels or [], inventory.splits)
+        warn_of_one_class(inventory.classes, inventory.labels or [], inventory.splits, inventory.by_column)
 
     def _check_values(self, slide: Slide) -> None:
         """Read a slide; raise ValueError for values that are not finite."""

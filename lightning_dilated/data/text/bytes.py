@@ -145,7 +145,6 @@ class ByteDataModule(SequenceDataModule):
         return self._stream
 
     def dataset(self, split: str) -> ByteSequences:
-        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
         return self._sequences(self.stream, split)
 

@@ -411,7 +411,6 @@ class TokenDataModule(SequenceDataModule):
         self._parts = parts
 
     def dataset(self, split: str) -> TokenSequences:
-        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
         one_of(split, "split", SPLITS)
         self.check()
         assert self._parts is not None
