@@ -359,7 +359,7 @@ class ListOpsDataModule(RuleDataModule):
     Batches are {"tokens": (B, N), "lengths": (B,), "label": (B,), "index": (B,)}, all int64; tokens are padded by 0 from
     `lengths` on. Operations are MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10). Digit d is token d + 1,
     the opened operations are 11 to 14, and the closing bracket is 15. The operations are those of ListOps (Nangia & Bowman
-    2018); expressions are grown by a rule of this package (`data.listops`), so accuracies are not comparable with those on
+    2018); expressions are grown by a rule of this package, so accuracies are not comparable with those on
     the files of Long Range Arena. Long expressions under MIN or MAX are mostly 0 or 9, each about a quarter of the labels.
 
     Args:
