@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dilated.data import GenomeDataModule
 from lightning_dilated.data.genome import files as fasta_files
-from lightning_dilated.data.genome.files import default_cache, index, plain_file
+from lightning_dilated.data.genome.files import default_cache, read_index, plain_file
 
 HERE = Path(__file__).parent
 PACKED = str(HERE / "lambda_virus.fa.gz")
@@ -20,15 +20,15 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_index_is_made_beside_the_file_once(lambda_virus: str, tmp_path: Path) -> None:
-    (record,) = index(lambda_virus, "given", tmp_path / "cache")
+    (record,) = read_index(lambda_virus, "given", tmp_path / "cache")
     assert record == ("gi|9626243|ref|NC_001416.1|", 48502, 74, 70, 71)
     beside = Path(lambda_virus + ".fai")
     assert names(tmp_path) == ["lambda_virus.fa", "lambda_virus.fa.fai"]
     before = beside.stat().st_mtime_ns
-    assert index(lambda_virus, "given", tmp_path / "cache") == [record]
+    assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns == before
     os.utime(beside, (0, 0))  # older than the file: made anew
-    assert index(lambda_virus, "given", tmp_path / "cache") == [record]
+    assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns > 0
 
 
@@ -38,12 +38,12 @@ def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     # the tests may run as root, whom permissions do not bind
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     cache = tmp_path / "cache"
-    found = [index(lambda_virus, "given", cache) for _ in range(2)]
+    found = [read_index(lambda_virus, "given", cache) for _ in range(2)]
     assert found[0] == found[1] and found[0][0][1] == 48502
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
-    assert index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of that name has its own
+    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of that name has its own
 
 
 def test_gzip_is_undone_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
