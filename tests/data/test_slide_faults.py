@@ -303,4 +303,4 @@ def test_coordinates_of_every_slide_are_looked_at(folder):
 
 def test_endings_in_capitals_count(folder):
     (folder / "s5.h5").rename(folder / "s5.H5")
-    assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).found.slides) == 6
+    assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).inventory.slides) == 6
