@@ -9,6 +9,7 @@ about 9 us a call.
 
 from __future__ import annotations
 
+import argparse
 import functools
 from collections.abc import Callable
 from typing import TypeVar
@@ -28,3 +29,9 @@ def with_room(function: Callable[..., Result]) -> Callable[..., Result]:
 
     call.__code__ = call.__code__.replace(co_stacksize=_ROOM)
     return call
+
+
+# -- the command `generate` --------------------------------------------------------------------------------------------
+def option_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The options of a parser, in order: `ArgumentParser._actions`, which has no public name; 3.11 to 3.14."""
+    return parser._actions

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
+from lightning_dilated._validation import flag, one_of, real
 from lightning_dilated.attention import op as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.backends import engine_names
 from lightning_dilated.attention.spec import encode
@@ -258,12 +259,9 @@ def _check_tensors(q: Any, k: Any, v: Any) -> None:
 
 def _check_options(causal: Any, dropout: Any, engine: Any, return_lse: Any) -> None:
     for name, value in (("causal", causal), ("return_lse", return_lse)):
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, got {value!r}.")
-    if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
-    if engine not in engine_names():
-        raise ValueError(f"engine must be one of {', '.join(engine_names())}; got {engine!r}.")
+        flag(value, name)
+    real(dropout, "dropout", least=0, below=1)
+    one_of(engine, "engine", engine_names())
 
 
 def _check_scale(scale: Any, q: Tensor) -> float:

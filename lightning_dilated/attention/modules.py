@@ -16,7 +16,7 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.backends import Choice, Request, check_name, choose
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
@@ -103,8 +103,7 @@ class DilatedAttention(nn.Module):
         engine: str = "auto",
     ) -> None:
         super().__init__()
-        if isinstance(dropout, bool) or not isinstance(dropout, (int, float)) or not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be a probability in [0, 1), got {dropout!r}.")
+        real(dropout, "dropout", least=0, below=1)
         self.pattern = DilatedPattern.from_dict(pattern)
         self.causal, self.dropout, self.scale, self.engine = causal, dropout, scale, check_name(engine)
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.sequence.consensus import Asked, Quiet
 from lightning_dilated.sequence.exchange.transport import Clock
 from lightning_dilated.sequence.group import SequenceGroup
@@ -70,8 +70,7 @@ class CommunicationProfiler(pl.Callback):
         self, every_n_steps: int = 1, table: bool = True, path: str | Path | None = None, warmup: int = 1
     ) -> None:
         self.every_n_steps, self.warmup = integer(every_n_steps, "every_n_steps", 1), integer(warmup, "warmup", 0)
-        if not isinstance(table, bool):
-            raise TypeError(f"table must be True or False, got {table!r}.")
+        flag(table, "table")
         if path is not None and (not isinstance(path, (str, Path)) or not str(path)):
             raise TypeError(f"path must be that of a file to write, or None, got {path!r}.")
         self.table, self.path = table, None if path is None else Path(path)

@@ -1,4 +1,4 @@
-"""LossByPosition: validation loss by position, which shows whether a model uses far context.
+"""LossByPosition: validation loss by position, which shows whether a model uses distant context.
 
 Shape letters: B batch, N tokens, L tokens of this rank.
 """
@@ -31,8 +31,8 @@ class LossByPosition(pl.Callback):
 
     Octave k holds positions 2^k - 1 to 2^(k + 1) - 2 of their sequence, counted from 0, or of their document where batches
     are packed; the eighths are those of the sequence's, sample's or document's length. After each validation the
-    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is drawn anew.
-    A model that uses far context has a loss that falls from octave to octave.
+    table is printed and appended to `loss_by_position.csv` in the run's folder, and `loss_by_position.png` is redrawn.
+    A model that uses distant context has a loss that falls from octave to octave.
 
     Args:
         table: print the table.
@@ -53,7 +53,7 @@ class LossByPosition(pl.Callback):
         self._folder = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """See that the model is one that has a loss for each token, and ask for the folder, which all ranks have to do."""
+        """Check that the model has a loss for each token, and find the folder, which takes all ranks."""
         if not isinstance(pl_module, LongNetLM):
             raise TypeError(
                 f"LossByPosition needs a LongNetLM, whose tokens each have a loss; got {type(pl_module).__name__}. Remove "
@@ -62,7 +62,6 @@ class LossByPosition(pl.Callback):
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
         self._sums = torch.zeros(2, OCTAVES + EIGHTHS, dtype=torch.float64, device=pl_module.device)
         pl_module.watch_losses = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
 
@@ -71,11 +70,11 @@ class LossByPosition(pl.Callback):
         if self._sums is None:
             return
         counted = batch["labels"] != -100
-        before, length = _places(batch, losses.shape)
-        octave = (before + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
-        eighth = OCTAVES + (before * EIGHTHS // length).clamp(max=EIGHTHS - 1)
-        for where in (octave, eighth):
-            index = where.to(losses.device)[counted]
+        place, length = _places(batch, losses.shape)
+        octave = (place + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
+        eighth = OCTAVES + (place * EIGHTHS // length).clamp(max=EIGHTHS - 1)
+        for part in (octave, eighth):
+            index = part.to(losses.device)[counted]
             self._sums[0].index_add_(0, index, losses.detach()[counted].double())
             self._sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
@@ -93,7 +92,7 @@ class LossByPosition(pl.Callback):
             self._write()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Detach from the model."""
         pl_module.watch_losses = None  # type: ignore[assignment]
         self._sums = None
 
@@ -114,21 +113,21 @@ class LossByPosition(pl.Callback):
 
 def _places(batch: Mapping[str, Any], shape: torch.Size) -> tuple[Tensor, Tensor]:
     """(each position in its document, tokens of that document), (B, L) int64 on the CPU."""
-    size, own = shape
-    positions = token_positions(0, own)
+    size, local = shape
+    positions = token_positions(0, local)
     group = active_sequence()
-    whole = own if group is None or group.agreed is None else group.agreed.seq_len
+    whole = local if group is None or group.agreed is None else group.agreed.seq_len
     bounds, lengths = batch.get("cu_seqlens"), batch.get("lengths")
     if bounds is not None:
         bounds = torch.as_tensor(bounds).cpu().long()
         document = torch.searchsorted(bounds, positions, right=True).clamp(1, len(bounds) - 1) - 1
-        before, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
+        place, length = positions - bounds[document], (bounds[1:] - bounds[:-1])[document]
     else:
-        before, length = positions, torch.full_like(positions, whole)
-    before, length = before.expand(size, own), length.expand(size, own)
+        place, length = positions, torch.full_like(positions, whole)
+    place, length = place.expand(size, local), length.expand(size, local)
     if lengths is not None:
-        length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, own)
-    return before, length.clamp(min=1)
+        length = torch.as_tensor(lengths).cpu().long()[:, None].expand(size, local)
+    return place, length.clamp(min=1)
 
 
 def _row(step: int, i: int, nats: Tensor, tokens: int) -> dict[str, Any]:

@@ -1,9 +1,7 @@
-"""PredictionWriter: what `predict` returns, as one CSV row a sequence.
+"""Writers for `predict`: PredictionWriter, a CSV row for each sequence, and AttentionWriter, weights for each slide.
 
-AttentionWriter: under `predict`, a file for each slide with what the class token attends to.
-
-Shape letters: B sequences of a batch, E numbers of a sequence, such as its embedding's, N rows (the blank one in
-front), T tiles of a slide, H heads.
+Shape letters: B sequences of a batch, E numbers of a sequence (such as its embedding), N rows (the blank one first), T tiles
+of a slide, H heads.
 """
 
 from __future__ import annotations
@@ -18,21 +16,22 @@ import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor
 
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.files import guarded_field
 from lightning_dilated.models import SlideEncoder
 
 
 class PredictionWriter(BasePredictionWriter):
-    """Writes `predictions.csv` into the run folder, batch by batch; where several ranks have samples of their own, one file
+    """Writes `predictions.csv` into the run folder, batch by batch; if several ranks have different samples, one file
     each: `predictions.RANK.csv`. Of the ranks that share a sequence the first one writes.
 
     A prediction must be a mapping of names to tensors (B,), to tensors (B, E) or to lists of B words or numbers, as the
     `predict_step` of `LongNetLM` and `SlideEncoder` returns it. A tensor (B, E) has columns NAME_0, NAME_1 and so on, or,
-    called "embedding", e0, e1 and so on: beside its name in one file, which grows batch by batch and any table reads.
+    called "embedding", e0, e1 and so on: in one file with its name, batch by batch, which any spreadsheet reads.
 
     Words (names of slides, classes and columns) that begin with = + - @, a tab, a line break or ' are written with a ' in
     front, since a spreadsheet would run them as a formula; numbers never are. To read a word back, take off the first '
-    where it begins with one, as `data.csv_fields.plain_field` does.
+    where it begins with one, as `data.files.plain_field` does.
 
     Args:
         path: of the CSV; None means `predictions.csv` in the logger's folder.
@@ -45,12 +44,11 @@ class PredictionWriter(BasePredictionWriter):
         self._header: list[str] | None = None
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the file anew, where every rank takes part in finding the folder."""
+        """Start a new file; every rank takes part in finding the folder."""
         self._started, self._header = False, None
         self._target = self._find_target(trainer)
 
     def _find_target(self, trainer: pl.Trainer) -> Path:
-        """Where this rank writes."""
         path = Path(self.path) if self.path else Path(trainer.log_dir or trainer.default_root_dir) / "predictions.csv"
         writers = trainer.distributed_sampler_kwargs or {"num_replicas": 1}
         return path if writers["num_replicas"] == 1 else path.with_suffix(f".{writers['rank']}{path.suffix}")
@@ -65,8 +63,7 @@ class PredictionWriter(BasePredictionWriter):
         batch_idx: int,
         dataloader_idx: int,
     ) -> None:
-        """Append the rows of one batch."""
-        # looked at on every rank of a sequence: if one alone stopped, the others would wait for it
+        # checked on every rank of a sequence: if only one raised, the others would wait for it
         columns = _columns(f"{type(pl_module).__name__}.predict_step", prediction)
         if self._header not in (None, list(columns)):
             raise ValueError(
@@ -77,7 +74,7 @@ class PredictionWriter(BasePredictionWriter):
         if not getattr(trainer.strategy, "is_first_of_sequence", True):
             return
         self._target.parent.mkdir(parents=True, exist_ok=True)
-        # names of files need not be text: their bytes are written as they are
+        # names of files need not be text: their bytes are written unchanged
         mode = "a" if self._started else "w"
         with self._target.open(mode, newline="", encoding="utf-8", errors="surrogateescape") as file:
             writer = csv.writer(file)
@@ -87,7 +84,6 @@ class PredictionWriter(BasePredictionWriter):
         self._started = True
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say where the rows are."""
         if self._started and trainer.is_global_zero:
             print(f"predictions: {self._target}")
 
@@ -95,13 +91,13 @@ class PredictionWriter(BasePredictionWriter):
 def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
     """{column: one value a sequence}."""
     if not isinstance(prediction, Mapping) or not prediction or not all(map(_is_column, prediction.values())):
-        found = type(prediction).__name__
+        kind = type(prediction).__name__
         if isinstance(prediction, Mapping):
             kinds = {n: tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for n, x in prediction.items()}
-            found = f"{found} {kinds}"
+            kind = f"{kind} {kinds}"
         raise TypeError(
             f"{step} must return a mapping of names to tensors (B,) or (B, E), or to lists of B words or numbers, for "
-            f"PredictionWriter, got {found}. Change it, or leave the callback out."
+            f"PredictionWriter, got {kind}. Change it, or leave the callback out."
         )
     sizes = {name: len(x) for name, x in prediction.items()}
     if len(set(sizes.values())) > 1:
@@ -110,12 +106,12 @@ def _columns(step: str, prediction: Any) -> dict[str, list[Any]]:
     for name, x in prediction.items():
         prefix = "e" if name == "embedding" else f"{name}_"
         if isinstance(x, Tensor) and x.ndim == 2:
-            made = {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
+            new = {f"{prefix}{i}": values for i, values in enumerate(x.T.tolist())}
         else:
-            made = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
-        if twice := sorted(out.keys() & made.keys()):
+            new = {name: x.tolist() if isinstance(x, Tensor) else list(x)}
+        if twice := sorted(out.keys() & new.keys()):
             raise ValueError(f"{step} returns two columns {twice[0]!r}, one of them out of {name!r}: rename one.")
-        out |= made
+        out |= new
     return out
 
 
@@ -143,24 +139,22 @@ class AttentionWriter(pl.Callback):
         path: of the folder; None means `attention` in the logger's folder.
 
     Raises:
-        TypeError, ValueError: when predicting begins, for another model, or where ranks share a slide or deal its weights.
+        TypeError, ValueError: when predicting begins, for another model, or if ranks share a slide or shard the weights.
     """
 
     def __init__(self, layer: int = -1, heads: Literal["mean", "all"] = "mean", path: str | None = None) -> None:
-        if isinstance(layer, bool) or not isinstance(layer, int):
-            raise TypeError(f"layer must be the number of one layer, such as -1 for the last; got {layer!r}.")
-        if heads not in ("mean", "all"):
-            raise ValueError(f"heads must be mean or all, got {heads!r}.")
+        integer(layer, "layer", hint=" It is the number of one layer; -1 is the last.")
+        one_of(heads, "heads", ("mean", "all"))
         self.layer, self.heads, self.path = layer, heads, path
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See that it can be done, and find the folder, in which every rank takes part."""
+        """Check the model and strategy, and find the folder, which takes every rank."""
         if not isinstance(pl_module, SlideEncoder):
             raise TypeError(f"AttentionWriter is for a SlideEncoder, got {type(pl_module).__name__}: leave it out.")
         strategy = trainer.strategy
         shared = getattr(getattr(strategy, "sequence", None), "ranks", 1)
         if shared > 1 or getattr(strategy, "deals_parameters", False):
-            why = f"{shared} ranks share each slide" if shared > 1 else "the ranks deal the model's parameters"
+            why = f"{shared} ranks share each slide" if shared > 1 else "the ranks shard the model's parameters"
             raise ValueError(
                 f"AttentionWriter takes whole slides and whole weights on a rank, but {why}: predict with strategy "
                 "'ring_dilated' and trainer.devices 1 (or sequence_size 1), or leave the callback out."
@@ -178,7 +172,6 @@ class AttentionWriter(pl.Callback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Write the files of one batch."""
         names = batch.get("slide_id")
         if names is None or any(Path(name).name != name for name in names):
             raise ValueError(
@@ -194,12 +187,11 @@ class AttentionWriter(pl.Callback):
         self._folder.mkdir(parents=True, exist_ok=True)
         for i, name in enumerate(names):
             count = tiles.shape[1] if lengths is None else int(lengths[i])
-            found = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
-            # the ending is put on by hand: savez would leave one that a name has
+            attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
+            # savez would not append the ending to a name that has one
             with (self._folder / f"{name}.npz").open("wb") as file:
-                np.savez(file, attention=found.cpu().numpy(), coords=coords[i, :count].cpu().numpy())
+                np.savez(file, attention=attention.cpu().numpy(), coords=coords[i, :count].cpu().numpy())
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say where the files are."""
         if trainer.is_global_zero and self._folder.exists():
             print(f"attention: {self._folder}")

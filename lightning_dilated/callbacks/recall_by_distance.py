@@ -1,4 +1,4 @@
-"""RecallByDistance: the share of right answers by the distance that they are recalled over.
+"""RecallByDistance: the share of right answers by the distance over which they are recalled.
 
 Shape letters: B batch, N tokens, L tokens of this rank.
 """
@@ -43,7 +43,7 @@ class RecallByDistance(pl.Callback):
         self._distances: Callable[[int], Tensor] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """See that the model gives answers, and that the data know how far they are."""
+        """Check that the model gives answers and the data their distances."""
         if not isinstance(pl_module, LongNetLM):
             raise TypeError(
                 f"RecallByDistance needs a LongNetLM, whose labels each have an answer; got {type(pl_module).__name__}. "
@@ -58,38 +58,34 @@ class RecallByDistance(pl.Callback):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
         self._begin(trainer, pl_module, "val")
 
     def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
         self._begin(trainer, pl_module, "test")
 
     def add(self, batch: Mapping[str, Any], predictions: Tensor) -> None:
         """Add a batch's predictions (B, L) at this rank's positions; only labels that have a distance count."""
         if self._counts is None or self._distances is None:
             return
-        positions = token_positions(0, predictions.shape[1])  # every rank has to ask, also one without labels
+        positions = token_positions(0, predictions.shape[1])  # collective: also on ranks without labels
         labels = batch["labels"]
-        far = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
-        octave = torch.frexp(far.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
+        distances = torch.stack([self._distances(index)[positions] for index in batch["index"].tolist()])
+        octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
         octave = octave.clamp(max=OCTAVES - 1).to(labels.device)
         counted = (labels != -100) & (octave >= 0)
-        at = octave[counted]
+        octaves = octave[counted]
         right = (predictions == labels)[counted]
-        self._counts[0].index_add_(0, at, right.long())
-        self._counts[1].index_add_(0, at, torch.ones_like(at))
+        self._counts[0].index_add_(0, octaves, right.long())
+        self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sum over the ranks, and log."""
         self._report(trainer, pl_module, "val")
 
     def on_test_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Sum over the ranks, and log."""
         self._report(trainer, pl_module, "test")
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Leave the model as it was."""
+        """Detach from the model."""
         self._end(pl_module)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule, split: str) -> None:
@@ -98,7 +94,7 @@ class RecallByDistance(pl.Callback):
         pl_module.watch_predictions = self.add  # type: ignore[assignment]  # a LongNetLM, by `setup`
 
     def _end(self, pl_module: pl.LightningModule) -> Tensor | None:
-        """Watch no more; what was counted."""
+        """Detach from the model and return the counts."""
         pl_module.watch_predictions = None  # type: ignore[assignment]
         counts, self._counts, self._distances = self._counts, None, None
         return counts

@@ -1,4 +1,4 @@
-"""RunReport: a run explains itself: what its pattern sees, how validation compares to a bigram model, and two pictures."""
+"""RunReport: what a run's pattern sees, its validation next to a bigram model's, and pictures of pattern and loss."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 class RunReport(pl.Callback):
-    """Writes `pattern.png` and `loss.png` into the run folder and prints validation beside the data's baseline.
+    """Writes `pattern.png` and `loss.png` into the run folder and prints validation next to the data's baseline.
 
     `pattern.png` is that of layer 0; a pattern that layer I is the first to take is `pattern_layer_I.png`.
 
-    The baseline is what the DataModule's `bigram_bits_per_byte("val")` says, where it has one: a bigram model counted on
+    The baseline is the DataModule's `bigram_bits_per_byte("val")`, if it has one: a bigram model counted on
     the training bytes and scored on the validation bytes.
 
     Args:
@@ -40,7 +40,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say what the pattern sees at the data's length, and draw it."""
+        """Print what the pattern sees at the data's length, and draw it."""
         self.train, self.val = [], []
         self.folder.mkdir(parents=True, exist_ok=True)
         m: Any = pl_module
@@ -91,7 +91,7 @@ class RunReport(pl.Callback):
 
     @rank_zero_only
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Draw the loss curves and say where everything is."""
+        """Draw the loss curves and print where the files are."""
         if self.loss_picture and self.train:
             draw_loss(self.train, self.val, self.baseline, self.unit, self.folder / "loss.png")
         self._console.print(f"run folder: {self.folder}", highlight=False)

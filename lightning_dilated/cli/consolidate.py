@@ -1,4 +1,4 @@
-"""`lightning-dilated consolidate`: the weights of a checkpoint, in parts or whole, as one safetensors file."""
+"""`lightning-dilated consolidate`: the weights of a sharded or whole checkpoint as a safetensors file or a model folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ SUFFIX = ".safetensors"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `consolidate`."""
     p = argparse.ArgumentParser(
         "lightning-dilated consolidate",
         description="Write the weights of a checkpoint as safetensors; optimizer states are left out and never read.",
@@ -49,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
-    """(the checkpoint that a path means, its model's tensors, all else that it holds).
+    """(the checkpoint of a path, its model's tensors, all other values).
 
     Raises:
         FileNotFoundError: no such file or folder.
@@ -58,41 +57,39 @@ def weights(path: Path) -> tuple[Path, dict[str, Tensor], dict[str, Any]]:
     if not path.is_dir():
         stored = read_checkpoint(path)
         return path, stored["state_dict"], stored
-    found = checked(path, Peers())
-    rest = read_meta(found)
-    return found, read_tensors(found, "state_dict.").get("state_dict", {}), rest
+    folder = checked(path, Peers())
+    meta = read_meta(folder)
+    return folder, read_tensors(folder, "state_dict.").get("state_dict", {}), meta
 
 
-def described(
-    found: Path, tensors: dict[str, Tensor], rest: dict[str, Any]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(what config.json holds, each tensor once). A class that is imported here is made, to see that they fit.
+def described(path: Path, tensors: dict[str, Tensor], meta: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """(the contents of config.json, each tensor once). A model is made, if its class is imported, to check them.
 
     Raises:
         ValueError: for tensors that do not fit the model.
         TypeError: for hyperparameters that JSON cannot hold.
     """
-    config = model_config(rest)
+    config = model_config(meta)
     module, _, name = config["class_path"].rpartition(".")
     config["init_args"] = plain_arguments(config["init_args"], name)
-    if rest.get("classes") is not None:
-        config["classes"] = rest["classes"]
-    which = getattr(sys.modules.get(module), name, None)
-    if isinstance(which, type) and issubclass(which, DilatedModule):
-        model = made_of(which, config, tensors, f"the weights of {found} do not fit", {})
+    if meta.get("classes") is not None:
+        config["classes"] = meta["classes"]
+    cls = getattr(sys.modules.get(module), name, None)
+    if isinstance(cls, type) and issubclass(cls, DilatedModule):
+        model = made_of(cls, config, tensors, f"the weights of {path} do not fit", {})
         return config_of(model), tensors_of(model)
-    held: set[tuple[int, int]] = set()
-    once = {}
+    seen: set[tuple[int, int]] = set()
+    unique = {}
     for key, x in tensors.items():
-        place = (x.data_ptr(), x.nbytes)
-        if x.nbytes == 0 or place not in held:
-            once[key] = x.detach().contiguous()
-        held.add(place)
-    return config, once
+        storage = (x.data_ptr(), x.nbytes)
+        if x.nbytes == 0 or storage not in seen:
+            unique[key] = x.detach().contiguous()
+        seen.add(storage)
+    return config, unique
 
 
 def run(argv: list[str]) -> None:
-    """Parse, read, write, and say what was written.
+    """Parse, read, write, and print what was written.
 
     Raises:
         ModuleNotFoundError: without the library safetensors.
@@ -104,17 +101,17 @@ def run(argv: list[str]) -> None:
         raise ModuleNotFoundError(str(error)) from None
     if args.out.suffix not in ("", SUFFIX) and not args.out.is_dir():
         raise ValueError(f"--out {args.out} must end in {SUFFIX}, or be a folder's name without a suffix.")
-    found, tensors, rest = weights(args.checkpoint)
-    config, tensors = described(found, tensors, rest)
+    source, tensors, meta = weights(args.checkpoint)
+    config, tensors = described(source, tensors, meta)
     if args.out.suffix == SUFFIX and not args.out.is_dir():
-        told = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
-        if "global_step" in rest:
-            told["global_step"] = str(rest["global_step"])
+        metadata = {k: v if isinstance(v, str) else json.dumps(v) for k, v in config.items()}
+        if "global_step" in meta:
+            metadata["global_step"] = str(meta["global_step"])
         args.out.parent.mkdir(parents=True, exist_ok=True)
-        begun = args.out.with_name(f".{args.out.name}.partial")
-        library.save_file(tensors, begun, metadata={"format": "pt", **told})
-        begun.replace(args.out)
+        partial = args.out.with_name(f".{args.out.name}.partial")
+        library.save_file(tensors, partial, metadata={"format": "pt", **metadata})
+        partial.replace(args.out)
     else:
         write_folder(args.out, config, tensors)
     size = sum(x.nbytes for x in tensors.values())
-    print(f"{args.out}: {config['class_path']}, {len(tensors)} tensors, {size:,} bytes, from {found}")
+    print(f"{args.out}: {config['class_path']}, {len(tensors)} tensors, {size:,} bytes, from {source}")

@@ -1,4 +1,4 @@
-"""How the command line says what is wrong: one line, unless a traceback is asked for."""
+"""Errors of the command line: one line each, or a traceback if LIGHTNING_DILATED_TRACEBACK is set."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PROG = "lightning-dilated"
 
 
 def fail(message: Any, code: int = 2) -> NoReturn:
-    """Say what is wrong on standard error and stop."""
+    """Print the error on standard error and exit."""
     print(f"{PROG}: error: {message}", file=sys.stderr)
     raise SystemExit(code)
 
 
 def wants_traceback() -> bool:
-    """Whether the user asked to see where errors come from."""
+    """Whether errors are to show their traceback."""
     return bool(os.environ.get("LIGHTNING_DILATED_TRACEBACK"))
 
 
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
-    """Turn what a wrong setting raises into one line, unless the traceback is asked for."""
+    """Turn the errors of wrong settings into one line, unless tracebacks are requested."""
     try:
         yield
     except (ValueError, TypeError, OSError, ModuleNotFoundError, MisconfigurationException) as error:
@@ -36,7 +36,7 @@ def one_line_errors() -> Iterator[None]:
 
 
 def essence(message: str) -> str:
-    """What went wrong, out of the parser's nested report of every type that it tried."""
+    """The error in the parser's nested report of every type that it tried."""
     noise = ("Given value type", "Given value: Namespace", "Given value: NestedArg", "Subtypes:", "Errors:")
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]

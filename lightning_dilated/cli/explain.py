@@ -1,4 +1,4 @@
-"""`lightning-dilated explain`: what a pattern can and cannot see at a length, of a recipe or of given sizes, with the fixes.
+"""`lightning-dilated explain`: what a pattern can and cannot see at a length, and what to change; of a recipe or of options.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -21,13 +21,13 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
 
-#: what the command line names, and what it is called in `Sizes`
+#: fields of `Sizes` and their options
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What there is to explain; None where neither recipe nor options say it."""
+    """The patterns and sizes to explain; None for what neither recipe nor options have."""
 
     patterns: tuple[DilatedPattern, ...] = ()
     seq_len: int | None = None
@@ -40,9 +40,8 @@ class Sizes:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `explain`."""
     p = argparse.ArgumentParser("lightning-dilated explain", description="What a pattern can and cannot see.")
-    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; options next to it win")
     p.add_argument("--segments", type=int, nargs="+", help="segment lengths of the branches")
     p.add_argument("--dilations", type=int, nargs="+", help="their dilation rates")
     p.add_argument("--offsets", default="interleaved", help="interleaved or blocked (default %(default)s)")
@@ -57,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
-def of_recipe(path: Path) -> Sizes:
+def sizes_of_recipe(path: Path) -> Sizes:
     """The sizes of a recipe's model and data.
 
     Raises:
@@ -80,7 +79,7 @@ def of_recipe(path: Path) -> Sizes:
 
 
 def class_of(path: Path, class_path: Any, package: str) -> Any:
-    """The class of a class_path; names without a module are the package's own."""
+    """The class of a class_path; names without a module are the package's."""
     name = str(class_path)
     try:
         return pkgutil.resolve_name(name if "." in name else f"{package}.{name}")
@@ -88,22 +87,22 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
         raise ValueError(f"--config {path}: class_path {class_path} cannot be imported ({error}).") from None
 
 
-def with_length(cls: Any, given: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
-    """A model's arguments; without `max_seq_len`, and with no base or "length", it is made for the data's N tokens."""
-    ours = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
-    names = inspect.signature(cls).parameters if ours else {}
+def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
+    """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
+    known = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
+    names = inspect.signature(cls).parameters if known else {}
     takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
-    base = given.get("rotary_base")
+    base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
-    named = given.get("max_seq_len") is not None or not follows
-    return given if not takes or named or seq_len is None else {**given, "max_seq_len": seq_len}
+    named = arguments.get("max_seq_len") is not None or not follows
+    return arguments if not takes or named or seq_len is None else {**arguments, "max_seq_len": seq_len}
 
 
 def made_model(path: Path, model: dict[str, Any], seq_len: int | None = None) -> DilatedModule:
     """The model of a recipe whose data have N tokens, not built, without its optimizer."""
     cls = class_of(path, model.get("class_path", "LongNetLM"), "lightning_dilated")
-    given = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
-    return cls(**with_length(cls, given, seq_len))
+    arguments = {k: v for k, v in (model.get("init_args") or {}).items() if k not in ("optimizer", "lr_scheduler")}
+    return cls(**with_length(cls, arguments, seq_len))
 
 
 def seq_len_of(path: Path, data: Any) -> int | None:
@@ -111,36 +110,36 @@ def seq_len_of(path: Path, data: Any) -> int | None:
     data = data if isinstance(data, dict) else {}
     cls = class_of(path, data.get("class_path", "ByteDataModule"), "lightning_dilated.data")
     default = inspect.signature(cls).parameters.get("seq_len")
-    found = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
-    return found if isinstance(found, int) else None
+    length = (data.get("init_args") or {}).get("seq_len", None if default is None else default.default)
+    return length if isinstance(length, int) else None
 
 
-def settled(args: argparse.Namespace) -> Sizes:
+def resolve_sizes(args: argparse.Namespace) -> Sizes:
     """The recipe's sizes, and over them those of the command line.
 
     Raises:
         ValueError: naming the options that are missing.
     """
-    sizes = of_recipe(args.config) if args.config else Sizes()
+    sizes = sizes_of_recipe(args.config) if args.config else Sizes()
     if (args.segments is None) != (args.dilations is None):
         raise ValueError("--segments and --dilations belong together: one rate for every segment length.")
     if args.segments:
-        made = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
-        sizes = replace(sizes, patterns=(made,), rotary_bases=())
-    given = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
-    given |= {"head_dim": args.head_dim, "causal": args.causal}
+        pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
+        sizes = replace(sizes, patterns=(pattern,), rotary_bases=())
+    options = {"seq_len": args.seq_len, "num_heads": args.heads, "num_kv_heads": args.kv_heads, "depth": args.depth}
+    options |= {"head_dim": args.head_dim, "causal": args.causal}
     if args.heads and not args.kv_heads:
         sizes = replace(sizes, num_kv_heads=None)
-    sizes = replace(sizes, **{k: v for k, v in given.items() if v is not None})
+    sizes = replace(sizes, **{k: v for k, v in options.items() if v is not None})
     missing = [] if sizes.patterns else ["--segments and --dilations"]
     missing += [option for name, option in OPTIONS.items() if getattr(sizes, name) is None]
     if missing:
-        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
+        raise ValueError(f"explain needs {', '.join(missing)}, or a recipe that has them: --config RECIPE.yaml.")
     return sizes
 
 
 def table(sizes: Sizes, seen: Explanation) -> list[str]:
-    """The findings, one a line."""
+    """The lines of the report."""
     of_layer = lambda layer: f" of layer {layer}" if len(seen.patterns) > 1 else ""  # noqa: E731
     dead = [
         f"branches[{i}]{of_layer(layer)}: {len(x)} of {seen.patterns[layer].branches[i].dilation_rate}"
@@ -180,9 +179,9 @@ def rotary_table(bases: tuple[float | None, ...]) -> list[str]:
 
 def run(argv: list[str]) -> None:
     """Parse, explain, and print the table, and what to change for each problem."""
-    sizes = settled(parser().parse_args(argv))
-    given = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
-    seen = explain(sizes.patterns, *given)
+    sizes = resolve_sizes(parser().parse_args(argv))
+    arguments = sizes.seq_len, sizes.num_heads, sizes.depth, sizes.causal, sizes.num_kv_heads
+    seen = explain(sizes.patterns, *arguments)
     print("\n".join([*table(sizes, seen), ""]))
     hints = list(seen.hints)
     if sizes.rotary_bases:

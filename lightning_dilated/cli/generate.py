@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 import yaml
 
+from lightning_dilated._compat.cpython import option_actions
+from lightning_dilated._validation import integer
 from lightning_dilated.cli.load_model import load_language_model
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
 from lightning_dilated.models.longnet.lm import check_sampling
@@ -20,14 +22,13 @@ from lightning_dilated.models.longnet.lm import check_sampling
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-#: bytes or tokens to add, unless told otherwise
+#: default number of bytes or tokens to add
 _COUNT = 256
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `generate`."""
     p = argparse.ArgumentParser("lightning-dilated generate", description="Continue a prompt with a language model.")
-    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="a yaml of these options; options next to it win")
     p.add_argument("--ckpt_path", help="checkpoint, or folder of save_pretrained, of a LongNetLM")
     p.add_argument("--tokenizer", help="the tokenizer.json of a model over tokens; without, a model is over bytes")
     p.add_argument("--prompt", help="text to continue; - reads standard input")
@@ -48,20 +49,20 @@ def parser() -> argparse.ArgumentParser:
 def parsed(argv: list[str]) -> argparse.Namespace:
     """The options: the parser's defaults, over them the config's, over them the command line's."""
     p = parser()
-    given = p.parse_args(argv)
-    config = given.config
+    options = p.parse_args(argv)
+    config = options.config
     if config is not None:
         values = yaml.safe_load(config.read_text())
-        known = {a.dest: a for a in p._actions if a.dest not in ("help", "config")}
+        known = {a.dest: a for a in option_actions(p) if a.dest not in ("help", "config")}
         if not isinstance(values, dict) or not set(values) <= set(known):
             wrong = sorted(set(values) - set(known)) if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"--config {config} of generate holds {wrong}; its keys are {', '.join(known)}.")
-        told = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
-        _one_count(f"--config {config}", told.get("max_new_bytes"), told.get("max_new_tokens"))
-        if given.max_new_bytes is not None or given.max_new_tokens is not None:  # wins over either of the config
-            told.update(max_new_bytes=None, max_new_tokens=None)
-        p.set_defaults(**told)
-    _one_count("generate", given.max_new_bytes, given.max_new_tokens)
+        defaults = {k: _typed(config, known[k], v) for k, v in values.items() if v is not None}
+        _one_count(f"--config {config}", defaults.get("max_new_bytes"), defaults.get("max_new_tokens"))
+        if options.max_new_bytes is not None or options.max_new_tokens is not None:  # wins over either of the config
+            defaults.update(max_new_bytes=None, max_new_tokens=None)
+        p.set_defaults(**defaults)
+    _one_count("generate", options.max_new_bytes, options.max_new_tokens)
     args = p.parse_args(argv)
     missing = [f"--{name}" for name in ("ckpt_path", "prompt") if getattr(args, name) is None]
     if missing:
@@ -77,7 +78,7 @@ def _one_count(where: str, count: int | None, tokens: int | None) -> None:
 
 
 def _typed(config: Path, action: argparse.Action, value: object) -> object:
-    """A value of a config, as its option would read it."""
+    """A value of a config, converted as its option would."""
     kind = bool if action.nargs == 0 else action.type or str
     if isinstance(value, bool) != (kind is bool):
         raise ValueError(f"--config {config}: {action.dest} must be of type {kind.__name__}, got {value!r}.")
@@ -98,11 +99,11 @@ def check_device(name: str) -> None:
 
 
 def unescaped(text: str) -> str:
-    r"""A character or token from itself or its escape, such as \n; "" for an escape that is none."""
+    r"""A character or token from itself or its escape, such as \n; "" for an invalid escape."""
     try:
-        found = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
-        found.encode()  # half a character is none
-        return found
+        character = codecs.decode(text, "unicode_escape") if text.startswith("\\") else text
+        character.encode()  # raises for half a character
+        return character
     except UnicodeError:
         return ""
 
@@ -120,10 +121,10 @@ def checked_text(option: str, text: str) -> str:
     return text
 
 
-def prompt_of(given: str) -> str:
+def prompt_of(text: str) -> str:
     """The text to continue, of standard input for "-". Raises: ValueError where it is empty or not UTF-8."""
     try:
-        prompt = checked_text("--prompt", sys.stdin.read() if given == "-" else given)
+        prompt = checked_text("--prompt", sys.stdin.read() if text == "-" else text)
     except UnicodeDecodeError as error:
         raise ValueError(
             f"--prompt - is not UTF-8 text: byte 0x{error.object[error.start]:02x} at {error.start:,} (counted from 0). "
@@ -135,28 +136,28 @@ def prompt_of(given: str) -> str:
 
 
 def stop_token(text: str | None, tokenizer: Tokenizer) -> int | None:
-    """The token that ends the text, from what it says."""
+    """The token that ends the text, from its text."""
     if text is None:
         return None
     whole = tokenizer.token_to_id(text)
-    found = encode(tokenizer, unescaped(text)) if whole is None else [whole]
-    if len(found) != 1:
-        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(found)}.")
-    return found[0]
+    ids = encode(tokenizer, unescaped(text)) if whole is None else [whole]
+    if len(ids) != 1:
+        raise ValueError(f"--stop takes one token of the tokenizer, such as its end of text; {text!r} is {len(ids)}.")
+    return ids[0]
 
 
 def stop_byte(text: str | None) -> int | None:
     """The byte that ends the text, from a character or its escape."""
     if text is None:
         return None
-    found = unescaped(text)
-    if len(found.encode()) != 1:
+    character = unescaped(text)
+    if len(character.encode()) != 1:
         raise ValueError(rf"--stop takes one character of one byte, such as . or '\n'; got {text!r}.")
-    return ord(found)
+    return ord(character)
 
 
 def print_bytes(chunks: Iterable[bytes]) -> None:
-    """Print UTF-8 text as its bytes come; what is no text is shown as the replacement character."""
+    """Print UTF-8 text as its bytes come; invalid bytes are shown as the replacement character."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     for chunk in chunks:
         print(decoder.decode(chunk), end="", flush=True)
@@ -164,14 +165,11 @@ def print_bytes(chunks: Iterable[bytes]) -> None:
 
 
 def count_of(args: argparse.Namespace) -> int:
-    """Bytes or tokens to add."""
     if args.max_new_tokens is not None and args.tokenizer is None:
         raise ValueError("--max_new_tokens goes with --tokenizer; a model over bytes takes --max_new_bytes.")
     name = "max_new_bytes" if args.max_new_tokens is None else "max_new_tokens"
-    count = _COUNT if getattr(args, name) is None else getattr(args, name)
-    if count < 0:
-        raise ValueError(f"--{name} must be at least 0, got {count}.")
-    return count
+    count = getattr(args, name)
+    return _COUNT if count is None else integer(count, f"--{name}", 0)
 
 
 def run(argv: list[str]) -> None:

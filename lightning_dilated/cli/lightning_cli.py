@@ -1,7 +1,5 @@
-"""Arguments before they are parsed: recipes by name, and the settings of a checkpoint's model.
-
-The LightningCLI of fit, validate, test and predict: any DilatedModule, any LightningDataModule.
-"""
+"""LightningCLI for fit, validate, test and predict: any DilatedModule and LightningDataModule, recipes by name, and a
+checkpoint's model settings between those of the recipe and of the command line."""
 
 from __future__ import annotations
 
@@ -38,53 +36,65 @@ def with_checkpoint(argv: list[str]) -> list[str]:
     if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
         return argv
     configs, rest = split_configs(argv[1:])
-    named = model_class(configs, rest)
-    path = option(argv, "--ckpt_path") or next(
-        reversed([c["ckpt_path"] for c in read(configs) if c.get("ckpt_path")]), None
-    )
-    if path is None or path in CKPT_WORDS or Path(path).is_dir():
-        if path is not None and Path(path).is_dir() and not (Path(path) / ".metadata").exists():
+    class_name = model_class(configs, rest)
+    in_configs = (c["ckpt_path"] for c in reversed(read(configs)) if c.get("ckpt_path"))
+    path = option(argv, "--ckpt_path") or next(in_configs, None)
+    is_folder = path is not None and Path(path).is_dir()
+    if path is None or path in CKPT_WORDS or is_folder:
+        if is_folder and not (Path(path) / ".metadata").exists():
             fail(f"--ckpt_path {path} is a folder, but not a sharded checkpoint. Pass a .ckpt file inside it.")
-        if not named:
+        if not class_name:
             fail(f"{argv[0]} needs a model: give --config RECIPE.yaml, --ckpt_path FILE.ckpt, or --model CLASS.")
         return argv
-    if argv[0] == "fit" and not named:
-        fail(f"fit needs --config beside --ckpt_path {path}: a checkpoint does not say how its optimizer was made. "
-             "The config.yaml in its run folder does.")  # fmt: skip
+    if argv[0] == "fit" and not class_name:
+        fail(
+            f"fit needs --config next to --ckpt_path {path}: a checkpoint does not hold the settings of its optimizer. "
+            "The config.yaml in its run folder does."
+        )
+    return [argv[0], *configs, *checkpoint_settings(path, class_name, named_modules(configs, rest)), *rest]
+
+
+def checkpoint_settings(path: str, class_name: str | None, known: set[str]) -> list[str]:
+    """The model of a checkpoint as arguments, without its training options, which are the recipe's.
+
+    Args:
+        path: of a .ckpt.
+        class_name: the model's class in recipe and arguments; None takes the checkpoint's.
+        known: modules that they name, from which a checkpoint may name classes.
+    """
     model = model_config(read_checkpoint(path))
-    there, here = model["class_path"], named or model["class_path"]
-    if there.rpartition(".")[2] != here.rpartition(".")[2]:
-        fail(f"--ckpt_path {path} holds a {there}, but the recipe or --model names {here}. Use one class for both.")
-    settings = [] if named else [f"--model={model['class_path']}"]
-    hparams = without_training(model["init_args"])  # how to train is the recipe's to say
+    stored, settings = model["class_path"], without_training(model["init_args"])
+    if class_name is not None and stored.rpartition(".")[2] != class_name.rpartition(".")[2]:
+        fail(
+            f"--ckpt_path {path} holds a {stored}, but the recipe or --model names {class_name}. Use one class for both."
+        )
     try:
-        check_classes({**hparams, **({} if named else {"class_path": there})}, path, known=named_modules(configs, rest))
+        check_classes(settings if class_name else {**settings, "class_path": stored}, path, known=known)
     except ValueError as error:
         fail(error)
-    for key, value in hparams.items():
-        settings.append(f"--model.{key}={value if isinstance(value, str) else json.dumps(value)}")
-    return [argv[0], *configs, *settings, *rest]
+    arguments = [f"--model.{key}={x if isinstance(x, str) else json.dumps(x)}" for key, x in settings.items()]
+    return arguments if class_name else [f"--model={stored}", *arguments]
 
 
 def model_class(configs: list[str], rest: list[str]) -> str | None:
     """The class that the recipes and arguments name for the model, the last one; None where none does."""
-    found = "LongNetLM" if configs else None
+    name = "LongNetLM" if configs else None
     for config in read(configs):
         model = config.get("model")
-        found = (model.get("class_path") if isinstance(model, dict) else model) or found
-    for name in ("--model", "--model.class_path"):
-        given = option(rest, name)
-        if given is not None:
-            found = given
-    return found
+        name = (model.get("class_path") if isinstance(model, dict) else model) or name
+    for key in ("--model", "--model.class_path"):
+        value = option(rest, key)
+        if value is not None:
+            name = value
+    return name
 
 
-def names_data(words: list[str]) -> bool:
+def names_data(argv: list[str]) -> bool:
     """Whether the recipes or arguments name a class of the data."""
-    configs, rest = split_configs(words)
+    configs, others = split_configs(argv)
     sections = [config.get("data") for config in read(configs)]
     named = any(data.get("class_path") if isinstance(data, dict) else data for data in sections)
-    return named or any(option(rest, name) is not None for name in ("--data", "--data.class_path"))
+    return named or any(option(others, name) is not None for name in ("--data", "--data.class_path"))
 
 
 def named_modules(configs: list[str], rest: list[str]) -> set[str]:
@@ -94,40 +104,40 @@ def named_modules(configs: list[str], rest: list[str]) -> set[str]:
 
 
 def read(configs: list[str]) -> list[dict[str, Any]]:
-    """The mappings in config files; a file that is none is left to the parser, which says what is wrong with it."""
-    found = []
+    """The mappings in config files; other files are left to the parser, which reports what is wrong with them."""
+    mappings = []
     for word in configs:
         path = Path(word.partition("=")[2] or word)
         if path.is_file():
             with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):
                 values = yaml.safe_load(path.read_text())
-                found += [values] if isinstance(values, dict) else []
-    return found
+                mappings += [values] if isinstance(values, dict) else []
+    return mappings
 
 
-def split_configs(words: list[str]) -> tuple[list[str], list[str]]:
+def split_configs(argv: list[str]) -> tuple[list[str], list[str]]:
     """(the --config arguments with their values, all others)."""
-    configs, rest, following = [], [], False
-    for word in words:
-        is_config = following or word in ("--config", "-c") or word.startswith(("--config=", "-c="))
-        (configs if is_config else rest).append(word)
-        following = word in ("--config", "-c")
-    return configs, rest
+    configs, others, following = [], [], False
+    for argument in argv:
+        is_config = following or argument in ("--config", "-c") or argument.startswith(("--config=", "-c="))
+        (configs if is_config else others).append(argument)
+        following = argument in ("--config", "-c")
+    return configs, others
 
 
 def option(argv: list[str], name: str) -> str | None:
     """The last value of an option, in either spelling."""
-    found = None
+    value = None
     for word, following in itertools.zip_longest(argv, argv[1:]):
         if word == name:
-            found = following
+            value = following
         elif word.startswith(name + "="):
-            found = word.removeprefix(name + "=")
-    return found
+            value = word.removeprefix(name + "=")
+    return value
 
 
 def recipe_folders() -> list[Path]:
-    """Where recipes of the package lie: inside the wheel, or beside the package in a checkout."""
+    """Folders of the package's recipes: inside the wheel, or next to the package in a checkout."""
     package = Path(__file__).resolve().parents[1]
     return [f for f in (package / "recipes", package.parent / "recipes") if f.is_dir()]
 
@@ -136,9 +146,9 @@ def find_recipe(name: str) -> str:
     """The path of a config: as given, else the package's recipe of that file name."""
     if Path(name).is_file():
         return name
-    ours = Path(name).parent in (Path("."), Path("recipes"))  # any other folder was meant as it stands
+    in_package = Path(name).parent in (Path("."), Path("recipes"))  # a path in any other folder is taken literally
     for folder in recipe_folders():
-        if ours and (folder / Path(name).name).is_file():
+        if in_package and (folder / Path(name).name).is_file():
             return str(folder / Path(name).name)
     known = sorted({f.name for folder in recipe_folders() for f in folder.glob("*.yaml")})
     fail(f"--config {name}: no such file, and no recipe of that name. Recipes: {', '.join(known)}.")
@@ -156,10 +166,9 @@ def with_recipes(argv: list[str]) -> list[str]:
 
 
 class Parser(LightningArgumentParser):
-    """A parser whose complaints fit on a screen: what is wrong, without a page of options above it."""
+    """A parser with short errors: what is wrong, without the list of options."""
 
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
-        """Print the essence and stop."""
         if not self.exit_on_error or wants_traceback():
             super().error(message, ex)
         fail(f"{essence(message)}\n`{PROG} {' '.join(sys.argv[1:2])} --help` lists all keys.")
@@ -186,15 +195,15 @@ class DilatedCLI(LightningCLI):
         )
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
-        """The data is Python's own source unless something else is named."""
-        if not names_data(sys.argv[2:]):  # else its defaults would become those of the class that is named
+        """The default data is Python's source code."""
+        if not names_data(sys.argv[2:]):  # else its defaults would become those of the named class
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
     def _parse_ckpt_path(self) -> None:
-        """Nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
+        """Does nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
 
     def before_instantiate_classes(self) -> None:
-        """A model whose recipe says nothing of its positions is made for sequences as long as the data's."""
+        """Without positions in the recipe, the model is made for sequences as long as the data's."""
         config = self.config.get(str(self.subcommand), self.config)
         model, data = config.model, config.data.get("init_args") or {}
         with contextlib.suppress(ValueError):  # a class that cannot be imported is the parser's to report
@@ -210,34 +219,34 @@ class DilatedCLI(LightningCLI):
             self.check_data()
 
     def check_data(self) -> None:
-        """Let the data say what is wrong with them, and see that a text's bytes are what the model takes."""
-        taken = getattr(self.model.sequence_spec, "dims", None)  # None: a model that does not say
-        texts = type(self.datamodule) is ByteDataModule  # a subclass of one's own may bring anything
+        """Run the data's own checks, and check that a model of something else does not get bytes of texts."""
+        dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
+        is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
-        if texts and taken is not None and ("tokens" not in taken or labelled):
-            raise ValueError(_other_data(self.model, taken))
+        if is_text and dims is not None and ("tokens" not in dims or labelled):
+            raise ValueError(_other_data(self.model, dims))
         check = getattr(self.datamodule, "check", None)
         if callable(check):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Lightning's, with a writer for what our models predict unless the recipe has one."""
+        """Add a writer for our models' predictions unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
-        ours = isinstance(self.model, (TokenModel, PooledModule))
-        if self.subcommand == "predict" and ours and not writers:
+        is_ours = isinstance(self.model, (TokenModel, PooledModule))
+        if self.subcommand == "predict" and is_ours and not writers:
             trainer.callbacks.append(PredictionWriter())
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:
-        """Run; what is noticed before the first step is a wrong setting too, and one line."""
+        """Run; an error before the first step is a wrong setting too, and one line."""
         path = self.config[subcommand].get("ckpt_path")
         resumed = bool(path) and Path(path).is_file()
-        before = read_checkpoint(path).get("global_step", 0) if resumed else 0
+        steps_before = read_checkpoint(path).get("global_step", 0) if resumed else 0
         try:
             super()._run_subcommand(subcommand)
         except (ValueError, OSError, MisconfigurationException) as error:
-            if wants_traceback() or self.trainer.global_step > before:
+            if wants_traceback() or self.trainer.global_step > steps_before:
                 raise
             fail(f"{essence(str(error))}\n(LIGHTNING_DILATED_TRACEBACK=1 shows where this was noticed.)")
         except RuntimeError as error:
@@ -246,15 +255,19 @@ class DilatedCLI(LightningCLI):
             fail(f"ckpt_path {path} does not fit this model.{self._differences(path)}\n  {essence(str(error))}")
 
     def _differences(self, path: str) -> str:
-        """The hyperparameters that a checkpoint has otherwise."""
-        there, here = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
-        found = [f"{k} is {there[k]!r} there and {here[k]!r} here" for k in there if k in here and there[k] != here[k]]
-        return f" {'; '.join(found)}." if found else ""
+        """The hyperparameters that differ from the checkpoint's."""
+        stored, current = read_checkpoint(path).get("hyper_parameters", {}), self.model.hparams
+        differences = [
+            f"{k} is {stored[k]!r} there and {current[k]!r} here"
+            for k in stored
+            if k in current and stored[k] != current[k]
+        ]
+        return f" {'; '.join(differences)}." if differences else ""
 
 
-def _other_data(model: DilatedModule, taken: Mapping[str, int]) -> str:
+def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:
     """What to do about bytes of a text under a model of something else."""
-    entries = ", ".join([*taken, *(["label"] if isinstance(model, PooledModule) else [])])
+    entries = ", ".join([*dims, *(["label"] if isinstance(model, PooledModule) else [])])
     return (
         f"the data is a ByteDataModule, which is the one where `data` names no class_path: bytes of texts as tokens and "
         f"labels. A {type(model).__name__} takes {entries}. Set data.class_path to a LightningDataModule that brings them: "

@@ -1,4 +1,4 @@
-"""Reading a checkpoint safely: what it holds, as plain values and tensors, or one clear error."""
+"""Checkpoints for the commands: read without running code in the file, and turned into a model, or one clear error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models import DilatedModule, LongNetLM
 from lightning_dilated.models.pretrained import TRAINING, current_class_path
 
-#: ids that a vocabulary is padded by at most, as usual
+#: ids by which vocabularies are usually padded at most
 _PADDING = 1024
 
 
@@ -51,7 +51,7 @@ def model_config(stored: dict[str, Any]) -> dict[str, Any]:
 def load_module(path: str | Path) -> DilatedModule:
     """The module of a checkpoint, on the CPU and in eval mode. Its class has to be imported already.
 
-    The checkpoint's optimizer and scheduler are not read: the module has its class's own.
+    The checkpoint's optimizer and scheduler are not read: the module has the defaults of its class.
 
     `path` is a .ckpt, or a folder that `save_pretrained` wrote.
 
@@ -70,46 +70,46 @@ def load_module(path: str | Path) -> DilatedModule:
             "load_from_checkpoint in Python."
         )
     defaults = inspect.signature(DilatedModule.__init__).parameters
-    own = inspect.signature(cls.__init__).parameters
-    instead = {name: own.get(name, defaults[name]).default for name in TRAINING if name in config["init_args"]}
-    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **instead).eval()
+    parameters = inspect.signature(cls.__init__).parameters
+    overrides = {name: parameters.get(name, defaults[name]).default for name in TRAINING if name in config["init_args"]}
+    return cls.load_from_checkpoint(path, map_location="cpu", weights_only=True, **overrides).eval()
 
 
 def load_language_model(path: str | Path, vocab_size: int | None = None) -> LongNetLM:
     """A LongNetLM from a checkpoint: over bytes, or with `vocab_size` over the tokens of a tokenizer that has so many.
 
     A model may have more tokens than its tokenizer: vocabularies are padded to a multiple of up to 1,024. Where more are
-    unused, or more than half, it warns; it cannot know, as a checkpoint does not hold its tokenizer. What is over bytes
-    (vocab_size 256 and bytes_per_token 1) is never padded.
+    unused, or more than half, it warns, as a checkpoint does not hold its tokenizer. A model over
+    bytes (vocab_size 256 and bytes_per_token 1) is never padded.
 
     Raises:
         ValueError: for another model; for a model over tokens without tokenizer, over bytes with one that has not 256, or
             with fewer tokens than the tokenizer.
     """
     model = load_module(path)
-    found = getattr(model, "vocab_size", None)
-    held = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {found}"
-    of_bytes = isinstance(model, LongNetLM) and found == 256 and model.bytes_per_token == 1
+    size = getattr(model, "vocab_size", None)
+    description = f"ckpt_path {path} holds a {type(model).__name__} with vocab_size {size}"
+    of_bytes = isinstance(model, LongNetLM) and size == 256 and model.bytes_per_token == 1
     if not isinstance(model, LongNetLM) or (vocab_size is None and not of_bytes):
-        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and found == 256 else ""
+        more = f" and bytes_per_token {model.bytes_per_token}" if isinstance(model, LongNetLM) and size == 256 else ""
         raise ValueError(
-            f"{held}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
+            f"{description}{more}; generating text from the command line takes a LongNetLM over bytes (vocab_size 256), or "
             "--tokenizer with the tokenizer.json that a LongNetLM was trained with."
         )
     if vocab_size is None:
         return model
-    if vocab_size > found:
+    if vocab_size > size:
         raise ValueError(
-            f"{held}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
+            f"{description}, but the tokenizer has {vocab_size} tokens. Pass the one that the model was trained with."
         )
-    if of_bytes and vocab_size != found:
+    if of_bytes and vocab_size != size:
         raise ValueError(
-            f"{held} and bytes_per_token 1, so it is over bytes, but the tokenizer has {vocab_size} tokens. Leave "
+            f"{description} and bytes_per_token 1, so it is over bytes, but the tokenizer has {vocab_size} tokens. Leave "
             "--tokenizer out."
         )
-    if found - vocab_size > min(_PADDING, found // 2):
+    if size - vocab_size > min(_PADDING, size // 2):
         rank_zero_warn(
-            f"{held}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one that "
-            "the model was trained with?"
+            f"{description}, but the tokenizer has {vocab_size} tokens only, more than padding leaves unused: is it the one "
+            "that the model was trained with?"
         )
     return model

@@ -1,9 +1,9 @@
-"""The command line: one table of commands, beside those of the LightningCLI."""
+"""The command line: fit, validate, test and predict are LightningCLI's; a table has the other commands."""
 
 from __future__ import annotations
 
-import importlib
 import os
+import pkgutil
 import sys
 import warnings
 
@@ -12,10 +12,16 @@ from lightning_dilated._device import expandable_segments
 from lightning_dilated.cli.errors import PROG, fail, one_line_errors
 from lightning_dilated.cli.lightning_cli import DilatedCLI, with_checkpoint, with_recipes
 
-#: commands that are no LightningCLI's, and their modules, each with `run(argv)`; what they import takes seconds to load
+#: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
-    name: f"lightning_dilated.cli.{name}"
-    for name in ("generate", "tokenize", "pairs", "explain", "verify", "bench", "consolidate", "plan")
+    "generate": "lightning_dilated.cli.generate:run",
+    "tokenize": "lightning_dilated.cli.datasets:tokenize",
+    "pairs": "lightning_dilated.cli.datasets:pairs",
+    "explain": "lightning_dilated.cli.explain:run",
+    "verify": "lightning_dilated.cli.verify:run",
+    "bench": "lightning_dilated.cli.bench:run",
+    "consolidate": "lightning_dilated.cli.consolidate:run",
+    "plan": "lightning_dilated.cli.plan:run",
 }
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
@@ -56,7 +62,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{PROG} {__version__}")
     elif argv[0] in OTHERS:
         with one_line_errors():
-            importlib.import_module(OTHERS[argv[0]]).run(with_recipes(argv)[1:])
+            pkgutil.resolve_name(OTHERS[argv[0]])(with_recipes(argv)[1:])
     else:
         known = sorted(DilatedCLI.subcommands())
         if not argv[0].startswith("-") and argv[0] not in known:

@@ -1,10 +1,6 @@
-"""`lightning-dilated verify`: this machine's ranks against one rank's definition of the same call.
+"""`lightning-dilated verify`: small calls on many ranks of this machine against one rank's answer by definition.
 
-The calls that `verify` makes on many ranks, the one rank's answer by definition, and the comparison of the two.
-
-Ranks in processes of their own for one job: what each gives comes back as it is made, and a rank that dies ends the job.
-
-The command `verify`: options, the table of the largest errors, and the exit code.
+`run_ranks` starts the ranks as processes for one job; results are sent back as they are made, and a rank that dies ends it.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim, R ranks.
 """
@@ -31,6 +27,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models import LongNetLM
@@ -43,12 +40,12 @@ PATTERNS = {
     "ragged": (DilatedPattern([(7, 1), Branch(30, 3, shift=9), (None, 5)]), 6, 3),
     "blocked": (DilatedPattern.longnet([12, 50], [1, 4], offsets="blocked"), 4, 4),
     "head groups": (DilatedPattern.head_groups([16, 96], [1, 3], num_heads=6), 6, 2),
-    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # ranks of larger head groups hold none
+    "one head": (DilatedPattern([(16, 1), (None, 3)]), 1, 1),  # with larger head groups, some ranks have no head
 }
 LENGTHS = (64, 61)
 EXCHANGES = ("gather", "ring", "switch", "butterfly", "auto")
 HEAD_DIM = 16
-#: largest error, of the largest value, that counts as agreement; by the dtype of q, k and v
+#: largest error that counts as agreement, relative to the largest value; by the dtype of q, k and v
 ALLOWED = {"float64": 1e-10, "float32": 2e-5, "bfloat16": 3e-2, "float16": 4e-3}
 ATTENTION = ("out", "dq", "dk", "dv")
 MODEL = ("loss", "gradients")
@@ -76,11 +73,9 @@ class Check:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What is compared."""
         return MODEL if self.pattern == "LongNetLM" else ATTENTION
 
     def settings(self) -> dict[str, Any]:
-        """What `SequenceGroup` takes."""
         return {"exchange": self.exchange, "layout": self.layout, "head_size": self.head_size}
 
     def served(self, ranks: int) -> bool:
@@ -98,7 +93,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Errors by name, relative to the largest value; `note` says what is wrong where no error can be told."""
+    """Errors by name, relative to the largest value; `note` says what is wrong where there is no error to compute."""
 
     check: Check
     errors: dict[str, float]
@@ -106,39 +101,38 @@ class Verdict:
 
     @property
     def agrees(self) -> bool:
-        """Whether everything was found, and is within what the dtype allows; NaN is not."""
+        """Whether all errors are there and within the dtype's limit; NaN is not."""
         within = [self.errors.get(name, torch.inf) <= ALLOWED[self.check.dtype] for name in self.check.names]
         return not self.note and all(within)
 
 
 def matrix(ranks: int, dtypes: Sequence[str], quick: bool = False) -> list[Check]:
-    """All checks on R ranks."""
     patterns = list(PATTERNS)[:2] if quick else list(PATTERNS)
     exchanges = ("ring", "butterfly", "auto") if quick else EXCHANGES
-    ways = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
-    ways += (
+    modes = [("contiguous", e, h) for e, h in itertools.product(exchanges, (1, 2, 4))]
+    modes += (
         [] if quick else [(layout, e, 1) for layout, e in itertools.product(("zigzag", "strided"), ("ring", "auto"))]
     )
-    found = [
+    checks = [
         Check(pattern, n, causal, exchange, layout, head_size, dtype)
         for dtype, pattern, n, causal in itertools.product(dtypes, patterns, LENGTHS[quick:], (True, False))
-        for layout, exchange, head_size in ways
+        for layout, exchange, head_size in modes
     ]
     steps = [Check("LongNetLM", 61, layout=layout) for layout in ("contiguous", "zigzag")[: 1 if quick else 2]]
-    return [check for check in found if check.served(ranks)] + steps
+    return [check for check in checks if check.served(ranks)] + steps
 
 
 def tensors(check: Check, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(q, k, v, grad), random and the same everywhere: (1, N, H or K, D)."""
-    made = torch.Generator().manual_seed(check.seq_len)
+    generator = torch.Generator().manual_seed(check.seq_len)
     _, heads, kv_heads = PATTERNS[check.pattern]
-    rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=made) for h in (heads, kv_heads, kv_heads, heads))
+    rows = (torch.randn(1, check.seq_len, h, HEAD_DIM, generator=generator) for h in (heads, kv_heads, kv_heads, heads))
     return tuple(x.to(device, getattr(torch, check.dtype)).to(dtype) for x in rows)
 
 
 def _gradients(check: Check, out: Tensor, leaves: Sequence[Tensor], grad: Tensor) -> dict[str, Tensor]:
-    found = (out, *torch.autograd.grad(out, leaves, grad))
-    return {name: x.detach().double().cpu() for name, x in zip(check.names, found, strict=True)}
+    tensors = (out, *torch.autograd.grad(out, leaves, grad))
+    return {name: x.detach().double().cpu() for name, x in zip(check.names, tensors, strict=True)}
 
 
 def _batch(check: Check) -> dict[str, Tensor]:
@@ -169,7 +163,7 @@ def by_definition(check: Check) -> dict[str, Tensor]:
 
 
 def alone(check: Check, device: str) -> dict[str, Tensor]:
-    """The same call by this machine's own engine, on one rank."""
+    """The same call by this machine's engine, on one rank."""
     *leaves, grad = tensors(check, getattr(torch, check.dtype), device)
     leaves = [x.requires_grad_() for x in leaves]
     return _gradients(check, dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal), leaves, grad)
@@ -180,49 +174,52 @@ def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[lis
     for check in checks:
         group = SequenceGroup(**check.settings())
         try:
-            held = group.shard(check.seq_len).ranges(group.rank)
-            at = [p for x in held for p in x]
+            ranges = group.shard(check.seq_len).ranges(group.rank)
+            positions = [p for x in ranges for p in x]
             with group.active():
-                yield at, _part(check, at, group, device)
+                yield positions, _part(check, positions, group, device)
         finally:
             group.close()
 
 
-def _part(check: Check, at: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
+def _part(check: Check, positions: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
     if check.pattern == "LongNetLM":
         spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
         return _step(spec.cut(_batch(check), Place(group.ranks, group.rank, group.layout)), device)
-    *leaves, grad = (x[:, at].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
+    *leaves, grad = (x[:, positions].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
     leaves = [x.requires_grad_() for x in leaves]
     out = dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal)
     return _gradients(check, out, leaves, grad)
 
 
-def compare(check: Check, want: dict[str, Tensor], found: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
-    """All ranks' parts, put together, against one rank's answer."""
-    held = [p for at, _ in found for p in at]
-    if sorted(held) != list(range(check.seq_len)):
+def compare(check: Check, expected: dict[str, Tensor], parts: Sequence[tuple[list[int], dict[str, Tensor]]]) -> Verdict:
+    """All ranks' parts, joined, against one rank's answer."""
+    positions = [p for at, _ in parts for p in at]
+    if sorted(positions) != list(range(check.seq_len)):
         return Verdict(check, {}, "the ranks' positions are not those of the sequence, each once")
-    order = torch.tensor(held).argsort()
+    order = torch.tensor(positions).argsort()
     whole = {}
     for name in check.names:
-        each = [got[name] for _, got in found]
-        if name == "loss":  # every rank says the loss of all
-            whole[name] = max(each, key=lambda x: float((x - want["loss"]).abs().nan_to_num(nan=torch.inf)))
+        each = [part[name] for _, part in parts]
+        if name == "loss":  # every rank computes the loss of all
+            whole[name] = max(each, key=lambda x: float((x - expected["loss"]).abs().nan_to_num(nan=torch.inf)))
         else:
             whole[name] = sum(each) if name == "gradients" else torch.cat(each, 1)
-        if whole[name].shape != want[name].shape:
-            return Verdict(check, {}, f"{name} is {tuple(whole[name].shape)} and should be {tuple(want[name].shape)}")
+        if whole[name].shape != expected[name].shape:
+            return Verdict(
+                check, {}, f"{name} is {tuple(whole[name].shape)} and should be {tuple(expected[name].shape)}"
+            )
         whole[name] = whole[name] if check.names == MODEL else whole[name][:, order]
-    return Verdict(check, {name: _error(whole[name], want[name].detach()) for name in check.names})
+    return Verdict(check, {name: _error(whole[name], expected[name].detach()) for name in check.names})
 
 
-def _error(got: Tensor, want: Tensor) -> float:
+def _error(actual: Tensor, expected: Tensor) -> float:
     """The largest difference, of the largest value."""
-    return float((got.double() - want.double()).abs().max() / want.double().abs().max().clamp(min=1e-2))
+    return float((actual.double() - expected.double()).abs().max() / expected.double().abs().max().clamp(min=1e-2))
 
 
-#: seconds that the other ranks get, after one failed, to say what happened to them
+# -- ranks in processes ------------------------------------------------------------------------------------------------
+#: seconds that the other ranks get to report after one failed
 GRACE = 3.0
 _DONE = "done"
 
@@ -235,7 +232,7 @@ class RanksFailed(RuntimeError):
 class _Rank:
     process: Any
     pipe: Connection
-    found: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
     trouble: str | None = None
     done: bool = False
 
@@ -259,60 +256,60 @@ def run_ranks(
         started: list[_Rank] = []
         try:
             for rank in range(ranks):
-                here, there = context.Pipe(duplex=False)
-                given = (rank, ranks, device, str(Path(folder) / "store"), timeout, there, job, args)
-                process = context.Process(target=_work, args=given, daemon=True)
+                receiver, sender = context.Pipe(duplex=False)
+                arguments = (rank, ranks, device, str(Path(folder) / "store"), timeout, sender, job, args)
+                process = context.Process(target=_work, args=arguments, daemon=True)
                 process.start()
-                there.close()
-                started.append(_Rank(process, here))
+                sender.close()
+                started.append(_Rank(process, receiver))
             _collect(started, time.monotonic() + timeout, timeout)
         finally:
-            for one in started:
-                if not one.done:
-                    one.process.kill()
-                one.process.join()
-                one.pipe.close()
-    return [one.found for one in started]
+            for started_rank in started:
+                if not started_rank.done:
+                    started_rank.process.kill()
+                started_rank.process.join()
+                started_rank.pipe.close()
+    return [started_rank.results for started_rank in started]
 
 
 def _collect(ranks: list[_Rank], end: float, timeout: float) -> None:
-    """Read until every rank is done; raise where one is not going to be."""
+    """Read until every rank is done; raise RanksFailed if one will not be."""
     late = False
-    while waiting := [one for one in ranks if not one.done and one.trouble is None]:
-        ready = wait([one.pipe for one in waiting], max(0.0, end - time.monotonic()))
+    while waiting := [rank for rank in ranks if not rank.done and rank.trouble is None]:
+        ready = wait([rank.pipe for rank in waiting], max(0.0, end - time.monotonic()))
         if not ready:
             late = True
             break
-        for one in waiting:
-            if one.pipe in ready:
-                _read(one)
-                if one.trouble:
+        for rank in waiting:
+            if rank.pipe in ready:
+                _read(rank)
+                if rank.trouble:
                     end = min(end, time.monotonic() + GRACE)
-    wrong = {i: one for i, one in enumerate(ranks) if one.trouble}
-    if not wrong and not late:
+    failed = {i: rank for i, rank in enumerate(ranks) if rank.trouble}
+    if not failed and not late:
         return
-    told = [f"rank {i} {one.trouble} (after {len(one.found)} results)" for i, one in wrong.items()]
-    silent = [i for i, one in enumerate(ranks) if not one.done and not one.trouble]
+    reports = [f"rank {i} {rank.trouble} (after {len(rank.results)} results)" for i, rank in failed.items()]
+    silent = [i for i, rank in enumerate(ranks) if not rank.done and not rank.trouble]
     if silent:
-        after = "then" if wrong else f"within {timeout:g} s"
-        given = ", ".join(str(len(ranks[i].found)) for i in silent)
-        told.append(f"ranks {silent} did not finish {after} (after {given} results)")
-    raise RanksFailed("; ".join(told))
+        after = "then" if failed else f"within {timeout:g} s"
+        counts = ", ".join(str(len(ranks[i].results)) for i in silent)
+        reports.append(f"ranks {silent} did not finish {after} (after {counts} results)")
+    raise RanksFailed("; ".join(reports))
 
 
-def _read(one: _Rank) -> None:
+def _read(rank: _Rank) -> None:
     try:
-        kind, value = pickle.loads(one.pipe.recv_bytes())
+        kind, value = pickle.loads(rank.pipe.recv_bytes())
     except (EOFError, ConnectionError):
-        one.process.join(GRACE)
-        one.trouble = f"died with exit code {one.process.exitcode}"
+        rank.process.join(GRACE)
+        rank.trouble = f"died with exit code {rank.process.exitcode}"
         return
     if kind == _DONE:
-        one.done = True
+        rank.done = True
     elif kind == "error":
-        one.trouble = f"raised {value}"
+        rank.trouble = f"raised {value}"
     else:
-        one.found.append(value)
+        rank.results.append(value)
 
 
 def _work(
@@ -338,8 +335,8 @@ def _work(
         send("error", f"{type(error).__name__}: {error} [{last.filename}:{last.lineno}]")
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
 def parser() -> argparse.ArgumentParser:
-    """The options of `verify`."""
     p = argparse.ArgumentParser(
         "lightning-dilated verify",
         description="Small random calls on many ranks of this machine against one rank's definition, with gradients.",
@@ -359,10 +356,8 @@ def parser() -> argparse.ArgumentParser:
 def checked(args: argparse.Namespace) -> argparse.Namespace:
     """The options with their defaults; raises ValueError for what this machine does not have."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if args.devices < 1:
-        raise ValueError(f"--devices must be at least 1, got {args.devices}.")
-    if not args.timeout > 0:
-        raise ValueError(f"--timeout must be a positive number of seconds, got {args.timeout:g}.")
+    integer(args.devices, "--devices", 1)
+    real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
     if args.device == "cuda" and args.devices > gpus:
         raise ValueError(f"--devices {args.devices}: this machine has {gpus} GPUs; lower it, or use --device cpu.")
     if args.device == "auto":
@@ -371,9 +366,9 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def judge(checks: Sequence[Check], found: list[list[tuple]]) -> list[Verdict]:
-    """Every check's verdict, from what each rank gave."""
-    return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *found, strict=True)]
+def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
+    """The verdict of each check, from the results of each rank."""
+    return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *results, strict=True)]
 
 
 def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
@@ -385,19 +380,19 @@ def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
 
 
 def table(verdicts: Sequence[Verdict]) -> list[str]:
-    """One row for each way to exchange: the largest errors over patterns, lengths and directions."""
+    """One row for each exchange, layout and dtype: the largest errors over patterns, lengths and directions."""
     rows: dict[tuple[str, ...], list[Verdict]] = {}
     for v in verdicts:
         c = v.check
-        way = (c.exchange or "one rank", c.layout, str(c.head_size) if c.exchange else "")
-        rows.setdefault((c.names[0], c.dtype, *way), []).append(v)
+        mode = (c.exchange or "one rank", c.layout, str(c.head_size) if c.exchange else "")
+        rows.setdefault((c.names[0], c.dtype, *mode), []).append(v)
     lines = [f"{'exchange':<10} {'layout':<11} {'head_size':>9}  {'dtype':<9} {'checks':>6}   largest errors"]
-    for (_, dtype, exchange, layout, head_size), found in rows.items():
-        names = found[0].check.names
-        worst = {n: max((v.errors.get(n, torch.inf) for v in found), key=lambda x: (x != x, x)) for n in names}
+    for (_, dtype, exchange, layout, head_size), group in rows.items():
+        names = group[0].check.names
+        worst = {n: max((v.errors.get(n, torch.inf) for v in group), key=lambda x: (x != x, x)) for n in names}
         errors = "  ".join(f"{name} {value:.1e}" for name, value in worst.items())
-        mark = "" if all(v.agrees for v in found) else "   DIFFERS"
-        place = f"{exchange:<10} {layout:<11} {head_size:>9}  {dtype:<9} {len(found):>6}"
+        mark = "" if all(v.agrees for v in group) else "   DIFFERS"
+        place = f"{exchange:<10} {layout:<11} {head_size:>9}  {dtype:<9} {len(group):>6}"
         lines.append(f"{place}   {errors}{mark}")
     return lines
 
@@ -405,11 +400,13 @@ def table(verdicts: Sequence[Verdict]) -> list[str]:
 def report(verdicts: Sequence[Verdict]) -> int:
     """Print the table and the last line; the exit code."""
     print("\n".join([*table(verdicts), ""]))
-    wrong = [v for v in verdicts if not v.agrees]
-    for v in wrong[:10]:
+    different = [v for v in verdicts if not v.agrees]
+    for v in different[:10]:
         print(f"differs: {v.check}: {v.note or v.errors}, allowed {ALLOWED[v.check.dtype]:.0e}")
-    print(f"{len(wrong)} of {len(verdicts)} checks do not agree" if wrong else f"all {len(verdicts)} checks agree")
-    return 1 if wrong or not verdicts else 0
+    print(
+        f"{len(different)} of {len(verdicts)} checks do not agree" if different else f"all {len(verdicts)} checks agree"
+    )
+    return 1 if different or not verdicts else 0
 
 
 def run(argv: list[str]) -> None:
@@ -419,11 +416,11 @@ def run(argv: list[str]) -> None:
     checks = matrix(args.devices, args.dtypes, args.quick)
     print(f"{args.devices} ranks ({where}), {len(checks)} checks; torch {torch.__version__}", flush=True)
     try:
-        found = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
+        results = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
     except RanksFailed as error:
         print(f"{error}. Checks that ran are not compared.", file=sys.stderr)
         raise SystemExit(1) from None
-    verdicts = [*one_rank(checks, args.device), *judge(checks, found)]
+    verdicts = [*one_rank(checks, args.device), *judge(checks, results)]
     print(f"compared after {time.monotonic() - began:.0f} s\n")
     code = report(verdicts)
     if code:

@@ -1,5 +1,6 @@
 """DataModules and the resumable sampler and loader that they share."""
 
+from lightning_dilated.data.files import ByteStream
 from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
 from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.module import SplitDataModule
@@ -8,7 +9,6 @@ from lightning_dilated.data.slides.coordinates import check_coordinates
 from lightning_dilated.data.slides.heat_maps import heat_map, write_attention
 from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
-from lightning_dilated.data.stream import ByteStream
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files

@@ -1,16 +1,4 @@
-"""Turning paths, directories and globs into one ordered list of regular files.
-
-Digests of a little of the data, by which a resumed run notices that files of equal names and sizes hold something else.
-
-A dataset's fingerprint is what it says of names and sizes, then MARK and a digest of content. A checkpoint of an earlier
-version has the first part only.
-
-Words in a CSV that a spreadsheet shows and does not run.
-
-Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start programs
-and send data away. Names of slides and classes come from files and tables of others, so such words are written with a '
-in front.
-"""
+"""Files of the data: lists of them, digests of content, their bytes by range, and CSV fields that are safe to open."""
 
 from __future__ import annotations
 
@@ -18,6 +6,7 @@ import hashlib
 import os
 import stat
 import sysconfig
+from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from glob import glob
@@ -30,23 +19,39 @@ _STDLIB_SKIPPED = frozenset({"site-packages", "dist-packages", "__pycache__", "t
 _MAGIC = frozenset("*?[")
 
 
-def path_list(paths: object) -> list[str] | None:
-    """Return `paths` as a list of strings, or None where it is None; nothing on disk is looked at.
+def path_list(paths: object, name: str = "data.paths", hint: str = HINT) -> list[str] | None:
+    """Return `paths` as a list of strings, or None for None; does not access the disk.
 
-    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path.
+    Raises: TypeError for entries that are not paths, ValueError for an empty list or an empty path; errors end with `hint`.
     """
     if paths is None:
         return None
     entries = list(paths) if isinstance(paths, list | tuple) else [paths]
     if not entries:
-        raise ValueError(f"data.paths is an empty list; {HINT}")
+        raise ValueError(f"{name} is an empty list; {hint}")
     for entry in entries:
         if not isinstance(entry, str | os.PathLike):
             kind = type(entry).__name__
-            raise TypeError(f"data.paths holds {entry!r} ({kind}), but each entry must be a string; {HINT}")
+            raise TypeError(f"{name} holds {entry!r} ({kind}), but each entry must be a string; {hint}")
         if not os.fspath(entry):
-            raise ValueError(f"data.paths holds an empty string; {HINT}")
+            raise ValueError(f"{name} holds an empty string; {hint}")
     return [str(os.fspath(entry)) for entry in entries]
+
+
+def file_suffixes(value: object, name: str) -> list[str] | None:
+    """Return a list of file name endings, each with its leading dot, or None.
+
+    Raises: TypeError if it is not a list of strings, ValueError if the list or an entry is empty.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
+        raise TypeError(f"{name} must be a list of file name endings such as ['.txt', '.md'], or null; got {value!r}.")
+    if not value or not all(item.strip(".") for item in value):
+        raise ValueError(
+            f"{name} must hold at least one ending such as '.txt', or be null for all files; got {value!r}."
+        )
+    return [item if item.startswith(".") else f".{item}" for item in value]
 
 
 def refuse_special(path: str) -> None:
@@ -59,7 +64,7 @@ def refuse_special(path: str) -> None:
         raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?): name a file")
 
 
-def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) -> list[str]:
+def collect_files(paths: list[str] | None, suffixes: list[str] | None = None, hint: str = HINT) -> list[str]:
     """List the regular files that `paths` name, each once, in the order of the list.
 
     A directory gives all its files (those ending in one of `suffixes`, if given), sorted by relative path; a glob
@@ -73,7 +78,7 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
         return _standard_library(suffixes or [".py"])
     files: dict[str, None] = {}
     for path in paths:
-        for file in _expand(os.path.expanduser(path), suffixes):
+        for file in _expand(os.path.expanduser(path), suffixes, hint):
             files.setdefault(os.path.abspath(file))
     for file in files:
         if not os.access(file, os.R_OK):
@@ -81,13 +86,38 @@ def collect_files(paths: list[str] | None, suffixes: list[str] | None = None) ->
     return list(files)
 
 
+def paths_hint(name: str) -> str:
+    return f"pass existing files, directories or globs in data.{name}"
+
+
+def required_paths(paths: object, name: str) -> list[str]:
+    """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
+    entries = path_list(paths, f"data.{name}", paths_hint(name))
+    if entries is None:
+        raise TypeError(f"data.{name} is None; {paths_hint(name)}")
+    return entries
+
+
+def files_of(paths: list[str], name: str, suffixes: list[str]) -> list[str]:
+    """The files of `data.<name>`; of directories those ending in `suffixes`. Raises: as `collect_files`."""
+    return collect_files(paths, suffixes, paths_hint(name))
+
+
+def name_list(value: object, name: str) -> list[str]:
+    """A list of names from one name, a list of them or None. Raises: TypeError for anything else."""
+    entries = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
+        raise TypeError(f"data.{name} must be a name, a list of names, or null; got {value!r}.")
+    return list(entries)
+
+
 def _standard_library(suffixes: list[str]) -> list[str]:
     root = sysconfig.get_paths()["stdlib"]
     files = []
     if os.path.isdir(root):
-        found = _walk(root, skipped=_STDLIB_SKIPPED)
+        names = _walk(root, skipped=_STDLIB_SKIPPED)
         # a distribution may link some modules to files outside, which need not exist
-        files = [os.path.join(root, name) for name in found if os.path.isfile(os.path.join(root, name))]
+        files = [os.path.join(root, name) for name in names if os.path.isfile(os.path.join(root, name))]
     files = [file for file in files if file.endswith(tuple(suffixes))]
     if not files:
         raise FileNotFoundError(
@@ -96,23 +126,23 @@ def _standard_library(suffixes: list[str]) -> list[str]:
     return files
 
 
-def _expand(path: str, suffixes: list[str] | None) -> list[str]:
+def _expand(path: str, suffixes: list[str] | None, hint: str) -> list[str]:
     try:
         mode = os.stat(path).st_mode
     except PermissionError as error:
         raise PermissionError(f"{path} cannot be reached by this user: change permissions or leave it out") from error
     except (OSError, ValueError) as error:
         if _MAGIC.intersection(path):
-            return _expand_glob(path)
-        raise FileNotFoundError(f"{path} does not exist; {HINT}") from error
+            return _expand_glob(path, hint)
+        raise FileNotFoundError(f"{path} does not exist; {hint}") from error
     if stat.S_ISDIR(mode):
-        return _expand_directory(path, suffixes)
+        return _expand_directory(path, suffixes, hint)
     if not stat.S_ISREG(mode):
-        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?); {HINT}")
+        raise ValueError(f"{path} is neither a regular file nor a directory (a fifo, socket or device?); {hint}")
     return [path]
 
 
-def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
+def _expand_directory(root: str, suffixes: list[str] | None, hint: str) -> list[str]:
     names = [
         name for name in _walk(root) if suffixes is None or name.lower().endswith(tuple(x.lower() for x in suffixes))
     ]
@@ -125,15 +155,15 @@ def _expand_directory(root: str, suffixes: list[str] | None) -> list[str]:
             raise FileNotFoundError(
                 f"{file} is a link to a file that does not exist, or to itself: correct or remove the link"
             )
-        elif suffixes is not None:  # named like data; other sockets and the like of a directory are none of ours
+        elif suffixes is not None:  # named like data; other special files of a directory are ignored
             refuse_special(file)
     if not files:
-        wanted = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
-        raise FileNotFoundError(f"the directory {root} holds {wanted} (hidden ones are left out); {HINT}")
+        expected = "no regular files" if suffixes is None else f"no regular files ending in {', '.join(suffixes)}"
+        raise FileNotFoundError(f"the directory {root} holds {expected} (hidden ones are left out); {hint}")
     return files
 
 
-def _expand_glob(pattern: str) -> list[str]:
+def _expand_glob(pattern: str, hint: str) -> list[str]:
     """Files that the glob matches; `**` stands for any number of directories and is safe against link loops."""
     parts = pattern.replace(os.sep, "/").split("/")
     if "**" in parts:
@@ -146,7 +176,7 @@ def _expand_glob(pattern: str) -> list[str]:
         files = sorted(glob(pattern))
     files = [file for file in files if os.path.isfile(file)]
     if not files:
-        raise FileNotFoundError(f"the glob {pattern} matches no regular file (** stands for any directories); {HINT}")
+        raise FileNotFoundError(f"the glob {pattern} matches no regular file (** stands for any directories); {hint}")
     return files
 
 
@@ -173,8 +203,8 @@ def _walk_into(folder: str, prefix: str, skipped: frozenset[str], seen: set[tupl
         return
     seen.add((status.st_dev, status.st_ino))
     try:
-        with os.scandir(folder) as found:
-            entries = sorted(found, key=lambda entry: entry.name)
+        with os.scandir(folder) as listing:
+            entries = sorted(listing, key=lambda entry: entry.name)
     except PermissionError as error:
         raise PermissionError(f"{folder} cannot be listed by this user: change permissions or leave it out") from error
     for entry in entries:
@@ -193,7 +223,8 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
         return False
 
 
-#: between what a fingerprint says of names and sizes and the digest of content
+# -- digests: a resumed run notices that files of equal names and sizes hold something else -----------------------------
+#: in a fingerprint between the part about names and sizes and the digest of content, which old checkpoints lack
 MARK = "; content "
 #: bytes of a block, and blocks of a file: the first, the last and others evenly between them
 BLOCK = 4096
@@ -215,8 +246,8 @@ def files_digest(files: Sequence[str]) -> str:
     Raises: OSError for a file that has gone.
     """
     digest = hashlib.blake2b(digest_size=8)
-    for at in spread(len(files), FILES):
-        with open(files[at], "rb", buffering=0) as file:
+    for index in spread(len(files), FILES):
+        with open(files[index], "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             for start in block_starts(size):
                 file.seek(start)
@@ -231,27 +262,122 @@ def block_starts(size: int) -> list[int]:
     return np.linspace(0, size - BLOCK, BLOCKS).astype(np.int64).tolist()
 
 
-def same_fingerprint(stored: object, here: object) -> bool:
-    """Whether a checkpoint's fingerprint is that of the data; content counts where both tell of it."""
-    if isinstance(stored, str) and isinstance(here, str) and (MARK in stored) != (MARK in here):
-        return stored.split(MARK)[0] == here.split(MARK)[0]
-    return stored == here
+def same_fingerprint(stored: object, current: object) -> bool:
+    """Whether a checkpoint's fingerprint is that of the data; content is compared if both have it."""
+    if isinstance(stored, str) and isinstance(current, str) and (MARK in stored) != (MARK in current):
+        return stored.split(MARK)[0] == current.split(MARK)[0]
+    return stored == current
 
 
-def tells_content(stored: object, here: object) -> bool:
-    """False where the data tells of its content and the checkpoint does not."""
-    return not (isinstance(stored, str) and isinstance(here, str) and MARK in here and MARK not in stored)
+def tells_content(stored: object, current: object) -> bool:
+    """False if the data's fingerprint covers its content and the checkpoint's does not."""
+    return not (isinstance(stored, str) and isinstance(current, str) and MARK in current and MARK not in stored)
 
 
+# -- bytes by range --------------------------------------------------------------------------------------------------
+class ByteStream:
+    """Files concatenated in the given order with nothing between them; empty files are left out.
+
+    Only the files and bytes that a range touches are read. The object can be pickled: maps are opened where they are
+    used. `bytes_read` counts the bytes returned by this copy of the object.
+
+    Args:
+        files: paths of regular files.
+        max_open: most files that are mapped at a time.
+
+    Raises: FileNotFoundError or PermissionError from looking up a size, ValueError for max_open < 1.
+    """
+
+    def __init__(self, files: Sequence[str], max_open: int = 64) -> None:
+        if max_open < 1:
+            raise ValueError(f"max_open is {max_open}; at least one file must be kept open")
+        sizes = [(str(file), os.stat(file).st_size) for file in files]
+        self.files = [file for file, size in sizes if size > 0]
+        self.sizes = [size for _, size in sizes if size > 0]
+        self.max_open = max_open
+        self.bytes_read = 0
+        self._ends = np.cumsum(self.sizes, dtype=np.int64)
+        self._maps: OrderedDict[int, np.memmap] = OrderedDict()
+        self._content: str | None = None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if self.files else 0
+
+    def fingerprint(self) -> str:
+        """A digest of the files' names and sizes; where they lie does not count."""
+        named = [(os.path.basename(file), size) for file, size in zip(self.files, self.sizes, strict=True)]
+        return hashlib.blake2b(repr(named).encode(), digest_size=8).hexdigest()
+
+    def content(self) -> str:
+        """A digest of some blocks of the files (`files_digest`), computed once."""
+        if self._content is None:
+            self._content = files_digest(self.files)
+        return self._content
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_maps": OrderedDict()}
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Read bytes [start, stop) into a new uint8 array of shape (stop - start,).
+
+        Raises: IndexError outside the stream, ValueError if a touched file changed size since it was indexed,
+        FileNotFoundError if it has gone.
+        """
+        if not 0 <= start <= stop <= len(self):
+            raise IndexError(f"byte range [{start}, {stop}) lies outside the stream of {len(self)} bytes")
+        out = np.empty(stop - start, dtype=np.uint8)
+        done = start
+        while done < stop:
+            index = int(np.searchsorted(self._ends, done, side="right"))
+            begin = int(self._ends[index]) - self.sizes[index]
+            upto = min(stop, begin + self.sizes[index])
+            out[done - start : upto - start] = self._map(index)[done - begin : upto - begin]
+            done = upto
+        self.bytes_read += stop - start
+        return out
+
+    def chunks(self, start: int, stop: int, size: int) -> Iterator[np.ndarray]:
+        """Read [start, stop) in pieces of `size` + 1 bytes, each sharing its last byte with the next one's first.
+
+        Every pair of neighbouring bytes of the range lies in exactly one piece.
+        """
+        for begin in range(start, stop - 1, size):
+            yield self.read(begin, min(begin + size + 1, stop))
+
+    def _map(self, index: int) -> np.memmap:
+        file, size = self.files[index], self.sizes[index]
+        try:
+            now = os.stat(file).st_size
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{file} was removed or renamed after it was indexed: put it back") from error
+        # reading a map past the end of a shortened file would kill the process
+        if now != size:
+            raise ValueError(
+                f"{file} had {size} bytes when it was indexed and has {now} now: "
+                "keep the data unchanged while it is in use, and start again"
+            )
+        if index not in self._maps:
+            if len(self._maps) >= self.max_open:
+                self._maps.popitem(last=False)
+            self._maps[index] = np.memmap(file, dtype=np.uint8, mode="r", shape=(size,))
+        self._maps.move_to_end(index)
+        return self._maps[index]
+
+
+# -- CSV fields --------------------------------------------------------------------------------------------------------
 #: what a formula begins with, also in full-width letters; and the mark itself, so that it can be taken off again
 _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """A word with ' in front where it begins with ' or as a formula does; numbers and other words as they are."""
+    """A word with ' in front if it begins with ' or like a formula; numbers and other words unchanged.
+
+    Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
+    programs and send data away; names of slides and classes come from other people's files.
+    """
     return f"'{value}" if isinstance(value, str) and value.startswith(_MARKED) else value
 
 
 def plain_field(text: str) -> str:
-    """The word that `guarded_field` was given: without the first ' where there is one."""
+    """The inverse of `guarded_field`."""
     return text.removeprefix("'")

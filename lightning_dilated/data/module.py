@@ -1,9 +1,6 @@
-"""Batches that a worker can send to the process that trains.
+"""What the DataModules share: splits, loaders that resume exactly, and batches that a worker can send.
 
-torch sends a batch from a thread of the worker. What cannot be sent is printed there, and the training process waits for the
-batch for ever; so it is found before, where an error still reaches the training process.
-
-What the DataModules share: train, validation and test splits behind loaders that resume exactly.
+Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
 
 from __future__ import annotations
@@ -19,87 +16,13 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from lightning_dilated._validation import flag, whole_number
-from lightning_dilated.data.sampler import (
-    ResumableLoader,
-    ResumableSampler,
-    ScheduledSequences,
-    SeqLenSchedule,
-    collate_rows,
-)
-
-
-class SendableCollate:
-    """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
-
-    def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
-        self.collate = default_collate if collate is None else collate
-
-    def __call__(self, samples: Any) -> Any:
-        return sendable(self.collate(detached(samples)))
-
-
-def sendable(batch: Any) -> Any:
-    """The batch with its tensors detached from the graph of whatever made them; data has no gradient, in a worker or not.
-
-    Raises:
-        TypeError: in a worker, for what cannot be sent to another process, naming the entry.
-    """
-    batch = detached(batch)
-    if get_worker_info() is not None:
-        _refuse_unsendable(batch)
-    return batch
-
-
-def detached(batch: Any) -> Any:
-    """The batch, or a copy of its containers where a tensor in mappings, lists or tuples has to be detached."""
-    if isinstance(batch, Tensor):
-        return batch.detach() if batch.requires_grad else batch
-    if isinstance(batch, Mapping):
-        new = {name: detached(x) for name, x in batch.items()}
-        if all(new[name] is x for name, x in batch.items()):
-            return batch
-        return new if type(batch) is dict else _rebuilt(batch, new)
-    if isinstance(batch, list | tuple):
-        parts = [detached(x) for x in batch]
-        if all(new is old for new, old in zip(parts, batch, strict=True)):
-            return batch
-        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
-    return batch
-
-
-def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    """A mapping of a kind of its own; a plain dict where that kind cannot be made from one."""
-    try:
-        return type(batch)(entries)  # type: ignore[call-arg]
-    except TypeError:
-        return entries
-
-
-class _WithoutArrays(pickle.Pickler):
-    """Pickles everything but tensors and plain arrays, which can be sent and are large."""
-
-    def persistent_id(self, x: Any) -> str | None:
-        if isinstance(x, Tensor) and not x.is_leaf:
-            raise TypeError("a tensor in it has a graph: detach it")
-        large = isinstance(x, Tensor) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
-        return "array" if large else None
-
-
-def _refuse_unsendable(batch: Any) -> None:
-    entries = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
-    for name, x in entries:
-        try:
-            _WithoutArrays(io.BytesIO()).dump(x)
-        except Exception as error:  # pickle lets through whatever an object's own methods raise
-            where = "a batch" if name is None else f"the entry {name!r} of a batch"
-            raise TypeError(
-                f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "
-                "the collate function return tensors, numbers and strings, or set num_workers to 0"
-            ) from error
-
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
+from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
 SPLITS = ("train", "val", "test")
+#: default share of validation, and of test
+SHARE = 0.05
 
 
 class SplitDataModule(pl.LightningDataModule):
@@ -112,7 +35,7 @@ class SplitDataModule(pl.LightningDataModule):
         batch_size: B, samples of a batch on each device.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
@@ -126,26 +49,26 @@ class SplitDataModule(pl.LightningDataModule):
         self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool | None = None
     ) -> None:
         super().__init__()
-        self.batch_size = whole_number("data.batch_size", batch_size, 1)
-        self.seed = whole_number("data.seed", seed, 0)
-        self.num_workers = whole_number("data.num_workers", num_workers, 0)
-        self.pin_memory = None if pin_memory is None else flag("data.pin_memory", pin_memory)
-        # a rank may have no sample of a short validation split, as none is served twice
+        self.batch_size = integer(batch_size, "data.batch_size", 1)
+        self.seed = integer(seed, "data.seed", 0)
+        self.num_workers = integer(num_workers, "data.num_workers", 0)
+        self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
+        # no sample is served twice, so a rank may have none of a short validation split
         self.allow_zero_length_dataloader_with_multiple_devices = True
         self._train_loader: ResumableLoader | None = None
         self._resume_state: dict[str, Any] | None = None
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
+    # -- what a subclass defines ----------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Look at the data on disk, once; raise OSError or ValueError saying what was found and what to change."""
+        """Look at the data on disk, once; raise OSError or ValueError with what is wrong and what to change."""
         raise TypeError(f"{type(self).__name__} must define check(), which looks at its files.")
 
     def dataset(self, split: str) -> Dataset:
-        """The samples of "train", "val" or "test"."""
+        """The samples of "train", "val" or "test". Raises ValueError for another name."""
         raise TypeError(f"{type(self).__name__} must define dataset(split).")
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
+        """None if a split was requested, else the setting that left it out."""
         return None
 
     def too_few(self, count: int, needed: int, replicas: int) -> str:
@@ -198,7 +121,6 @@ class SplitDataModule(pl.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        """The test split, as `test_dataloader`."""
         return self._eval_loader("test")
 
     def state_dict(self) -> dict[str, Any]:
@@ -225,8 +147,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     def _replica(self) -> tuple[int, int]:
         """This process's data-parallel rank and the number of ranks."""
-        found = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
-        return (0, 1) if not found else (found["rank"], found["num_replicas"])
+        options = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
+        return (0, 1) if not options else (options["rank"], options["num_replicas"])
 
     def _pins(self) -> bool:
         if self.pin_memory is not None or self.trainer is None:
@@ -249,3 +171,167 @@ class SplitDataModule(pl.LightningDataModule):
             num_workers=self.num_workers,
             pin_memory=self._pins(),
         )
+
+
+class SequenceDataModule(SplitDataModule):
+    """Base of the DataModules that cut a long stream into sequences of N tokens.
+
+    Args:
+        seq_len: N, tokens of a sequence.
+        val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
+        batch_size, seed, num_workers, pin_memory: see `SplitDataModule`.
+    """
+
+    #: what errors call a sequence
+    unit = "sequences"
+
+    def __init__(
+        self,
+        seq_len: int,
+        val_limit: int | None,
+        seq_len_schedule: dict[int, int] | None,
+        batch_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool | None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
+        if seq_len_schedule is not None:
+            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
+        self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
+
+    def limit(self, split: str) -> int | None:
+        """The most sequences of a split; None for all."""
+        return None if split == "train" else self.val_limit
+
+    def check_length(self, split: str, size: int, total: int, items: str, change: str) -> None:
+        """Raise ValueError where the `size` items of a split, such as bytes, make no sequence and its label."""
+        if size > self.seq_len:
+            return
+        shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
+        raise ValueError(
+            f"the {split} split has {size} of the {total} {items}, but one sequence of data.seq_len = {self.seq_len} needs "
+            f"{self.seq_len + 1}: pass more data{shorter}, or {change}"
+        )
+
+    def too_few(self, count: int, needed: int, replicas: int) -> str:
+        return (
+            f"the train split has {count} {self.unit} of data.seq_len = {self.seq_len}, but one batch takes {needed} "
+            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
+            "data.seq_len, use fewer ranks, or pass more data in data.paths"
+        )
+
+
+# -- splits by share ---------------------------------------------------------------------------------------------------
+def split_fractions(fractions: dict[str, float | None], separate: dict[str, bool], option: str) -> dict[str, float]:
+    """The shares of the "val" and "test" split.
+
+    Args:
+        fractions: of each split the user's `data.<split>_fraction`, or None: then 0.05, but 0 if any split has separate
+            data, so that nothing is taken from the training data unasked.
+        separate: whether a split has data of its own.
+        option: the option that named them, such as "paths" for `data.val_paths`.
+
+    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
+        nothing to train on.
+    """
+    default = 0.0 if any(separate.values()) else SHARE
+    shares = {
+        x: real(default if share is None else share, f"data.{x}_fraction", least=0, below=1)
+        for x, share in fractions.items()
+    }
+    for split, share in shares.items():
+        if separate[split] and share > 0:
+            raise ValueError(
+                f"data.{split}_fraction is {share} and data.{split}_{option} is set too: a split is either a share of the "
+                "data or has data of its own; leave one of them out"
+            )
+    if sum(shares.values()) >= 1:
+        raise ValueError(
+            f"data.val_fraction {shares['val']} and data.test_fraction {shares['test']} add up to 1 or more, which leaves "
+            "nothing to train on: lower one of them"
+        )
+    return shares
+
+
+def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, int]]:
+    """[start, stop) of each split in `total` items: training first, then validation, then test."""
+    val, test = int(total * shares["val"]), int(total * shares["test"])
+    train = total - val - test
+    return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+
+
+# -- batches that a worker can send ------------------------------------------------------------------------------------
+# A thread of the worker sends a batch. An error there is only printed, and the training process would wait forever; so
+# what cannot be sent is detected before, where the error still reaches the training process.
+class SendableCollate:
+    """A collate function (None: torch's default) whose batches can leave a worker, see `sendable`."""
+
+    def __init__(self, collate: Callable[[Any], Any] | None = None) -> None:
+        self.collate = default_collate if collate is None else collate
+
+    def __call__(self, samples: Any) -> Any:
+        return sendable(self.collate(detached(samples)))
+
+
+def sendable(batch: Any) -> Any:
+    """The batch with its tensors detached from any graph: data has no gradient, in a worker or not.
+
+    Raises:
+        TypeError: in a worker, for what cannot be sent to another process, naming the entry.
+    """
+    batch = detached(batch)
+    if get_worker_info() is not None:
+        _refuse_unsendable(batch)
+    return batch
+
+
+def detached(batch: Any) -> Any:
+    """The batch, or a copy of its containers where a tensor in mappings, lists or tuples has to be detached."""
+    if isinstance(batch, Tensor):
+        return batch.detach() if batch.requires_grad else batch
+    if isinstance(batch, Mapping):
+        new = {name: detached(x) for name, x in batch.items()}
+        if all(new[name] is x for name, x in batch.items()):
+            return batch
+        return new if type(batch) is dict else _rebuilt(batch, new)
+    if isinstance(batch, list | tuple):
+        parts = [detached(x) for x in batch]
+        if all(new is old for new, old in zip(parts, batch, strict=True)):
+            return batch
+        return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    return batch
+
+
+def _rebuilt(batch: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    """A mapping of the batch's class; a plain dict if that class cannot be made from one."""
+    try:
+        return type(batch)(entries)  # type: ignore[call-arg]
+    except TypeError:
+        return entries
+
+
+class _WithoutArrays(pickle.Pickler):
+    """Pickles everything but tensors and plain arrays, which can be sent and are large."""
+
+    def persistent_id(self, x: Any) -> str | None:
+        if isinstance(x, Tensor) and not x.is_leaf:
+            raise TypeError("a tensor in it has a graph: detach it")
+        large = isinstance(x, Tensor) or (isinstance(x, np.ndarray) and not x.dtype.hasobject)
+        return "array" if large else None
+
+
+def _refuse_unsendable(batch: Any) -> None:
+    entries = batch.items() if isinstance(batch, Mapping) else [(None, batch)]
+    for name, x in entries:
+        try:
+            _WithoutArrays(io.BytesIO()).dump(x)
+        except Exception as error:  # pickle passes on whatever the object's methods raise
+            where = "a batch" if name is None else f"the entry {name!r} of a batch"
+            raise TypeError(
+                f"{where} is a {type(x).__name__} that cannot be sent from a worker process ({error}): let the dataset or "
+                "the collate function return tensors, numbers and strings, or set num_workers to 0"
+            ) from error

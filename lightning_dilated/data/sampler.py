@@ -1,132 +1,24 @@
-"""A sampler and a loader whose position within an epoch is saved in checkpoints and continued from there.
-
-Why the loader counts epochs itself after a resume: Lightning's own counter can drift then (a checkpoint written after
-`max_steps` stopped an epoch half way counts that epoch as done), so its `set_epoch` calls are followed only in runs
-that started from the beginning.
-
-A curriculum over the length of sequences: shorter ones first, with as many tokens in every step.
-
-A sample of N tokens is cut into N / n sequences of n tokens, which take N / n rows of the batch. So neither the order of
-samples, nor the tokens of a step, nor the position in the data depends on the schedule.
-
-Shape letters: N tokens of a sample (`seq_len`), n tokens of a sequence now, K = N / n sequences of a sample.
-"""
+"""A sampler and a loader whose position within an epoch is saved in checkpoints and continued from there."""
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, cast
 
 import lightning.pytorch as pl
 import numpy as np
-import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, default_collate
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_dilated._compat.lightning import (
+    batches_begun,
+    batches_finished,
+    epoch_batches_finished,
+    set_batches_finished,
+)
 from lightning_dilated.data.files import same_fingerprint, tells_content
-
-
-class SeqLenSchedule:
-    """The length of training sequences by optimizer step.
-
-    Args:
-        lengths: {step: n}: from this step on (counted from 0) sequences have n tokens. Step 0 is there; every n divides N,
-            and the last one is N.
-        seq_len: N, the length of validation and test sequences.
-
-    Raises: TypeError or ValueError for other schedules.
-    """
-
-    def __init__(self, lengths: Mapping[int, int], seq_len: int) -> None:
-        name = "data.seq_len_schedule"
-        if not isinstance(lengths, Mapping):
-            raise TypeError(
-                f"{name} is {lengths!r}; it must be a mapping from steps to lengths, such as {{0: {seq_len}}}"
-            )
-        for number in (*lengths, *lengths.values()):
-            if isinstance(number, bool) or not isinstance(number, int):
-                raise TypeError(f"{name} holds {number!r}; steps and lengths must be whole numbers")
-        self.steps = sorted(lengths)
-        self.lengths = [lengths[step] for step in self.steps]
-        if not self.steps or self.steps[0] != 0:
-            raise ValueError(
-                f"{name} starts at step {self.steps[0] if self.steps else None}; it must say the length from step 0 on"
-            )
-        wrong = [n for n in self.lengths if n < 1 or seq_len % n]
-        if wrong:
-            raise ValueError(
-                f"{name} has sequences of {wrong[0]:,} tokens, which do not divide data.seq_len = {seq_len:,}: a sample is "
-                "cut into equal sequences, so take a length that divides it"
-            )
-        if self.lengths[-1] != seq_len:
-            raise ValueError(
-                f"{name} ends with sequences of {self.lengths[-1]:,} tokens, but validation uses data.seq_len = "
-                f"{seq_len:,}: end the schedule with that length, or set data.seq_len to the last one"
-            )
-
-    def at(self, step: int) -> int:
-        """n, the tokens of a sequence in the batches of optimizer step `step` (counted from 0)."""
-        return self.lengths[bisect_right(self.steps, step) - 1]
-
-    def state(self) -> dict[int, int]:
-        """The mapping, for checkpoints."""
-        return dict(zip(self.steps, self.lengths, strict=True))
-
-
-class ScheduledSequences(Dataset):
-    """A dataset of sequences whose samples are cut: sample (i, n) holds sequence i as K sequences of n tokens.
-
-    Args:
-        dataset: has `seq_len` N, and `read_ranges(index, ranges)` that gives "tokens" and "labels" of (N,), and "index".
-            Where it gives "cu_seqlens", which allows one row only, the sequences of n tokens become documents of that row.
-        schedule: for the sampler.
-
-    Everything but the samples is the dataset's own.
-    """
-
-    def __init__(self, dataset: Any, schedule: SeqLenSchedule) -> None:
-        self.dataset, self.schedule = dataset, schedule
-        self._packed = getattr(dataset, "eos_token", None) is not None
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int | tuple[int, int]) -> dict[str, Any]:
-        """{"tokens": (K, n), "labels": (K, n), "index": (K,)}; a whole number for `index` is one sequence of N tokens."""
-        return self.read_ranges(index, (range(self.length_of(index)),))
-
-    def length_of(self, index: int | tuple[int, int]) -> int:
-        """Tokens of a row of a sample."""
-        return self.dataset.seq_len if self._packed else self._place(index)[1]
-
-    def read_ranges(self, index: int | tuple[int, int], ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions of each of its rows only."""
-        number, length = self._place(index)
-        if self._packed:
-            sample = self.dataset.read_ranges(number, ranges)
-            walls = torch.arange(0, self.dataset.seq_len + 1, length, dtype=torch.int32)
-            return {**sample, "cu_seqlens": torch.unique(torch.cat([sample["cu_seqlens"], walls]))}
-        rows = []
-        for start in range(0, self.dataset.seq_len, length):
-            moved = tuple(range(start + x.start, start + x.stop, x.step) for x in ranges)
-            rows.append(self.dataset.read_ranges(number, moved))
-        return default_collate(rows)
-
-    def _place(self, index: int | tuple[int, int]) -> tuple[int, int]:
-        return index if isinstance(index, tuple) else (index, self.dataset.seq_len)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("dataset", "__setstate__"):  # not there yet while being unpickled
-            raise AttributeError(name)
-        return getattr(self.dataset, name)
-
-
-def collate_rows(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of the rows of all samples: (B K, n), and "index" (B K,)."""
-    return {name: torch.cat([sample[name] for sample in samples]) for name in samples[0]}
-
+from lightning_dilated.data.schedule import SeqLenSchedule
 
 _STATE_KEYS = ("epoch", "samples", "seed", "num_samples", "seq_len", "shuffle")
 
@@ -141,7 +33,7 @@ class ResumableSampler(DistributedSampler):
     Args:
         dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
         num_replicas, rank: number of data-parallel replicas and this one's number.
-        shuffle: permute the samples anew in each epoch; otherwise they come in order.
+        shuffle: permute the samples in each epoch; otherwise they come in order.
         seed: the seed of the permutations.
         drop_last: leave out up to R - 1 samples so that all ranks get equally many; otherwise the last ranks may get
             one fewer. No sample is ever served twice.
@@ -187,7 +79,11 @@ class ResumableSampler(DistributedSampler):
         return size // self.num_replicas if self.drop_last else len(range(self.rank, size, self.num_replicas))
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the start of an epoch; without effect after `restore`, from where epochs are counted here."""
+        """Go to the start of an epoch; without effect after `restore`, from where this object counts the epochs.
+
+        Lightning's own counter drifts after a resume: a checkpoint written after `max_steps` stopped an epoch half way
+        counts that epoch as done.
+        """
         if self.on_set_epoch is not None:
             self.on_set_epoch()
         if not self._resumed:
@@ -216,20 +112,20 @@ class ResumableLoader(DataLoader):
     in training_step) is not counted, an epoch cut by `limit_train_batches` counts as complete, and Lightning's batch
     counter is translated if the batch size or the number of ranks changed.
 
-    A dataset that has `set_epoch(epoch)` is told the epoch of each pass before its first sample is read, in whichever
-    process: augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
+    `set_epoch(epoch)` of the dataset, if there, is called before the first sample of a pass is read, in whichever process:
+    augmentation can then be a function of (seed, epoch, index), which a resumed run repeats.
 
-    A dataset that has a `schedule` (`ScheduledSequences`) is asked for samples of the length of the optimizer step that
-    they are for, also ahead of it, by workers. Without a Trainer each batch counts as a step of its own.
+    From a dataset with a `schedule` (`ScheduledSequences`) samples are requested in the length of their optimizer step,
+    also ahead of it, by workers. Without a Trainer each batch counts as a step.
     """
 
     trainer: pl.Trainer | None = None
-    _handed_out: tuple[int, int] = (-1, 0)  # when the last batch was: batches Lightning had finished, samples used
+    _handed_out: tuple[int, int] = (-1, 0)  # at the last batch: (batches that Lightning had finished, samples used)
     _loaded_samples: int | None = None
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch until the first
-        # batch is asked for
+        # a generator, as Lightning calls iter() before it sets the epoch: workers must not prefetch before the first
+        # batch is requested
         sampler = self.sampler
         if not isinstance(sampler, ResumableSampler):  # Trainer(overfit_batches=...) puts its own sampler here
             yield from super().__iter__()
@@ -260,39 +156,17 @@ class ResumableLoader(DataLoader):
         """Continue where `state` was taken.
 
         Raises: ValueError if it lacks keys or was taken with another seed, number of samples, sequence length or
-            fingerprint of the data. A state that has no fingerprint yet, or one that tells nothing of content, is taken with
-            a warning.
+            fingerprint of the data. A state without a fingerprint, or with one of names and sizes only, is accepted with a
+            warning.
         """
         if not isinstance(self.sampler, ResumableSampler):
             return
-        missing = [key for key in _STATE_KEYS if key not in state]
-        if missing:
-            raise ValueError(
-                f"the checkpoint's data state lacks {', '.join(missing)}: it was written by other data code"
-            )
-        identity = self._identity()
-        if "fingerprint" not in state and identity["fingerprint"] is not None:
+        self._check_identity(state)
+        schedule = None if self._schedule is None else self._schedule.state()
+        if state.get("seq_len_schedule") != schedule:
             rank_zero_warn(
-                "the checkpoint does not tell by a fingerprint which training data it was written with: see yourself that "
-                "it is the same now, or start a new run from the weights only."
-            )
-        stored = state.get("fingerprint")
-        if not tells_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
-            rank_zero_warn(
-                "the checkpoint's fingerprint of the training data tells of names and sizes only: see yourself that files "
-                "of equal names and sizes hold what they did."
-            )
-        for key, here in identity.items():
-            if not same_fingerprint(state.get(key, here), here):
-                raise ValueError(
-                    f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {here} now: "
-                    "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
-                    "start a new run from the weights only"
-                )
-        before, now = state.get("seq_len_schedule"), None if self._schedule is None else self._schedule.state()
-        if before != now:
-            rank_zero_warn(
-                f"the checkpoint was written with data.seq_len_schedule {before}; training goes on with {now}."
+                f"the checkpoint was written with data.seq_len_schedule {state.get('seq_len_schedule')}; training goes on "
+                f"with {schedule}."
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
@@ -303,6 +177,33 @@ class ResumableLoader(DataLoader):
             # not now: Lightning may restore its counters later, but always before it sets the epoch
             self._loaded_samples = samples
             self.sampler.on_set_epoch = self._translate_progress
+
+    def _check_identity(self, state: dict[str, Any]) -> None:
+        """Raise ValueError for a state of other data, and warn where it has too little to compare."""
+        missing = [key for key in _STATE_KEYS if key not in state]
+        if missing:
+            raise ValueError(
+                f"the checkpoint's data state lacks {', '.join(missing)}: it was written by other data code"
+            )
+        identity = self._identity()
+        if "fingerprint" not in state and identity["fingerprint"] is not None:
+            rank_zero_warn(
+                "the checkpoint has no fingerprint of the training data that it was written with: check yourself that it "
+                "is the same now, or start a new run from the weights only."
+            )
+        stored = state.get("fingerprint")
+        if not tells_content(stored, identity["fingerprint"]) and same_fingerprint(stored, identity["fingerprint"]):
+            rank_zero_warn(
+                "the checkpoint's fingerprint of the training data covers names and sizes only: check yourself that files "
+                "of equal names and sizes hold what they did."
+            )
+        for key, current in identity.items():
+            if not same_fingerprint(state.get(key, current), current):
+                raise ValueError(
+                    f"the checkpoint was written with {key} = {state[key]} of the training data, but it is {current} now: "
+                    "resume with the same data (of files, their names and content count), data.seed and data.seq_len, or "
+                    "start a new run from the weights only"
+                )
 
     def _identity(self) -> dict[str, Any]:
         sampler, size = cast(ResumableSampler, self.sampler), len(self.dataset)  # type: ignore[arg-type]
@@ -330,8 +231,7 @@ class ResumableLoader(DataLoader):
                 f"data.seq_len_schedule counts optimizer steps, which {type(module).__name__} takes by itself "
                 "(automatic_optimization = False): leave the schedule out"
             )
-        progress: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current
-        return self.trainer.global_step, progress.ready, self.trainer.accumulate_grad_batches
+        return self.trainer.global_step, batches_begun(self.trainer), self.trainer.accumulate_grad_batches
 
     def _schedule_at(self, schedule: SeqLenSchedule, steps: int, batches: int, every: int, place: int) -> int:
         """The length of this rank's sample at `place` of a pass: all samples of a step have the same."""
@@ -349,10 +249,7 @@ class ResumableLoader(DataLoader):
 
     def _processed(self) -> int:
         """Training batches that Lightning finished in all, or -1 without a Trainer."""
-        if self.trainer is None:
-            return -1
-        total: Any = self.trainer.fit_loop.epoch_loop.batch_progress.total  # declared as a class that counts less
-        return total.processed
+        return -1 if self.trainer is None else batches_finished(self.trainer)
 
     def _epoch_batches(self) -> int:
         """Batches that an epoch gives this rank, where Trainer(limit_train_batches=...) counts."""
@@ -363,12 +260,7 @@ class ResumableLoader(DataLoader):
         samples, self._loaded_samples = self._loaded_samples, None
         if samples is None or self.trainer is None:
             return
-        current: Any = self.trainer.fit_loop.epoch_loop.batch_progress.current  # as in `_processed`
-        if current.processed == 0 and samples == 0:
-            return
-        done = len(self) - self._batches_after(samples) if samples else self._epoch_batches()
-        shift = done - current.processed
-        current.ready += shift
-        current.started += shift
-        current.processed += shift
-        current.completed += shift
+        if samples:
+            set_batches_finished(self.trainer, len(self) - self._batches_after(samples))
+        elif epoch_batches_finished(self.trainer):
+            set_batches_finished(self.trainer, self._epoch_batches())

@@ -1,6 +1,4 @@
-"""Tasks made by rule, without files: recall over a distance, and nested list operations.
-
-Nested list operations: expressions grown to a number of tokens by chance, written as tokens, with their value.
+"""Synthetic tasks, without files: recall over a distance, and nested list operations.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`). Sample i of a split is a function of (seed, split, i) alone.
 """
@@ -16,13 +14,233 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import whole_number
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 
+
+def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
+    """The generator of sample `index` of a split."""
+    return np.random.default_rng([seed, SPLITS.index(split), index])
+
+
+class RuleSamples(Dataset):
+    """Samples that a DataModule's `make(rng, split)` draws: a mapping whose `along` entries run over N positions.
+
+    Args:
+        task: the DataModule.
+        split: "train", "val" or "test".
+    """
+
+    def __init__(self, task: RuleDataModule, split: str) -> None:
+        self.make, self.along, self.rule = task.make, task.along, task.rule
+        self.seq_len, self.seed, self.split, self.count = task.seq_len, task.seed, split, task.sizes[split]
+
+    def __len__(self) -> int:
+        return self.count
+
+    def fingerprint(self) -> str:
+        return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Sample `index`, whole. Raises: IndexError if there is none."""
+        return {**self.make(self.generator(index), self.split), "index": index}
+
+    def generator(self, index: int) -> np.random.Generator:
+        """The generator of sample `index`. Raises: IndexError if there is none."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
+        return sample_generator(self.seed, self.split, index)
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample with its sequences at some positions only."""
+        sample = self[index]
+        positions = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
+        return {name: value[positions] if name in self.along else value for name, value in sample.items()}
+
+
+class RuleDataModule(SplitDataModule):
+    """Base of the synthetic tasks; a subclass defines `make` and `rule`.
+
+    Args:
+        seq_len: N, tokens of a sequence.
+        batch_size: B, sequences of a batch on each device.
+        train_size, val_size, test_size: number of samples of each split; 0 validation or test samples do without.
+        seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also makes the samples.
+
+    Raises: TypeError or ValueError for values outside these ranges.
+    """
+
+    #: entries of a sample that run over the positions
+    along: tuple[str, ...] = ("tokens",)
+
+    def __init__(
+        self,
+        seq_len: int,
+        batch_size: int,
+        train_size: int,
+        val_size: int,
+        test_size: int,
+        seed: int,
+        num_workers: int,
+        pin_memory: bool | None,
+    ) -> None:
+        super().__init__(batch_size, seed, num_workers, pin_memory)
+        self.seq_len = integer(seq_len, "data.seq_len", 1)
+        self.sizes = {
+            split: integer(size, f"data.{split}_size", 1 if split == "train" else 0)
+            for split, size in zip(SPLITS, (train_size, val_size, test_size), strict=True)
+        }
+
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        """One sample of a split, drawn by `rng` alone."""
+        raise TypeError(f"{type(self).__name__} must define make(rng, split).")
+
+    def rule(self) -> str:
+        raise TypeError(f"{type(self).__name__} must define rule().")
+
+    def check(self) -> None:
+        """See that there are samples enough for a batch; there are no files. Raises: ValueError."""
+        self.check_batch(self.sizes["train"], 1)
+
+    def dataset(self, split: str) -> RuleSamples:
+        one_of(split, "split", SPLITS)
+        return RuleSamples(self, split)
+
+    def describe(self) -> str:
+        return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
+
+    def wanted(self, split: str) -> str | None:
+        """None if a split was requested, else the setting that left it out."""
+        return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
+
+
+class FarRecallDataModule(RuleDataModule):
+    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again: which value?
+
+    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least once,
+    in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
+    Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
+    evenly, so that guessing costs ln V nats and is right once in V. A key's first query is on average half the sequence away
+    from its pair: a model with no path from one half to the other can only guess.
+
+    With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
+    lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
+    that their loss is that of recall over the distance. `callbacks.RecallByDistance` reports the share of right answers by
+    that distance.
+
+    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
+    its key's queries, too, and no answer follows them. Then nothing has to be bound, every query is a distant one, and only
+    the path is measured.
+
+    Args:
+        seq_len: N.
+        num_pairs: pairs of a sequence.
+        vocabulary: V, number of different keys and also of values.
+        num_queries: queries of a sequence, of each key at least one; null is `num_pairs`.
+        pair_tokens: tokens that a pair, and a query with its answer, take: 2, or 1.
+        batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
+
+    Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
+    """
+
+    along = ("tokens", "labels")
+
+    def __init__(
+        self,
+        seq_len: int = 128,
+        num_pairs: int = 4,
+        vocabulary: int = 8,
+        num_queries: int | None = None,
+        pair_tokens: Literal[1, 2] = 2,
+        batch_size: int = 32,
+        train_size: int = 100_000,
+        val_size: int = 512,
+        test_size: int = 512,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+    ) -> None:
+        super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
+        self.num_pairs = integer(num_pairs, "data.num_pairs", 1)
+        self.vocabulary = integer(vocabulary, "data.vocabulary", 2)
+        self.num_queries = num_pairs if num_queries is None else integer(num_queries, "data.num_queries", num_pairs)
+        if self.num_pairs > self.vocabulary:
+            raise ValueError(
+                f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
+                "raise data.vocabulary or lower data.num_pairs"
+            )
+        if pair_tokens not in (1, 2):
+            raise ValueError(f"data.pair_tokens must be 1 or 2, got {pair_tokens!r}.")
+        self.pair_tokens = pair_tokens
+        if pair_tokens * self.num_queries > self.seq_len // 2:
+            raise ValueError(
+                f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of {pair_tokens} tokens in each half "
+                f"need {2 * pair_tokens * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
+            )
+        #: tokens of the task: filler, keys, and values or pairs
+        self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
+
+    def rule(self) -> str:
+        return (
+            f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
+            f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
+        )
+
+    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
+        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
+        keys, values, pairs, queried, queries = self._draw(rng)
+        tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
+        if self.pair_tokens == 1:
+            values = values + self.vocabulary * (keys - 1)
+            tokens[pairs], tokens[queries], labels[queries] = values, keys[queried], values[queried]
+        else:
+            tokens[pairs], tokens[pairs + 1] = keys, values
+            tokens[queries], tokens[queries + 1] = keys[queried], values[queried]
+            first = np.unique(queried, return_index=True)[1]
+            counted = slice(None) if split == "train" else first
+            labels[queries[counted]] = values[queried[counted]]
+        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
+
+    def distances(self, split: str, index: int) -> Tensor:
+        """(N,) int64 of a sample: at each query the tokens from there back to the first token of its key's pair, else 0.
+
+        Raises:
+            ValueError: for a split other than "train", "val" and "test".
+            IndexError: if there is no such sample.
+        """
+        _, _, pairs, queried, queries = self._draw(self.dataset(split).generator(index))
+        distances = np.zeros(self.seq_len, np.int64)
+        distances[queries] = queries - pairs[queried]
+        return torch.from_numpy(distances)
+
+    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+        """(keys, values and first positions of the pairs; which pair each query asks for, and the queries' positions)."""
+        count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
+        keys = 1 + rng.permutation(self.vocabulary)[:count]
+        values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
+        again = rng.integers(0, count, self.num_queries - count)
+        queried = rng.permutation(np.concatenate([np.arange(count), again]))
+        pairs = _places(rng, half, count, size)
+        queries = half + _places(rng, self.seq_len - half, len(queried), size)
+        return keys, values, pairs, queried, queries
+
+
+def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
+    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, without overlap, uniformly drawn."""
+    return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)
+
+
+# -- nested list operations --------------------------------------------------------------------------------------------
 #: padding, digits 0 to 9, four opened operations, the closing bracket
 VOCABULARY = 16
+
+
 OPERATIONS = ("MIN", "MAX", "MED", "SM")
+
+
 _DIGIT, _OPEN, _CLOSE = 1, 11, 15
+
+
 #: how often an expression grows in depth, by two digits in place of one, rather than by one more digit
 _DEEPER = 0.25
 
@@ -58,7 +276,7 @@ def expression(rng: Random, aim: int, max_depth: int, max_arguments: int) -> tup
 
 
 def _below(rng: Random, bound: int) -> int:
-    """A number from 0 to bound - 1, each as likely; by `random`, whose numbers no version of Python may change."""
+    """A number from 0 to bound - 1, uniform; by `random()`, whose numbers no version of Python may change."""
     return int(rng.random() * bound)
 
 
@@ -68,8 +286,8 @@ def _digits(rng: Random) -> list[int | _Node]:
 
 def _take(rng: Random, entries: list[Any]) -> Any:
     """Remove and return one entry by chance."""
-    at = _below(rng, len(entries))
-    entries[at], entries[-1] = entries[-1], entries[at]
+    index = _below(rng, len(entries))
+    entries[index], entries[-1] = entries[-1], entries[index]
     return entries.pop()
 
 
@@ -123,234 +341,16 @@ def most_tokens(max_depth: int, max_arguments: int, enough: int) -> int:
 
 def text(tokens: list[int]) -> str:
     """Tokens as one would read them, without the padding. Raises: ValueError for a token outside the vocabulary."""
-    words = []
+    symbols = []
     for token in tokens:
         if not 0 <= token < VOCABULARY:
             raise ValueError(f"token {token} is outside the vocabulary of {VOCABULARY}")
         if token >= _DIGIT:
             opened = _OPEN <= token < _CLOSE
-            words.append("]" if token == _CLOSE else f"[{OPERATIONS[token - _OPEN]}" if opened else str(token - _DIGIT))
-    return " ".join(words)
-
-
-def sample_generator(seed: int, split: str, index: int) -> np.random.Generator:
-    """What draws sample `index` of a split, and nothing else."""
-    return np.random.default_rng([seed, SPLITS.index(split), index])
-
-
-class RuleSamples(Dataset):
-    """Samples that a DataModule's `make(rng, split)` draws: a mapping whose `along` entries run over N positions.
-
-    Args:
-        task: the DataModule.
-        split: "train", "val" or "test".
-    """
-
-    def __init__(self, task: RuleDataModule, split: str) -> None:
-        self.make, self.along, self.rule = task.make, task.along, task.rule
-        self.seq_len, self.seed, self.split, self.count = task.seq_len, task.seed, split, task.sizes[split]
-
-    def __len__(self) -> int:
-        return self.count
-
-    def fingerprint(self) -> str:
-        """Differs where the samples do."""
-        return f"{self.rule()}, seed {self.seed}, {self.count} of {self.split}"
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Sample `index`, whole. Raises: IndexError if there is none."""
-        return {**self.make(self.generator(index), self.split), "index": index}
-
-    def generator(self, index: int) -> np.random.Generator:
-        """What draws sample `index`. Raises: IndexError if there is none."""
-        if not 0 <= index < self.count:
-            raise IndexError(f"sample {index} was asked for, but the {self.split} split has {self.count}")
-        return sample_generator(self.seed, self.split, index)
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample with its sequences at some positions only."""
-        sample = self[index]
-        at = torch.tensor([position for x in ranges for position in x], dtype=torch.int64)
-        return {name: value[at] if name in self.along else value for name, value in sample.items()}
-
-
-class RuleDataModule(SplitDataModule):
-    """Base of the tasks made by rule; a subclass defines `make` and `rule`.
-
-    Args:
-        seq_len: N, tokens of a sequence.
-        batch_size: B, sequences of a batch on each device.
-        train_size, val_size, test_size: number of samples of each split; 0 validation or test samples do without.
-        seed, num_workers, pin_memory: see `SplitDataModule`; `seed` also makes the samples.
-
-    Raises: TypeError or ValueError for values outside these ranges.
-    """
-
-    #: entries of a sample that run over the positions
-    along: tuple[str, ...] = ("tokens",)
-
-    def __init__(
-        self,
-        seq_len: int,
-        batch_size: int,
-        train_size: int,
-        val_size: int,
-        test_size: int,
-        seed: int,
-        num_workers: int,
-        pin_memory: bool | None,
-    ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
-        self.sizes = {
-            split: whole_number(f"data.{split}_size", size, 1 if split == "train" else 0)
-            for split, size in zip(SPLITS, (train_size, val_size, test_size), strict=True)
-        }
-
-    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """One sample of a split, drawn by `rng` alone."""
-        raise TypeError(f"{type(self).__name__} must define make(rng, split).")
-
-    def rule(self) -> str:
-        """The rule and its numbers in words."""
-        raise TypeError(f"{type(self).__name__} must define rule().")
-
-    def check(self) -> None:
-        """See that there are samples enough for a batch; there are no files. Raises: ValueError."""
-        self.check_batch(self.sizes["train"], 1)
-
-    def dataset(self, split: str) -> RuleSamples:
-        """The samples of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
-        return RuleSamples(self, split)
-
-    def describe(self) -> str:
-        """One line: the rule, and the samples of each split."""
-        return f"{self.rule()}: {', '.join(f'{size:,} {split}' for split, size in self.sizes.items())}"
-
-    def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
-        return None if self.sizes[split] else f"data.{split}_size is 0; set it above 0"
-
-
-class FarRecallDataModule(RuleDataModule):
-    """Pairs of a key and a value anywhere in the first half; in the second half each key comes again: which value?
-
-    Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. The second half holds each key at least once,
-    in any order and anywhere, each followed by its value. The label at such a key is that value; all others are -100.
-    Token 0 is the filler, 1 to V the keys, V + 1 to 2 V the values. The keys of a sample differ; its values are drawn
-    evenly, so that guessing costs ln V nats and is right once in V. A key's first query is on average half the sequence away
-    from its pair: what has no way from one half to the other can only guess.
-
-    With more queries than pairs, keys come again, and those can be answered from the query before. They teach a model the
-    lookup at a short distance, and count in training only: validation and test have labels at each key's first query, so
-    that their loss is that of recall over the distance. `callbacks.RecallByDistance` reports the share of right answers by
-    that distance.
-
-    With `pair_tokens` 1 a pair is one token, 1 + V + V k + v for the key k and value v counted from 0. That is the label of
-    its key's queries, too, and no answer follows them. Nothing has to be bound then, every query is a far one, and what is
-    measured is the way alone.
-
-    Args:
-        seq_len: N.
-        num_pairs: pairs of a sequence.
-        vocabulary: V, number of different keys and also of values.
-        num_queries: queries of a sequence, of each key at least one; null is `num_pairs`.
-        pair_tokens: tokens that a pair, and a query with its answer, take: 2, or 1.
-        batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory: see `RuleDataModule`.
-
-    Raises: TypeError or ValueError for values outside these ranges, or a half without room for its pairs or queries.
-    """
-
-    along = ("tokens", "labels")
-
-    def __init__(
-        self,
-        seq_len: int = 128,
-        num_pairs: int = 4,
-        vocabulary: int = 8,
-        num_queries: int | None = None,
-        pair_tokens: Literal[1, 2] = 2,
-        batch_size: int = 32,
-        train_size: int = 100_000,
-        val_size: int = 512,
-        test_size: int = 512,
-        seed: int = 0,
-        num_workers: int = 0,
-        pin_memory: bool | None = None,
-    ) -> None:
-        super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
-        self.num_pairs = whole_number("data.num_pairs", num_pairs, 1)
-        self.vocabulary = whole_number("data.vocabulary", vocabulary, 2)
-        self.num_queries = (
-            num_pairs if num_queries is None else whole_number("data.num_queries", num_queries, num_pairs)
-        )
-        if self.num_pairs > self.vocabulary:
-            raise ValueError(
-                f"data.num_pairs is {num_pairs}, but the keys of a sequence differ and data.vocabulary has {vocabulary}: "
-                "raise data.vocabulary or lower data.num_pairs"
+            symbols.append(
+                "]" if token == _CLOSE else f"[{OPERATIONS[token - _OPEN]}" if opened else str(token - _DIGIT)
             )
-        if pair_tokens not in (1, 2):
-            raise ValueError(f"data.pair_tokens is {pair_tokens!r}; it must be 1 or 2")
-        self.pair_tokens = pair_tokens
-        if pair_tokens * self.num_queries > self.seq_len // 2:
-            raise ValueError(
-                f"data.seq_len is {seq_len}, but {self.num_queries} pairs or queries of {pair_tokens} tokens in each half "
-                f"need {2 * pair_tokens * self.num_queries}: raise data.seq_len or lower data.num_pairs or data.num_queries"
-            )
-        #: tokens of the task: filler, keys, and values or pairs
-        self.vocab_size = 1 + self.vocabulary * (2 if pair_tokens == 2 else 1 + self.vocabulary)
-
-    def rule(self) -> str:
-        """The task in words."""
-        return (
-            f"far recall of {self.num_pairs} pairs out of {self.vocabulary} over {self.seq_len:,} tokens, "
-            f"{self.num_queries} queries" + (", a token a pair" if self.pair_tokens == 1 else "")
-        )
-
-    def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
-        """One sample: {"tokens": (N,), "labels": (N,)} int64."""
-        keys, values, pairs, asked, queries = self._draw(rng)
-        tokens, labels = np.zeros(self.seq_len, np.int64), np.full(self.seq_len, -100, np.int64)
-        if self.pair_tokens == 1:
-            values = values + self.vocabulary * (keys - 1)
-            tokens[pairs], tokens[queries], labels[queries] = values, keys[asked], values[asked]
-        else:
-            tokens[pairs], tokens[pairs + 1] = keys, values
-            tokens[queries], tokens[queries + 1] = keys[asked], values[asked]
-            first = np.unique(asked, return_index=True)[1]
-            counted = slice(None) if split == "train" else first
-            labels[queries[counted]] = values[asked[counted]]
-        return {"tokens": torch.from_numpy(tokens), "labels": torch.from_numpy(labels)}
-
-    def distances(self, split: str, index: int) -> Tensor:
-        """(N,) int64 of a sample: at each query the tokens from there back to the first token of its key's pair, else 0.
-
-        Raises:
-            ValueError: for a split that is none of "train", "val" and "test".
-            IndexError: if there is no such sample.
-        """
-        _, _, pairs, asked, queries = self._draw(self.dataset(split).generator(index))
-        distances = np.zeros(self.seq_len, np.int64)
-        distances[queries] = queries - pairs[asked]
-        return torch.from_numpy(distances)
-
-    def _draw(self, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
-        """(keys, values and first positions of the pairs; which pair each query asks for, and the queries' positions)."""
-        count, half, size = self.num_pairs, self.seq_len // 2, self.pair_tokens
-        keys = 1 + rng.permutation(self.vocabulary)[:count]
-        values = 1 + self.vocabulary + rng.integers(0, self.vocabulary, count)
-        again = rng.integers(0, count, self.num_queries - count)
-        asked = rng.permutation(np.concatenate([np.arange(count), again]))
-        pairs = _places(rng, half, count, size)
-        queries = half + _places(rng, self.seq_len - half, len(asked), size)
-        return keys, values, pairs, asked, queries
-
-
-def _places(rng: np.random.Generator, room: int, count: int, size: int) -> np.ndarray:
-    """Sorted beginnings of `count` runs of `size` neighbours in `room` places, none overlapping, each way as likely."""
-    return np.sort(rng.choice(room - count * (size - 1), count, replace=False)) + np.arange(count) * (size - 1)
+    return " ".join(symbols)
 
 
 class ListOpsDataModule(RuleDataModule):
@@ -359,7 +359,7 @@ class ListOpsDataModule(RuleDataModule):
     Batches are {"tokens": (B, N), "lengths": (B,), "label": (B,), "index": (B,)}, all int64; tokens are padded by 0 from
     `lengths` on. Operations are MIN, MAX, MED (the median, rounded down) and SM (the sum modulo 10). Digit d is token d + 1,
     the opened operations are 11 to 14, and the closing bracket is 15. The operations are those of ListOps (Nangia & Bowman
-    2018); expressions are grown by a rule of this package (`data.listops`), so accuracies are not comparable with those on
+    2018); expressions are grown by a rule of this package, so accuracies are not comparable with those on
     the files of Long Range Arena. Long expressions under MIN or MAX are mostly 0 or 9, each about a quarter of the labels.
 
     Args:
@@ -390,10 +390,10 @@ class ListOpsDataModule(RuleDataModule):
         pin_memory: bool | None = None,
     ) -> None:
         super().__init__(seq_len, batch_size, train_size, val_size, test_size, seed, num_workers, pin_memory)
-        self.max_depth = whole_number("data.max_depth", max_depth, 1)
-        self.max_arguments = whole_number("data.max_arguments", max_arguments, 2)
-        whole_number("data.seq_len", seq_len, 4)  # [MIN 1 2 ]
-        self.min_length = max(4, seq_len // 4) if min_length is None else whole_number("data.min_length", min_length, 4)
+        self.max_depth = integer(max_depth, "data.max_depth", 1)
+        self.max_arguments = integer(max_arguments, "data.max_arguments", 2)
+        integer(seq_len, "data.seq_len", 4)  # [MIN 1 2 ]
+        self.min_length = max(4, seq_len // 4) if min_length is None else integer(min_length, "data.min_length", 4)
         if self.min_length > seq_len:
             raise ValueError(f"data.min_length is {min_length}, above data.seq_len = {seq_len}: lower it")
         most = most_tokens(self.max_depth, self.max_arguments, seq_len)
@@ -413,7 +413,7 @@ class ListOpsDataModule(RuleDataModule):
     def make(self, rng: np.random.Generator, split: str) -> dict[str, Any]:
         """One sample: {"tokens": (N,) int64, padded by 0, "lengths": int, "label": int}."""
         aim = int(rng.integers(self.min_length, self.seq_len + 1))
-        found, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
-        tokens = torch.zeros(self.seq_len, dtype=torch.int64)
-        tokens[: len(found)] = torch.tensor(found)
-        return {"tokens": tokens, "lengths": len(found), "label": value}
+        tokens, value = expression(Random(int(rng.integers(1 << 62))), aim, self.max_depth, self.max_arguments)
+        padded = torch.zeros(self.seq_len, dtype=torch.int64)
+        padded[: len(tokens)] = torch.tensor(tokens)
+        return {"tokens": padded, "lengths": len(tokens), "label": value}

@@ -8,7 +8,6 @@ its way back while one is used; of groups of blocks, while a group's first block
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -16,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from lightning_dilated._validation import real
 
 GIB = 2**30
 #: bytes of all buffers, in those that were in use at a time, beyond which free ones are given up for one of another length
@@ -31,11 +32,8 @@ def pinned_bytes() -> int:
 
 def check_offload(offload: Any) -> float:
     """The budget: 0 for none, up to 1 a fraction of what is saved, above 1 GiB of host memory."""
-    if isinstance(offload, bool) or not isinstance(offload, (int, float)) or not 0 <= offload < math.inf:
-        raise ValueError(
-            f"offload must be 0 (none), a fraction up to 1 of the saved block inputs, or GiB above 1; got {offload!r}."
-        )
-    return float(offload)
+    hint = " 0 is none; up to 1 is a fraction of the saved block inputs; above 1 is GiB."
+    return real(offload, "offload", least=0, hint=hint)
 
 
 class Host:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from lightning_dilated._validation import one_of
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
 from lightning_dilated.memory.offload import Host
 
@@ -80,9 +81,7 @@ _running = threading.local()  # a backward on a GPU runs in a thread of its own
 
 def check_policy(name: str) -> str:
     """`name`, or an error that lists the policies."""
-    if name not in POLICIES:
-        raise ValueError(f"the recompute policy must be one of {', '.join(POLICIES)}; got {name!r}.")
-    return name
+    return one_of(name, "the recompute policy", POLICIES)
 
 
 def result_is_unused() -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
@@ -74,8 +74,7 @@ class BlockOptions:
 
     def __post_init__(self) -> None:
         for name, allowed in (("norm", ("rmsnorm", "layernorm")), ("ffn", ("swiglu", "gelu"))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+            one_of(getattr(self, name), name, allowed)
         if self.residual_dtype not in (None, "float32", "bfloat16", "float16"):
             raise ValueError(
                 f"residual_dtype must be float32, bfloat16, float16 or null (the embedding's); got {self.residual_dtype!r}."
@@ -83,9 +82,7 @@ class BlockOptions:
         if self.kv_conv is not None:
             integer(self.kv_conv, "kv_conv", 2)
         for name in ("dropout", "attention_dropout", "drop_path"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-                raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
+            real(getattr(self, name), name, least=0, below=1)
 
     def with_base(self, base: float | None) -> BlockOptions:
         """These options with a rotary base; without positions where it is None."""

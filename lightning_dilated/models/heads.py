@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torchmetrics.functional.classification import binary_auroc, multiclass_cohen_kappa
 from torchmetrics.functional.regression import r2_score
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 
 REGRESSION_LOSSES = ("mse", "smooth_l1")
 
@@ -109,8 +109,7 @@ class RegressionHead(nn.Module):
     def __init__(self, dim: int, targets: int, loss: str = "mse") -> None:
         super().__init__()
         self.classes = integer(targets, "num_classes", 1)
-        if loss not in REGRESSION_LOSSES:
-            raise ValueError(f"regression_loss must be one of {', '.join(REGRESSION_LOSSES)}; got {loss!r}.")
+        one_of(loss, "regression_loss", REGRESSION_LOSSES)
         self.linear, self.loss = nn.Linear(dim, targets), loss
 
     def forward(self, x: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, real
 from lightning_dilated.models.heads import make_head
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES, DilatedModule, add_lora, merge_lora
@@ -61,8 +61,7 @@ class PooledModule(DilatedModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
-        if isinstance(layer_decay, bool) or not isinstance(layer_decay, (int, float)) or not 0 < layer_decay <= 1:
-            raise ValueError(f"layer_decay must lie in (0, 1], 1 for none; got {layer_decay!r}.")
+        real(layer_decay, "layer_decay", above=0, most=1, hint=" 1 is no decay.")
         if task is None and (num_classes is not None or freeze_encoder):
             given = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
             raise ValueError(f"{given} needs a task: classification, regression or ordinal.")

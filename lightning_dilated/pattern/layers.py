@@ -44,7 +44,7 @@ def read_patterns(
         options = value["hybrid"] or {}
         if not isinstance(options, Mapping):
             raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")
-        known_keys(options, HYBRID, "pattern.hybrid")
+        known_keys(options, "pattern.hybrid", HYBRID)
         value = DilatedPattern.hybrid(depth, num_heads, num_kv_heads, **options)
     patterns: tuple[DilatedPattern, ...]
     if isinstance(value, (DilatedPattern, Mapping)):

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from lightning_dilated._validation import integer, known_keys
+from lightning_dilated._validation import integer, known_keys, one_of, real
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.picture import plot
 from lightning_dilated.pattern.rows import counts
@@ -101,7 +101,7 @@ class Branch:
             return value
         if isinstance(value, Mapping):
             names = [f.name for f in fields(cls)]
-            known_keys(value, names, name)
+            known_keys(value, name, names)
             missing = [n for n in ("segment_length", "dilation_rate") if n not in value]
             if missing:
                 raise ValueError(f"{name} lacks {' and '.join(missing)}: {dict(value)!r}.")
@@ -182,8 +182,7 @@ class DilatedPattern:
             raise ValueError("branches is empty: a pattern needs at least one branch, such as Branch(2048, 1).")
         object.__setattr__(self, "branches", branches)
         for name, allowed in (("offsets", OFFSETS), ("offset_heads", OFFSET_HEADS), ("padding", PADDING)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+            one_of(getattr(self, name), name, allowed)
         if self.padding == "attended":
             for i, branch in enumerate(branches):
                 if branch.shift:
@@ -318,8 +317,7 @@ class DilatedPattern:
 
         Meant for every other layer: it removes the walls that nested segments leave (see `explain`).
         """
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)) or not 0 <= fraction < 1:
-            raise ValueError(f"fraction must be a number in [0, 1), got {fraction!r}; 0.5 shifts by half a segment.")
+        real(fraction, "fraction", least=0, below=1, hint=" 0.5 shifts by half a segment.")
         if below is not None:
             below = integer(below, "below", 1)
         branches = (
@@ -350,7 +348,7 @@ class DilatedPattern:
                 f"a pattern is given as a mapping with branches, or with segment_lengths and dilation_rates; got {values!r}."
             )
         rules = ("offsets", "offset_heads", "padding")
-        known_keys(values, ("branches", "segment_lengths", "dilation_rates", *rules), "pattern")
+        known_keys(values, "pattern", ("branches", "segment_lengths", "dilation_rates", *rules))
         given = {name: values[name] for name in rules if name in values}
         lists = [name for name in ("segment_lengths", "dilation_rates") if name in values]
         if ("branches" in values) == bool(lists) or len(lists) == 1:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import Branch, DilatedPattern
@@ -60,8 +60,7 @@ def counts(
     """c(p, j, h) as (H, N, N) int64; see `DilatedPattern.counts`."""
     seq_len = integer(seq_len, "seq_len", 0)
     pattern.check_heads(num_heads, num_kv_heads)
-    if not isinstance(causal, bool):
-        raise TypeError(f"causal must be True or False, got {causal!r}.")
+    flag(causal, "causal")
     bounds = [0, seq_len] if cu_seqlens is None else check_bounds([int(x) for x in cu_seqlens], seq_len)
     total = torch.zeros(num_heads, seq_len, seq_len, dtype=torch.int64)
     for start, stop in itertools.pairwise(bounds):

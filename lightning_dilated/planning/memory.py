@@ -18,7 +18,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.planning.counting.dry_run import MAIN
@@ -164,8 +164,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         for name, allowed in (("strategy", STRATEGIES), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {', '.join(allowed)}; got {getattr(self, name)!r}.")
+            one_of(getattr(self, name), name, allowed)
         if self.strategy == "single" and self.ranks > 1:
             raise ValueError(f"{self.ranks} GPUs need strategy ring_dilated or ring_dilated_fsdp.")
         if self.cpu_offload and self.strategy != "ring_dilated_fsdp":

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from lightning_dilated._validation import real
 
 #: names a file of links that is read instead of the cached one; "defaults" reads none
 VARIABLE = "LIGHTNING_DILATED_LINKS"
@@ -38,7 +39,7 @@ class Links:
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
-            object.__setattr__(self, name, _positive(getattr(self, name), name))
+            object.__setattr__(self, name, real(getattr(self, name), name, above=0))
         if not isinstance(self.source, str):
             raise TypeError(f"source must be text, got {self.source!r}.")
         if not self.source:
@@ -109,18 +110,6 @@ def cached() -> Path:
     """Where `bench links` writes, and `of_this_machine` looks: $XDG_CACHE_HOME, or ~/.cache."""
     folder = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(folder) / "lightning-dilated" / "links.json"
-
-
-def _positive(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a positive number, got {value!r}.")
-    try:
-        number = float(value)
-    except OverflowError:
-        number = math.inf
-    if not 0 < number < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {value!r}.")
-    return number
 
 
 def _checked(found: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import requirements
 from lightning_dilated.sequence.exchange import EXCHANGES
@@ -144,9 +144,7 @@ class Plan:
 
 def check_exchange(name: str) -> str:
     """`name`, or an error that lists the exchanges."""
-    if not isinstance(name, str) or (name != "auto" and name not in EXCHANGES):
-        raise ValueError(f"exchange must be one of auto, {', '.join(EXCHANGES)}; got {name!r}.")
-    return name
+    return one_of(name, "exchange", ("auto", *EXCHANGES))
 
 
 def make_problem(

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.sequence.ranges import join
 
 LAYOUTS = ("contiguous", "zigzag", "strided")
@@ -129,9 +129,7 @@ class Shard:
 
 def check_layout(layout: str) -> str:
     """`layout`, or an error that lists the three."""
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}; got {layout!r}.")
-    return layout
+    return one_of(layout, "layout", LAYOUTS)
 
 
 @dataclass(frozen=True)
@@ -176,8 +174,7 @@ class SequenceSpec:
         if not self.dims:
             raise ValueError("SequenceSpec.dims names no entry: say which entries of a batch run over the tokens.")
         for name, dim in self.dims.items():
-            if isinstance(dim, bool) or not isinstance(dim, int):
-                raise TypeError(f"SequenceSpec.dims[{name!r}] must be a dimension (an integer), got {dim!r}.")
+            integer(dim, f"SequenceSpec.dims[{name!r}]")
         both = [name for name in self.whole if name in self.dims]
         if both:
             raise ValueError(f"SequenceSpec names {both} both in dims and in whole; an entry is either cut or whole.")

@@ -15,7 +15,7 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.checkpoint.folder import checked, read_whole
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import read_to_host
@@ -76,9 +76,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         )
         if bucket_cap_mb is not None:
             integer(bucket_cap_mb, "bucket_cap_mb", 1)
-        if start_method not in ("popen", "spawn", "fork"):
-            # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
-            raise ValueError(f"start_method must be one of popen, spawn, fork; got {start_method!r}.")
+        # a forkserver would share the parameters' memory between ranks on the CPU, and train something else
+        one_of(start_method, "start_method", ("popen", "spawn", "fork"))
         buckets: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         super().__init__(
             process_group_backend=process_group_backend,

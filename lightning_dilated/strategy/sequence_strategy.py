@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
 from lightning_dilated._device import leave_room
+from lightning_dilated._validation import real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
@@ -48,8 +49,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         check_first_batch: bool,
         links: str | None,
     ) -> None:
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or timeout <= 0:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout!r}.")
+        real(timeout, "timeout", above=0, hint=" It is in seconds.")
         self._asked = sequence_size, head_size
         self._settings = {"exchange": check_exchange(exchange), "layout": check_layout(layout), "head_size": head_size}
         self._settings["links"] = Links.of_this_machine() if links is None else Links.load(links)

@@ -49,9 +49,9 @@ def test_names_it_cannot_use(tmp_path, change, says):
 
 
 @pytest.mark.parametrize("options, error, says", [
-    ({"layer": "all"}, TypeError, "number of one layer.*got 'all'"),
-    ({"layer": True}, TypeError, "got True"),
-    ({"heads": 3}, ValueError, "heads must be mean or all, got 3"),
+    ({"layer": "all"}, TypeError, "layer must be an integer, got 'all'"),
+    ({"layer": True}, TypeError, "got the bool True"),
+    ({"heads": 3}, ValueError, "heads must be one of mean, all; got 3"),
 ])  # fmt: skip
 def test_arguments(options, error, says):
     with pytest.raises(error, match=says):
@@ -62,7 +62,7 @@ RUNS = {
     "another model": (lambda: LongNetClassifier(PATTERN, feature_dim=3, num_classes=2), {}, TypeError, "LongNetClass"),
     "layer": (encoder, {}, ValueError, "layer=5, but the model has 2 layers"),
     "shared": (encoder, {"sequence": SimpleNamespace(ranks=3)}, ValueError, "3 ranks share each slide"),
-    "dealt": (encoder, {"deals_parameters": True}, ValueError, "ranks deal the model's parameters: predict with"),
+    "dealt": (encoder, {"deals_parameters": True}, ValueError, "ranks shard the model's parameters: predict with"),
 }
 
 

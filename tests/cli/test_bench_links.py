@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from lightning_dilated.cli.bench.links import LAUNCHED, LEAST, Sample, _rings, reckon
+from lightning_dilated.cli.bench.links import LAUNCHED, LEAST, Sample, _rings, estimate_links
 from lightning_dilated.sequence import Links
 from lightning_dilated.sequence.links import VARIABLE, cached
 
@@ -99,9 +99,9 @@ REFUSED = {
     "no ranks": (["--ranks", 0], ["at least 2, got 0"]),
     "nodes": (["--ranks_per_node", 3], ["--ranks_per_node 3 must divide the 2 ranks"]),
     "empty nodes": (["--ranks_per_node", 0], ["--ranks_per_node 0 must divide"]),
-    "sizes": (["--sizes", 0], ["--sizes must be positive, got 0"]),
-    "repeats": (["--repeats", 0], ["--repeats must be positive"]),
-    "timeout": (["--timeout", "nan"], ["--timeout must be positive"]),
+    "sizes": (["--sizes", 0], ["--sizes must be at least 1, got 0"]),
+    "repeats": (["--repeats", 0], ["--repeats must be at least 1"]),
+    "timeout": (["--timeout", "nan"], ["--timeout must be a number in"]),
     "a folder": (["--output", "."], ["cannot be written"]),
     "device": (["--device", "tpu"], ["--device", "cuda"]),
 }
@@ -168,7 +168,7 @@ def made(kind, peers, size):
 )
 def test_numbers_of_a_machine_as_it_is_reckoned(cases, kept):
     found = [made(kind, p, n) for kind, p in cases for n in ((8,) if kind == "few" else (1 << 16, 1 << 22, 1 << 26))]
-    links = reckon(found, "here")
+    links = estimate_links(found, "here")
     for name in ("near", "far", "round", "message"):
         want = getattr(USUAL if name in kept else TRUE, name)
         assert getattr(links, name) == pytest.approx(want, rel=1e-6), name
@@ -177,13 +177,13 @@ def test_numbers_of_a_machine_as_it_is_reckoned(cases, kept):
 
 def test_latencies_that_noise_turned_round():
     few = [Sample("few", 1, 8, 1e-4), Sample("few", 3, 8, 9e-5)]
-    links = reckon([*few, Sample("near", 3, 1 << 20, 1e-3)], "here")
+    links = estimate_links([*few, Sample("near", 3, 1 << 20, 1e-3)], "here")
     assert links.message == LEAST and links.round == pytest.approx(1e-4 - LEAST) and 3e9 < links.near < 4e9
 
 
 def test_sizes_that_tell_nothing():
     with pytest.raises(ValueError, match="--sizes 64: took no longer than a few bytes; give larger sizes"):
-        reckon([Sample("few", 1, 8, 1e-4), Sample("near", 1, 64, 9e-5)], "here")
+        estimate_links([Sample("few", 1, 8, 1e-4), Sample("near", 1, 64, 9e-5)], "here")
 
 
 @pytest.mark.parametrize("ranks, per_node", [(2, 2), (6, 3), (8, 2), (3, 1)])

@@ -177,7 +177,7 @@ TOKENIZE = {
         ["--tokenizer", "tokenizer.json", "--out", "x.bin", "tokenizer.json", "bad.txt"],
         ["bad.txt", "byte 1 "],
     ),
-    "there": (["--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt"], ["train.bin is there already"]),
+    "there": (["--tokenizer", "tokenizer.json", "--out", "train.bin", "a.txt"], ["train.bin exists already"]),
     "end": (["--tokenizer", "tokenizer.json", "--out", "x.bin", "--eos_token", "</s>", "a.txt"], ["no token '</s>'"]),
 }
 

@@ -70,7 +70,7 @@ def test_a_failed_rank_is_told(cli, monkeypatch):
 REFUSED = {
     "none": (["--devices", 0], "--devices must be at least 1"),
     "too many GPUs": (["--device", "cuda", "--devices", 99], "GPUs; lower it, or use --device cpu"),
-    "timeout": (["--timeout", 0], "--timeout must be a positive number"),
+    "timeout": (["--timeout", 0], "--timeout must be a number in"),
 }
 
 

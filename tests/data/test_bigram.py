@@ -74,5 +74,5 @@ def test_a_split_without_sequences(tmp_path: Path) -> None:
     module = ByteDataModule(str(tmp_path), seq_len=8, val_fraction=0)
     with pytest.raises(ValueError, match=r"the val split has no sequences: set data\.val_fraction above 0"):
         module.bigram_bits_per_byte()
-    with pytest.raises(ValueError, match="there is no split"):
+    with pytest.raises(ValueError, match="split must be one of"):
         module.bigram_bits_per_byte("dev")

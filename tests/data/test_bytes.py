@@ -84,7 +84,7 @@ def test_reads_outside_a_sample(tmp_path: Path, arguments: tuple[int, int, int])
     module = ByteDataModule(folder, seq_len=32)
     with pytest.raises(IndexError, match=r"were asked for|was asked for"):
         module.dataset("val").read(*arguments)
-    with pytest.raises(ValueError, match="there is no split 'dev': choose one of train, val, test"):
+    with pytest.raises(ValueError, match="split must be one of train, val, test; got 'dev'"):
         module.dataset("dev")
 
 
@@ -111,28 +111,34 @@ def test_description_and_vocabulary(tmp_path: Path) -> None:
     ("options", "error", "message"),
     [
         *[
-            ({name: 0}, ValueError, f"data.{name} is 0; .* at least 1")
+            ({name: 0}, ValueError, f"data.{name} must be at least 1, got 0")
             for name in ("seq_len", "batch_size", "val_limit")
         ],
-        *[({name: -3}, ValueError, f"data.{name} is -3") for name in ("seq_len", "batch_size", "seed", "num_workers")],
         *[
-            ({name: value}, TypeError, f"data.{name} is {value!r} .*whole number")
+            ({name: -3}, ValueError, f"data.{name} must be at least ., got -3")
+            for name in ("seq_len", "batch_size", "seed", "num_workers")
+        ],
+        *[
+            ({name: value}, TypeError, f"data.{name} must be an integer, got .*{value!r}")
             for name in ("seq_len", "batch_size", "val_limit", "seed", "num_workers")
             for value in (2.0, True, "8")
         ],
-        ({"seq_len": None}, TypeError, "data.seq_len is None"),
+        ({"seq_len": None}, TypeError, "data.seq_len must be an integer, got None"),
         *[
-            ({name: value}, ValueError, f"data.{name} is {value}; .* from 0 to below 1")
+            ({name: value}, ValueError, f"data.{name} must be a number in .0, 1., got {value}")
             for name in ("val_fraction", "test_fraction")
             for value in (-0.1, 1, 1.5, float("nan"), float("inf"))
         ],
-        *[({"val_fraction": value}, TypeError, "data.val_fraction is .*a number") for value in (True, "0.1", None)],
+        *[
+            ({"val_fraction": value}, TypeError, "data.val_fraction must be a number, got")
+            for value in (True, "0.1", None)
+        ],
         ({"val_fraction": 0.5, "test_fraction": 0.5}, ValueError, "add up to 1 or more.*lower one"),
-        ({"pin_memory": 1}, TypeError, "data.pin_memory is 1"),
-        ({"suffixes": ".txt"}, TypeError, "data.suffixes is '.txt'; it must be a list"),
+        ({"pin_memory": 1}, TypeError, "data.pin_memory must be True or False, got 1"),
+        ({"suffixes": ".txt"}, TypeError, "data.suffixes must be a list .* got '.txt'"),
         ({"suffixes": [3]}, TypeError, "data.suffixes"),
-        ({"suffixes": []}, ValueError, "data.suffixes is .*at least one ending"),
-        ({"suffixes": [""]}, ValueError, "data.suffixes is .*at least one ending"),
+        ({"suffixes": []}, ValueError, "data.suffixes must hold at least one ending"),
+        ({"suffixes": [""]}, ValueError, "data.suffixes must hold at least one ending"),
     ],
 )
 def test_wrong_values(options: dict, error: type[Exception], message: str) -> None:
@@ -153,7 +159,7 @@ def test_suffixes_with_and_without_dot(tmp_path: Path) -> None:
     [
         (0, {}, "all files of data.paths are empty"),
         (10, {}, "train split has 10 of the 10 bytes.* needs 11: pass more data.*lower data.seq_len to at most 9"),
-        (1, {}, "train split has 1 of the 1 bytes, .* needs 11: pass more data in data.paths, or lower"),
+        (1, {}, "train split has 1 of the 1 bytes, .* needs 11: pass more data, or lower"),
         (100, {"val_fraction": 0.1}, "val split has 10 of the 100 bytes.* 11: .* or raise data.val_fraction, or set"),
         (100, {"test_fraction": 0.001}, "test split has 0 of the 100 bytes.* raise data.test_fraction, or set it to 0"),
         (100, {"val_fraction": 0.45, "test_fraction": 0.45}, "train split has 10 of the 100 bytes.* lower data.val_fr"),

@@ -92,7 +92,7 @@ def test_checkpoints_that_tell_of_names_and_sizes_only(tmp_path, name):
     state = state_of(make(tmp_path, 0))
     early = {**state, "fingerprint": state["fingerprint"].split(MARK)[0]}
     assert early != state
-    with pytest.warns(UserWarning, match="tells of names and sizes only"):
+    with pytest.warns(UserWarning, match="covers names and sizes only"):
         make(tmp_path, 1).train_dataloader().load_state_dict(early)
     with pytest.raises(ValueError, match="was written with fingerprint = x"):
         make(tmp_path, 0).train_dataloader().load_state_dict({**early, "fingerprint": "x"})

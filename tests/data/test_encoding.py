@@ -192,8 +192,8 @@ BAD = {
         r"byte 1,048,575 \(counted from 0\) is 0xe2",
     ),
     "suffix": ({"out": "a.npy"}, {}, ValueError, "let its name end in .bin"),
-    "there": ({"out": "b.bin"}, {"b.bin": b"x"}, FileExistsError, "b.bin is there already"),
-    "no folder": ({"out": "x/b.bin"}, {}, FileNotFoundError, "there is no folder .*x; make it first"),
+    "there": ({"out": "b.bin"}, {"b.bin": b"x"}, FileExistsError, "b.bin exists already"),
+    "no folder": ({"out": "x/b.bin"}, {}, FileNotFoundError, "x does not exist; make it first"),
     "no such token": ({"eos_token": "</s>"}, {}, ValueError, r"no token '</s>' .*special tokens are <\|end\|>"),
     "both": ({"eos_token": END, "documents": False}, {}, ValueError, "documents are off"),
 }

@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dilated.data import GenomeDataModule
 from lightning_dilated.data.genome import files as fasta_files
-from lightning_dilated.data.genome.files import default_cache, index, plain_file
+from lightning_dilated.data.genome.files import default_cache, read_index, plain_file
 
 HERE = Path(__file__).parent
 PACKED = str(HERE / "lambda_virus.fa.gz")
@@ -20,15 +20,15 @@ def names(folder: Path) -> list[str]:
 
 
 def test_an_index_is_made_beside_the_file_once(lambda_virus: str, tmp_path: Path) -> None:
-    (record,) = index(lambda_virus, "given", tmp_path / "cache")
+    (record,) = read_index(lambda_virus, "given", tmp_path / "cache")
     assert record == ("gi|9626243|ref|NC_001416.1|", 48502, 74, 70, 71)
     beside = Path(lambda_virus + ".fai")
     assert names(tmp_path) == ["lambda_virus.fa", "lambda_virus.fa.fai"]
     before = beside.stat().st_mtime_ns
-    assert index(lambda_virus, "given", tmp_path / "cache") == [record]
+    assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns == before
     os.utime(beside, (0, 0))  # older than the file: made anew
-    assert index(lambda_virus, "given", tmp_path / "cache") == [record]
+    assert read_index(lambda_virus, "given", tmp_path / "cache") == [record]
     assert beside.stat().st_mtime_ns > 0
 
 
@@ -38,12 +38,12 @@ def test_an_index_of_a_read_only_folder_lies_in_the_cache(
     # the tests may run as root, whom permissions do not bind
     monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
     cache = tmp_path / "cache"
-    found = [index(lambda_virus, "given", cache) for _ in range(2)]
+    found = [read_index(lambda_virus, "given", cache) for _ in range(2)]
     assert found[0] == found[1] and found[0][0][1] == 48502
     (name,) = names(cache)
     assert name.startswith("lambda_virus.fa.") and name.endswith(".fai")
     Path(lambda_virus).write_text(">other\nACGT\n")
-    assert index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of that name has its own
+    assert read_index(lambda_virus, "given", cache) == [("other", 4, 7, 4, 5)]  # another file of that name has its own
 
 
 def test_gzip_is_undone_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -95,10 +95,10 @@ def twice(folder: Path) -> Path:
 BAD = {
     "no header": (
         lambda d: write(d, LINES),
-        "a.fa is no FASTA .* before the first .* at line 1.* begins with a line >NAME",
+        "a.fa is not a FASTA .* before the first .* at line 1.* begins with a line >NAME",
     ),
-    "fastq": (lambda d: write(d, "@read\nACGT\n+\nIIII\n"), "a.fa is no FASTA .*line 1"),
-    "no name": (lambda d: write(d, f">\n{LINES}"), "a.fa is no FASTA .*Bad sequence name"),
+    "fastq": (lambda d: write(d, "@read\nACGT\n+\nIIII\n"), "a.fa is not a FASTA .*line 1"),
+    "no name": (lambda d: write(d, f">\n{LINES}"), "a.fa is not a FASTA .*Bad sequence name"),
     "names twice": (
         lambda d: write(d, f">one x\n{LINES}>one y\n{LINES}"),
         'a.fa .*Two records have the name "one": rename one',
@@ -110,8 +110,11 @@ BAD = {
         "a.fa: the record 'p53' holds 'E' at base 6 .counted from 1.* is it a protein .* Take it out",
     ),
     "alignment": (lambda d: write(d, f">one\n{LINES}ACG-TAC\n"), "holds '-' at base 54 .*alignment with gaps"),
-    "ragged lines": (lambda d: write(d, f">one\nACGTAC\n{LINES}"), "a.fa is no FASTA .*not consistent.* wrap it anew"),
-    "binary": (lambda d: write(d, b"\xff\xfe\x00\x01" * 99), "a.fa is no FASTA .*It is not text"),
+    "ragged lines": (
+        lambda d: write(d, f">one\nACGTAC\n{LINES}"),
+        "a.fa is not a FASTA .*not consistent.* wrap it again",
+    ),
+    "binary": (lambda d: write(d, b"\xff\xfe\x00\x01" * 99), "a.fa is not a FASTA .*It is not text"),
     "empty": (lambda d: write(d, ""), "a.fa is empty: fetch it again"),
     "empty gzip": (lambda d: write(d, gzip.compress(b""), "a.fa.gz"), "a.fa.gz is empty once decompressed"),
     "truncated gzip": (
@@ -238,7 +241,7 @@ def test_a_link_in_place_of_the_lock_is_not_followed(tmp_path: Path) -> None:
 
 def test_a_cache_that_is_no_folder(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("")
-    with pytest.raises(FileExistsError, match=r"data\.cache_dir .*cache is no folder; name another"):
+    with pytest.raises(FileExistsError, match=r"data\.cache_dir .*cache is not a folder; name another"):
         plain_file(PACKED, tmp_path / "cache" / "genomes")
 
 

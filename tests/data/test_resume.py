@@ -199,7 +199,7 @@ def test_a_checkpoint_that_has_no_fingerprint_yet(file: str, tmp_path: Path) -> 
     states = [stored["ByteDataModule"]["train"], *stored["loops"]["fit_loop"]["state_dict"]["combined_loader"]]
     assert all(state.pop("fingerprint") for state in states)
     torch.save(stored, tmp_path / "old.ckpt")
-    with pytest.warns(UserWarning, match="does not tell by a fingerprint"):
+    with pytest.warns(UserWarning, match="has no fingerprint"):
         resumed, _ = run(data(file), tmp_path / "old.ckpt", max_steps=4)
     assert len(resumed.seen) == 1
 

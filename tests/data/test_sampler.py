@@ -2,11 +2,18 @@
 
 import itertools
 
+import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+from lightning_dilated._compat.lightning import (
+    batches_begun,
+    batches_finished,
+    epoch_batches_finished,
+    set_batches_finished,
+)
 from lightning_dilated.data import ResumableLoader, ResumableSampler
 
 
@@ -162,3 +169,19 @@ def test_another_sampler_is_served_without_a_position() -> None:
     assert source.state_dict() == {}
     source.load_state_dict({})
     assert epoch(source) == [[0, 1], [2, 3]]
+
+
+def test_lightnings_batch_counters():
+    """What `_compat.lightning` reads and sets; if this fails, Lightning counts batches in another way."""
+    trainer = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False)
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    for _ in range(3):
+        progress.increment_ready()
+        progress.increment_started()
+        progress.increment_processed()
+        progress.increment_completed()
+    progress.increment_ready()
+    assert (batches_finished(trainer), batches_begun(trainer), epoch_batches_finished(trainer)) == (3, 4, 3)
+    set_batches_finished(trainer, 7)
+    current = progress.current
+    assert (current.ready, current.started, current.processed, current.completed) == (8, 7, 7, 7)

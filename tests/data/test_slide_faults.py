@@ -123,10 +123,10 @@ def test_values_are_checked_whenever_they_are_read(folder, name):
 
 ONES = torch.ones(3, 3)
 PT = {
-    "no torch file": (lambda p: p.write_text("1"), "no file of plain tensors"),
-    "no bytes": (lambda p: p.write_bytes(b""), "no torch file, or cut short"),
-    "truncated": (lambda p: (torch.save(torch.ones(99, 3), p), truncate(p, 0.5)), "no torch file, or cut short"),
-    "code": (lambda p: torch.save(module, p), "no file of plain tensors, which alone are loaded .weights_only."),
+    "no torch file": (lambda p: p.write_text("1"), "not a file of plain tensors"),
+    "no bytes": (lambda p: p.write_bytes(b""), "not a torch file, or cut short"),
+    "truncated": (lambda p: (torch.save(torch.ones(99, 3), p), truncate(p, 0.5)), "not a torch file, or cut short"),
+    "code": (lambda p: torch.save(module, p), "not a file of plain tensors; nothing else is loaded .weights_only."),
     "a list": (lambda p: torch.save([1], p), "holds a list, but it must be a tensor or a dict of tensors"),
     "other names": (lambda p: torch.save({"x": torch.ones(3, 3)}, p), "no 'features'; it holds x"),
     "lists": (tiny, "'features' is a list, not an array"),
@@ -153,23 +153,23 @@ CSV = {
     "column twice": ("slide_id,label,label", [], {}, "more than one column 'label'"),
     "long row": ("slide_id,label", [*GOOD[:2], "s2,a,b"], {}, r"line 4 has 3 values, but there are 2 columns.*quotes"),
     "short row": ("slide_id,label", [*GOOD[:2], "s2"], {}, "line 4 has 1 values"),
-    "open quote": ("slide_id,label", ['s0,"a'], {}, "line 2: .*mend the quotes"),
+    "open quote": ("slide_id,label", ['s0,"a'], {}, "line 2: .*correct the quotes"),
     "two labels": ("slide_id,label", [*GOOD, "s1,a"], {}, "line 8: slide 's1' .* labels 'b' and 'a'; the first is line 3"),
     "named twice": ("slide_id,label", [*GOOD, "s1.h5,b"], {}, "line 8: slide 's1' is named a second time; the first"),
     "no label": ("slide_id,label", [*GOOD[:5], "s5,"], {}, "line 7: the value of 'label' is empty"),
     "nan label": ("slide_id,label", [*GOOD[:5], "s5,NaN"], {}, "line 7: the value of 'label' is empty"),
     "no slide": ("slide_id,label", [*GOOD, ",a"], {}, "line 8: the value of 'slide_id' is empty"),
-    "split word": ("slide_id,label,split", ["s0,a,dev"], {}, "line 2: the split is 'dev', but it must be one of"),
+    "split word": ("slide_id,label,split", ["s0,a,dev"], {}, "line 2: the split must be one of .*; got 'dev'"),
     "no split": ("slide_id,label,split", ["s0,a,"], {}, "line 2: the value of 'split' is empty"),
     "no row": ("slide_id,label", [], {}, "names no slide"),
     "missing file": ("slide_id,label", [*GOOD, "gone,a"], {}, "1 slides lack.*line 8: no file is called gone.*'leave_out'"),
     "missing row": ("slide_id,label", GOOD[:5], {}, "1 slides lack a file or a label.*s5.h5 has no line"),
     "nothing fits": ("slide_id,label", ["x,a", "y,b"], {"unmatched": "leave_out"}, "no file of data.paths is named in"),
-    "fraction": ("slide_id,label", [f"s{i},{i / 2}" for i in range(6)], {}, "line 3: the label 0.5 is no class.*'numbers'"),
-    "word": ("slide_id,label", GOOD, {"labels": "numbers"}, "line 2: the label 'a' is no finite number"),
-    "infinite": ("slide_id,label", [f"s{i},inf" for i in range(6)], {"labels": "numbers"}, "no finite number"),
+    "fraction": ("slide_id,label", [f"s{i},{i / 2}" for i in range(6)], {}, "line 3: the label 0.5 is not a class"),
+    "word": ("slide_id,label", GOOD, {"labels": "numbers"}, "line 2: the label 'a' is not a finite number"),
+    "infinite": ("slide_id,label", [f"s{i},inf" for i in range(6)], {"labels": "numbers"}, "not a finite number"),
     "one class": ("slide_id,label", [f"s{i},a" for i in range(6)], {}, "all labels are 'a'; a classifier needs two"),
-    "unknown class": ("slide_id,label", GOOD, {"classes": ["a", "c"]}, r"line 3: the label 'b' is none of data.classes"),
+    "unknown class": ("slide_id,label", GOOD, {"classes": ["a", "c"]}, r"line 3: the label 'b' is not in data.classes"),
     "no training": ("slide_id,label,split", [f"{x},val" for x in GOOD], {}, "the train split has none of the 6 slides"),
 }  # fmt: skip
 
@@ -183,7 +183,7 @@ def test_bad_csv(folder, name):
 
 
 def test_no_csv(folder):
-    with pytest.raises(FileNotFoundError, match=r"none\.csv is no file: pass the path of a csv"):
+    with pytest.raises(FileNotFoundError, match=r"none\.csv is not a file: pass the path of a csv"):
         module(folder, labels_csv=str(folder / "none.csv")).check()
     os.mkfifo(folder / "fifo.csv")
     with pytest.raises(ValueError, match=r"fifo\.csv is neither a regular file"):
@@ -213,7 +213,7 @@ def test_all_bad_slides_are_told_at_once(folder):
 PATHS = {
     "nothing": (lambda f: str(f / "none"), FileNotFoundError, "does not exist; pass existing .h5 or .pt files"),
     "no slides": (lambda f: str(f / "empty"), FileNotFoundError, "no regular files ending in .h5"),
-    "other files": (lambda f: [str(f / "labels.csv")], ValueError, "labels.csv is no slide file"),
+    "other files": (lambda f: [str(f / "labels.csv")], ValueError, "labels.csv is not a slide file"),
     "two of a name": (lambda f: [str(f / "s0.h5"), str(f / "empty" / "s0.pt")], ValueError, "are both slide 's0'"),
 }
 
@@ -232,17 +232,17 @@ def test_bad_paths(folder, name):
 OPTIONS = {
     "no paths": ({"paths": None}, ValueError, "data.paths is an empty list; pass existing .h5"),
     "labels without a csv": ({"labels": "classes", "labels_csv": None}, ValueError, "need data.labels_csv"),
-    "labels": ({"labels": "words"}, ValueError, "data.labels is 'words'; it must be one of classes, numbers, none"),
-    "over": ({"over": "cut"}, ValueError, "data.over is 'cut'; .* error, sample"),
-    "order": ({"order": "hilbert"}, ValueError, "data.order is 'hilbert'; .* file, raster"),
+    "labels": ({"labels": "words"}, ValueError, "data.labels must be one of classes, numbers, none; got 'words'"),
+    "over": ({"over": "cut"}, ValueError, "data.over must be .*got .*'cut'"),
+    "order": ({"order": "hilbert"}, ValueError, "data.order must be .*got .*'hilbert'"),
     "raster": ({"order": "raster", "coords_name": None}, ValueError, "'raster' needs coordinates"),
-    "dtype": ({"feature_dtype": "int8"}, ValueError, "data.feature_dtype is 'int8'"),
+    "dtype": ({"feature_dtype": "int8"}, ValueError, "data.feature_dtype must be .*got .*'int8'"),
     "values": ({"check_values": "none"}, ValueError, "data.check_values"),
     "unmatched": ({"unmatched": True}, ValueError, "data.unmatched"),
-    "max_tiles": ({"max_tiles": 0}, ValueError, "data.max_tiles is 0"),
-    "tile_size": ({"tile_size": 2.5}, TypeError, "data.tile_size is 2.5"),
-    "class_token": ({"class_token": 1}, TypeError, "data.class_token is 1"),
-    "fraction": ({"val_fraction": 1.0}, ValueError, "data.val_fraction is 1"),
+    "max_tiles": ({"max_tiles": 0}, ValueError, "data.max_tiles must be .*got .*0"),
+    "tile_size": ({"tile_size": 2.5}, TypeError, "data.tile_size must be .*got .*2.5"),
+    "class_token": ({"class_token": 1}, TypeError, "data.class_token must be .*got .*1"),
+    "fraction": ({"val_fraction": 1.0}, ValueError, "data.val_fraction must be .*got .*1"),
 }
 
 
@@ -258,14 +258,14 @@ CHECKS = {
         {"max_tiles": 11},
         "6 of 6 slides have more than data.max_tiles = 11 tiles.*or set data.over to 'sample'",
     ),
-    "tile size": ({"tile_size": 512}, "says that its tiles are 256 level-0 pixels wide, but data.tile_size is 512"),
+    "tile size": ({"tile_size": 512}, "states that its tiles are 256 level-0 pixels wide, but data.tile_size is 512"),
     "batch": ({"batch_size": 9}, "has 4 samples, but one batch takes 9"),
     "fractions": ({"val_fraction": 0.6, "test_fraction": 0.4}, "the train split has none of the 6 slides"),
     "too much": (
         {"test_fraction": 1},
         "val_fraction 0.1 and data.test_fraction 1 are above 1.*set data.val_fraction to 0",
     ),
-    "split": ({}, "split is 'dev'; it must be one of train, val, test"),
+    "split": ({}, "split must be one of train, val, test; got 'dev'"),
 }
 
 
@@ -303,4 +303,4 @@ def test_coordinates_of_every_slide_are_looked_at(folder):
 
 def test_endings_in_capitals_count(folder):
     (folder / "s5.h5").rename(folder / "s5.H5")
-    assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).found.slides) == 6
+    assert len(SlideDataModule(str(folder), str(folder / "labels.csv")).inventory.slides) == 6

@@ -11,6 +11,7 @@ import torch
 
 from lightning_dilated import SlideEncoder
 from lightning_dilated.data import SlideDataModule, check_coordinates
+from lightning_dilated.data.slides.coordinates import tile_cells
 from lightning_dilated.data.slides.files import extent_of, tile_size_of
 
 from .test_slides import write
@@ -32,8 +33,8 @@ def slides(folder: Path, sides: list[int], coords: np.ndarray | None = None, **a
     return str(folder)
 
 
-def fit(folder: str, tile_size: int, grid: int = 1000, **options) -> None:
-    model = SlideEncoder(**SIZES, tile_size=tile_size, grid=grid, task="regression")
+def fit(folder: str, of_model: int, grid: int = 1000, **options) -> None:
+    model = SlideEncoder(**SIZES, tile_size=of_model, grid=grid, task="regression")
     data = SlideDataModule(folder, val_fraction=0, test_fraction=0, **options)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=0, logger=False, enable_checkpointing=False, enable_progress_bar=False
@@ -175,6 +176,39 @@ def test_tiles_that_overlap(tmp_path):
         fit(folder, 512)
     with pytest.raises(ValueError, match=r"'overlap' .* is 256.*must be below the patch_size 256"):
         tile_size_of("a.h5", {"patch_size_level0": 512, "patch_size": 256, "overlap": 256})
+
+
+@pytest.mark.parametrize(
+    "attributes, step",
+    [
+        ({"patch_size": 256, "patch_level": 0, "downsample": [1.0, 1.0]}, 128),
+        ({"patch_size": 256, "patch_level": 0, "downsample": [1.0, 1.0]}, 240),
+        ({"patch_size": 256, "patch_level": 1, "downsample": [4.0, 4.0]}, 512),
+        ({"patch_size_level0": 512}, 256),
+    ],
+    ids=["half", "a little", "level 1", "TRIDENT without overlap"],
+)
+def test_overlapping_tiles_of_a_file_that_does_not_state_the_step(tmp_path, attributes, step):
+    """CLAM writes patch_size and not step_size: the error says which tile_size to set, and that one is taken."""
+    folder = slides(tmp_path, [step] * 3, **attributes)
+    with pytest.raises(ValueError, match=f"(?s)s0\\.h5: .*{step} apart.*tile_size( to |=){step}\\b.*data.tile_size"):
+        fit(folder, step)
+    fit(folder, step, tile_size=step)
+    for wrong in (step - 7, step + 7):
+        with pytest.raises(ValueError, match=f"(?s)s0\\.h5: .*{step} apart.*tile_size( to |=){step}\\b"):
+            fit(folder, wrong, tile_size=wrong)
+    with pytest.raises(ValueError, match=r"tiles are .* wide, but data.tile_size is 4096"):
+        fit(folder, 4096, tile_size=4096)
+    with pytest.raises(ValueError, match=f"the model has tile_size=1024, but the data's is {step}"):
+        fit(folder, 1024, tile_size=step)
+
+
+def test_overlapping_tiles_of_clam_lie_at_cells_of_the_step(tmp_path):
+    attributes = {"patch_size": 256, "patch_level": 0, "downsample": [1.0, 1.0]}
+    data = SlideDataModule(slides(tmp_path, [128], **attributes), val_fraction=0, test_fraction=0, tile_size=128)
+    data.check()
+    coords = data.dataset("train")[0]["coords"][1:].numpy()
+    assert data.tile_size == 128 and np.array_equal(tile_cells(coords, data.tile_size), cells())
 
 
 def test_an_evil_attribute_in_a_file(tmp_path):

@@ -139,7 +139,7 @@ def test_a_cohort_of_one_class(folder, tmp_path):
         module(folder, path, **options).check()
     data = module(folder, path, classes=["normal", "tumor"], **options)
     with pytest.warns(UserWarning, match="the test split has slides of one class only: 20 of 'tumor'"):
-        assert data.classes == ["normal", "tumor"] and set(data.found.labels) == {1}
+        assert data.classes == ["normal", "tumor"] and set(data.inventory.labels) == {1}
 
 
 # -- slides without a tile -----------------------------------------------------------------------------------------------

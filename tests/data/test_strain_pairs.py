@@ -265,8 +265,8 @@ def test_directories_globs_and_compressed_files(species: dict[str, list[str]], t
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
 VALUES = [
-    ({"species": {}}, TypeError, r"data.species is {}; it must be a mapping of species to their FASTA files"),
-    ({"species": ["a.fa"]}, TypeError, r"data.species is \['a.fa'\]; it must be a mapping"),
+    ({"species": {}}, TypeError, "data.species must be a mapping of species to their FASTA files .*got {}"),
+    ({"species": ["a.fa"]}, TypeError, r"data.species must be a mapping .*got \['a.fa'\]"),
     ({"species": {"one": []}}, ValueError, r"data.species.one is an empty list; pass existing files"),
     ({"val": "three"}, ValueError, r"data.val holds \['three'\], but data.species has: one, two"),
     ({"train": ["one", "three"]}, ValueError, r"data.train holds \['three'\], but data.species has"),
@@ -277,12 +277,12 @@ VALUES = [
     ),
     ({"train": "one", "val": "one"}, ValueError, r"data.train and data.val both hold \['one'\]"),
     ({"val": ["one", "two"]}, ValueError, r"leave none of data.species \(one, two\) to train on: add a species"),
-    ({"seq_len": 63}, ValueError, "data.seq_len is 63; it must be a whole number of at least 64"),
-    ({"boundary_range": 1.0}, ValueError, "data.boundary_range is 1.0"),
-    ({"max_dropped": -1}, ValueError, "data.max_dropped is -1"),
-    ({"rename_bases": 1}, TypeError, "data.rename_bases is 1"),
-    ({"reverse_complement": 2}, ValueError, "data.reverse_complement is 2; it must be a number from 0 to 1"),
-    ({"train_size": 0}, ValueError, "data.train_size is 0"),
+    ({"seq_len": 63}, ValueError, "data.seq_len must be at least 64, got 63"),
+    ({"boundary_range": 1.0}, ValueError, "data.boundary_range must be .*got .*1.0"),
+    ({"max_dropped": -1}, ValueError, "data.max_dropped must be .*got .*-1"),
+    ({"rename_bases": 1}, TypeError, "data.rename_bases must be .*got .*1"),
+    ({"reverse_complement": 2}, ValueError, "data.reverse_complement must be a number in .0, 1., got 2"),
+    ({"train_size": 0}, ValueError, "data.train_size must be .*got .*0"),
 ]
 
 
@@ -330,7 +330,7 @@ def test_wrong_data(species: dict[str, list[str]], tmp_path: Path) -> None:
     for given, options, message in cases:
         with pytest.raises((ValueError, OSError), match=message):
             StrainPairsDataModule(copy.deepcopy(given), **{**SIZES, **options}).check()
-    with pytest.raises(ValueError, match="there is no split 'dev'"):
+    with pytest.raises(ValueError, match=r"split must be one of .*; got 'dev'"):
         StrainPairsDataModule(species, **SIZES).dataset("dev")
 
 

@@ -78,10 +78,10 @@ def test_pt_holds_the_same(tmp_path):
 @pytest.mark.parametrize(
     "options, message",
     [
-        ({"slides": 0}, "slides is 0"),
-        ({"tiles": (9, 3)}, r"tiles is \(9, 3\); it must be \(least, most\)"),
-        ({"features": 2.0}, r"features is 2\.0"),
-        ({"kind": "zarr"}, "kind is 'zarr'; it must be one of h5, pt"),
+        ({"slides": 0}, "slides must be .*got .*0"),
+        ({"tiles": (9, 3)}, r"tiles must be \(least, most\), got \(9, 3\)"),
+        ({"features": 2.0}, r"features must be .*got .*2\.0"),
+        ({"kind": "zarr"}, "kind must be one of h5, pt; got 'zarr'"),
     ],
 )
 def test_wrong_values(tmp_path, options, message):

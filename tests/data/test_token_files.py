@@ -111,13 +111,13 @@ BAD = {
     "truncated npy": (
         lambda d: cut(npy(d, TOKENS), 1000),
         {},
-        "a.npy was cut off: its header says 400 .* but 109 are .*again",
+        "a.npy was cut off: its header states 400 .* but it has 109 .*again",
     ),
     "cut in its header": (lambda d: cut(npy(d, TOKENS), 20), {}, "a.npy has no readable .npy header .* write it again"),
     "longer than its header": (
         lambda d: raw(d, npy(d, TOKENS).read_bytes() + b"more", "a.npy"),
         {},
-        "a.npy goes on after its array: its header says 400 tokens, but 400 are there .and 4 bytes",
+        "a.npy goes on after its array: its header states 400 tokens, but it has 400 .and 4 bytes",
     ),
     "npy that is none": (
         lambda d: raw(d, b"x" * 900, "a.npy"),
@@ -130,12 +130,12 @@ BAD = {
             (
                 "a negative shape",
                 ("{'descr': '<u2', 'fortran_order': False, 'shape': (-5,)}",),
-                "its header says -5 tokens",
+                "its header states -5 tokens",
             ),
             (
                 "10^12 tokens",
                 (TWELVE,),
-                "a.npy was cut off: its header says 1,000,000,000,000 tokens, but 50 are there",
+                "a.npy was cut off: its header states 1,000,000,000,000 tokens, but it has 50",
             ),
             (
                 "4 GiB of header",

@@ -1,4 +1,4 @@
-"""What a tokenizer has no token for: refused where it would be left out in silence, counted where it is unknown."""
+"""What a tokenizer has no token for: refused where it would be silently left out, counted where it is unknown."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def test_characters_without_a_token_are_not_left_out(tmp_path: Path) -> None:
     made = tokenizers.Tokenizer(models.BPE())
     made.train_from_iterator(["ACGTACGGTA" * 20], trainers.BpeTrainer(vocab_size=20, show_progress=False))
     made.save(str(tmp_path / "t.json"))
-    with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*left out in silence"):
+    with pytest.raises(ValueError, match=r"a.txt holds 'c' \(U\+0063\), 'g' \(U\+0067\), .*silently left out"):
         encode_files(tmp_path / "t.json", write(tmp_path, **{"a.txt": "ACGTcgC"}), tmp_path / "a.bin", documents=False)
     found = encode_files(tmp_path / "t.json", write(tmp_path, b="ACGT\nACG"), tmp_path / "b.bin", documents=False)
     got = np.fromfile(found.path, np.uint16).tolist()

@@ -159,10 +159,10 @@ def test_xpos_is_checked_for_the_dtype_under_autocast(dtype, refuses):
 REFUSED = {
     "norm": ({"norm": "batchnorm"}, "norm must be one of rmsnorm, layernorm; got 'batchnorm'"),
     "ffn": ({"ffn": "relu"}, "ffn must be one of swiglu, gelu; got 'relu'"),
-    "dropout": ({"dropout": 1.0}, r"dropout must be a probability in \[0, 1\), got 1.0"),
-    "dropout nan": ({"dropout": math.nan}, "dropout must be a probability"),
-    "attention dropout": ({"attention_dropout": -0.1}, "attention_dropout must be a probability"),
-    "dropout a bool": ({"attention_dropout": True}, "attention_dropout must be a probability"),
+    "dropout": ({"dropout": 1.0}, r"dropout must be a number in \[0, 1\), got 1.0"),
+    "dropout nan": ({"dropout": math.nan}, "dropout must be a number in"),
+    "attention dropout": ({"attention_dropout": -0.1}, "attention_dropout must be a number in"),
+    "dropout a bool": ({"attention_dropout": True}, "attention_dropout must be a number"),
     "depth": ({"depth": 0}, "depth must be at least 1, got 0"),
     "hidden": ({"hidden": 0}, "ffn_dim must be at least 1, got 0"),
 }
@@ -171,7 +171,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     options, text = REFUSED[name]
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises((TypeError, ValueError), match=text):
         stack(**options)
 
 

@@ -86,13 +86,13 @@ def test_padding_is_never_masked():
 
 
 REFUSED = {
-    "nothing": ({"fraction": 0}, "mask_fraction must be above 0"),
-    "everything": ({"fraction": 1.0}, "mask_fraction must be above 0 and below 1"),
-    "text": ({"fraction": "0.1"}, "mask_fraction must lie between 0 and 1, got '0.1'"),
-    "negative": ({"keep": -0.1}, "keep_fraction must lie between"),
+    "nothing": ({"fraction": 0}, "mask_fraction must be a number in"),
+    "everything": ({"fraction": 1.0}, r"mask_fraction must be a number in \(0, 1\)"),
+    "text": ({"fraction": "0.1"}, "mask_fraction must be a number, got '0.1'"),
+    "negative": ({"keep": -0.1}, "keep_fraction must be a number in"),
     "too much": ({"keep": 0.6, "random": 0.6}, "add up to more than 1"),
-    "span": ({"span": 0.5}, "mask_span must be a number of tokens"),
-    "nan": ({"span": float("nan")}, "mask_span must be a number of tokens"),
+    "span": ({"span": 0.5}, "mask_span must be a number in"),
+    "nan": ({"span": float("nan")}, "mask_span must be a number in"),
     "no token left": ({"never": tuple(range(V))}, "leaves none of the 11 tokens"),
 }
 
@@ -100,5 +100,5 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     changes, says = REFUSED[name]
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(TypeError if name == "text" else ValueError, match=says):
         masking(**changes)

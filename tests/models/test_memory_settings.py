@@ -251,7 +251,7 @@ def test_compiled_whole_with_offload():
         ({"policy": "attention-kept", "every": 2}, 'every=2 keeps .* it needs policy="block"'),
         ({"policy": "block", "every": 0}, "every must be at least 1, got 0"),
         ({"offload": 0.5}, "offload=0.5 moves the block inputs"),
-        ({"policy": "block", "offload": -1}, "offload must be 0 .none., a fraction .* got -1"),
+        ({"policy": "block", "offload": -1}, "offload must be a number in .0, inf., got -1"),
         ({"policy": "block", "offload": True}, "offload must be .* got True"),
         ({"policy": "block", "offload": float("nan")}, "offload must be .* got nan"),
         ({"tile": 0}, "tile must be at least 1, got 0"),

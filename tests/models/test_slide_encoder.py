@@ -177,7 +177,7 @@ REFUSED = {
     "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),
     "classes of nothing": (made(num_classes=2), ValueError, "num_classes=2 needs a task"),
     "frozen without a head": (made(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),
-    "layer_decay": (made(layer_decay=1.5), ValueError, r"layer_decay must lie in \(0, 1\]"),
+    "layer_decay": (made(layer_decay=1.5), ValueError, r"layer_decay must be a number in \(0, 1\]"),
 }  # fmt: skip
 
 

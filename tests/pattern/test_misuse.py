@@ -107,7 +107,7 @@ PATTERN = {
     ),
     "fraction 1": (lambda: PAIR.shifted(1.0), ValueError, ["fraction", r"\[0, 1\)", r"1\.0"]),
     "fraction nan": (lambda: PAIR.shifted(float("nan")), ValueError, ["fraction", "nan"]),
-    "fraction bool": (lambda: PAIR.shifted(True), ValueError, ["fraction", "True"]),
+    "fraction bool": (lambda: PAIR.shifted(True), TypeError, ["fraction", "True"]),
     "below 0": (lambda: PAIR.shifted(below=0), ValueError, ["below", "at least 1"]),
     "from_dict of a list": (
         lambda: DilatedPattern.from_dict([(8, 1)]),

@@ -16,9 +16,7 @@ WHOLE = {"near": 1.5e9, "far": 2.5e8, "round": 1e-4, "message": 1e-5, "source": 
 @pytest.mark.parametrize("name", NUMBERS)
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 10**400, "1e9", True, None])
 def test_a_field_that_is_no_speed(name, value):
-    with pytest.raises(
-        (TypeError, ValueError), match=rf"^{name} must be (a positive number|positive and finite), got "
-    ):
+    with pytest.raises((TypeError, ValueError), match=rf"^{name} must be a number( in .*)?, got "):
         Links(**{name: value})
 
 
@@ -47,8 +45,8 @@ def test_a_file_without_a_source_is_the_source(tmp_path):
 WRONG = {
     "missing": ({k: v for k, v in WHOLE.items() if k != "far"}, "missing: far. A file of links holds near, far"),
     "unknown": ({**WHOLE, "latency": 1}, "unknown: latency. A file of links holds near, far"),
-    "text": ({**WHOLE, "round": "40us"}, "round must be a positive number, got '40us'"),
-    "zero": ({**WHOLE, "near": 0}, "near must be positive and finite, got 0"),
+    "text": ({**WHOLE, "round": "40us"}, "round must be a number, got '40us'"),
+    "zero": ({**WHOLE, "near": 0}, "near must be a number in (0, inf), got 0"),
     "source": ({**WHOLE, "source": 3}, "source must be text, got 3"),
     "list": ([1, 2], "not a mapping of near, far"),
 }

@@ -37,7 +37,7 @@ def test_shape(world, sequence, head, want):
         ({"exchange": "rings"}, "exchange must be one of auto, gather"),
         ({"layout": "blocks"}, "layout must be one of contiguous, zigzag, strided"),
         ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
-        ({"timeout": 0}, "timeout must be a positive number of seconds"),
+        ({"timeout": 0}, "timeout must be a number in \\(0, inf\\), got 0. It is in seconds"),
         ({"start_method": "forkserver"}, "start_method must be one of popen, spawn, fork"),  # trap 15: it shares memory
     ],
 )

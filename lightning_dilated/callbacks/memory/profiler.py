@@ -20,7 +20,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Watch
 from lightning_dilated.callbacks.memory.probe import (
     CpuProbe,
@@ -219,8 +219,7 @@ class MemoryProfiler(pl.Callback):
         if folder is not None and (not isinstance(folder, (str, Path)) or not str(folder)):
             raise TypeError(f"folder must be a path, or None, got {folder!r}.")
         for name, value in (("timeline", timeline), ("snapshot_on_oom", snapshot_on_oom)):
-            if not isinstance(value, bool):
-                raise TypeError(f"{name} must be True or False, got {value!r}.")
+            flag(value, name)
         self.folder, self.timeline = None if folder is None else Path(folder), timeline
         self.snapshot_steps, self.snapshot_on_oom = check_steps(snapshot_steps), snapshot_on_oom
         self._watch: Watch = None  # type: ignore[assignment]  # None only outside of a fit, as is the probe

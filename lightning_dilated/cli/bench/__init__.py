@@ -1,4 +1,4 @@
-"""`lightning-dilated bench`: what this machine can do, the op and the links between its ranks."""
+"""`lightning-dilated bench`: measurements of this machine: the op, and the links between its ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from lightning_dilated.cli.bench import attention, links
 __all__ = ["run"]
 
 PARTS = {
-    "attention": (attention, "the op, forward and backward, beside dense attention of the same FLOPs"),
+    "attention": (attention, "the op, forward and backward, next to dense attention of the same FLOPs"),
     "links": (links, 'latency and bandwidth between ranks, for exchange="auto"'),
 }
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options of `bench`."""
     p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
     parts = p.add_subparsers(dest="what", required=True)
     for name, (module, about) in PARTS.items():

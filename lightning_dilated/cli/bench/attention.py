@@ -1,4 +1,4 @@
-"""`lightning-dilated bench attention`: the op on this machine, each engine beside dense attention of the same FLOPs.
+"""`lightning-dilated bench attention`: time and memory of the op, next to dense attention of the same FLOPs.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib.figure
 import torch
 
+from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
 from lightning_dilated.cli.generate import check_device
@@ -26,7 +27,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Row:
-    """One measured case; `engine` is "dense" for the yardstick, which has no forward of its own and no memory."""
+    """One measured case; `engine` is "dense" for the yardstick, which has no separate forward and no memory."""
 
     seq_len: int
     causal: bool
@@ -39,7 +40,6 @@ class Row:
 
 
 def options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `bench attention`."""
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, help="(default bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument(
@@ -68,13 +68,12 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     args.kv_heads = args.kv_heads or args.heads
     args.engines = args.engines or (["auto", "triton"] if on_gpu else ["auto"])
     for name, values in (("seq_len", args.seq_len), ("heads", [args.heads]), ("repeats", [args.repeats])):
-        if min(values) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {min(values)}.")
+        integer(min(values), f"--{name}", 1)
     if args.heads % args.kv_heads or args.kv_heads < 1:
         raise ValueError(f"--kv_heads {args.kv_heads} must divide --heads {args.heads}.")
     unknown = [name for name in args.engines if name not in engine_names()]
     if unknown:
-        raise ValueError(f"--engines {unknown[0]}: there is none of that name; use {', '.join(engine_names())}.")
+        raise ValueError(f"--engines {unknown[0]}: no engine has that name; use {', '.join(engine_names())}.")
     request = Request(torch.device(args.device), getattr(torch, args.dtype), args.head_dim)
     for name in args.engines:
         choose(name, request)
@@ -115,7 +114,6 @@ def measure(args: argparse.Namespace, pattern: DilatedPattern, seq_len: int) -> 
 
 
 def table(rows: list[Row]) -> list[str]:
-    """The rows in Markdown."""
     lines = [
         "| tokens | causal | engine | forward ms | forward+backward ms | TFLOP/s | times dense | GiB beyond q, k, v, dO |",
         "| --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -138,9 +136,9 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     figure = matplotlib.figure.Figure(figsize=(1.5 + 1.4 * len(cases), 3.5), layout="constrained")
     axes = figure.add_subplot()
     for i, engine in enumerate(engines):
-        found = {(r.seq_len, r.causal): r.tflops for r in rows if r.engine == engine}
-        at = [c + (i + 0.5) * 0.8 / len(engines) - 0.4 for c in range(len(cases))]
-        axes.bar(at, [found.get(case, 0.0) for case in cases], 0.8 / len(engines), label=engine)
+        values = {(r.seq_len, r.causal): r.tflops for r in rows if r.engine == engine}
+        positions = [c + (i + 0.5) * 0.8 / len(engines) - 0.4 for c in range(len(cases))]
+        axes.bar(positions, [values.get(case, 0.0) for case in cases], 0.8 / len(engines), label=engine)
     axes.set_xticks(range(len(cases)), [f"{n:,}\n{'causal' if causal else 'full'}" for n, causal in cases])
     axes.set_ylabel("TFLOP/s, forward + backward")
     axes.set_title(title, fontsize=9)
@@ -150,7 +148,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
 
 
 def run(args: argparse.Namespace, command: str) -> None:
-    """Measure, print the table, and draw and record it where that was asked for."""
+    """Measure, print the table, and draw and record it if requested."""
     args = checked(args)
     pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
     pattern.check_heads(args.heads, args.kv_heads)

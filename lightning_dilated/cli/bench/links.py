@@ -1,6 +1,4 @@
-"""What one rank measures for `bench links`: seconds of the exchanges' own all-to-all, over few bytes and many, near and far.
-
-`lightning-dilated bench links`: what an all-to-all between this machine's ranks takes, for the planner to reckon with.
+"""`lightning-dilated bench links`: an all-to-all between ranks, from which the planner takes latency and bandwidth.
 
 Every rank sends bytes to some others and receives as many, as the exchanges do, all ranks at once.
 
@@ -25,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dilated._validation import integer, real
 from lightning_dilated.cli.generate import check_device
 from lightning_dilated.cli.verify import RanksFailed, run_ranks
 from lightning_dilated.planning.gpus import on_gpu
@@ -53,7 +52,6 @@ class Sample:
 
     @property
     def received(self) -> int:
-        """Bytes that a rank receives."""
         return self.peers * self.size
 
 
@@ -68,18 +66,18 @@ def samples(rank: int, device: str, per_node: int, sizes: Sequence[int], repeats
     """
     ranks = dist.get_world_size()
     wire = Wire(dist.group.WORLD, tuple(range(ranks)), rank)
-    for kind, (length, at) in _rings(rank, ranks, per_node).items():
+    for kind, (length, rank_at) in _rings(rank, ranks, per_node).items():
         most = min(length - 1, MOST)
         cases = [(p, FEW) for p in sorted({1, most})] if kind == "few" else [(most, size) for size in sorted(sizes)]
         for peers, size in cases if most else ():
-            sends, receives = (dict.fromkeys(sorted(at(s * x) for x in range(1, peers + 1)), 1) for s in (1, -1))
+            sends, receives = (dict.fromkeys(sorted(rank_at(s * x) for x in range(1, peers + 1)), 1) for s in (1, -1))
             rows = torch.zeros(peers, size, dtype=torch.uint8, device=device)
             call = functools.partial(_exchange, wire, rows, sends, receives, torch.empty_like(rows))
             yield Sample(kind, peers, size, _seconds(call, device, repeats))
 
 
 def _rings(rank: int, ranks: int, per_node: int) -> dict[str, tuple[int, Callable[[int], int]]]:
-    """Of each kind, how many ranks stand in a ring with this one, and which is so many places on.
+    """For each kind, (ranks of the ring with this one, step -> the rank that many places on).
 
     Latencies come last: a GPU that has just begun takes nearly twice as long (2 H200: 82 us for 8 bytes, 48 for 65,536).
     """
@@ -98,14 +96,14 @@ def _exchange(wire: Wire, rows: Tensor, sends: Mapping[int, int], receives: Mapp
 
 def _seconds(call: Callable[[], None], device: str, repeats: int) -> float:
     """Median seconds of one of many calls, one after another, on the slowest rank; all ranks make equally many."""
-    call()  # the first connects, and makes what the library needs
+    call()  # the first call connects and sets up the library
     calls = max(1, min(CALLS, round(FILL / _slowest(_timed(call, device, 1), device))))
     _timed(call, device, calls)
     return _slowest(statistics.median(_timed(call, device, calls) for _ in range(repeats)), device)
 
 
 def _timed(call: Callable[[], None], device: str, calls: int) -> float:
-    _slowest(0.0, device)  # all begin together
+    _slowest(0.0, device)  # synchronizes the ranks
     if device == "cpu":
         begin = time.perf_counter()
         for _ in range(calls):
@@ -115,12 +113,13 @@ def _timed(call: Callable[[], None], device: str, calls: int) -> float:
 
 
 def _slowest(seconds: float, device: str) -> float:
-    """The largest of all ranks'; they meet here."""
-    found = torch.tensor(seconds, dtype=torch.float64, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return found.item()
+    """The largest value of all ranks, which also synchronizes them."""
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    return slowest.item()
 
 
+# -- the command -------------------------------------------------------------------------------------------------------
 SIZES = tuple(1 << n for n in range(16, 27, 2))
 #: seconds that no measured latency may fall below
 LEAST = 1e-7
@@ -128,7 +127,6 @@ LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def options(p: argparse.ArgumentParser) -> None:
-    """Add the options of `bench links`."""
     p.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--ranks", type=int, help="(default all GPUs, 2 processes on a CPU; under torchrun, its own)")
     p.add_argument(
@@ -144,40 +142,40 @@ def options(p: argparse.ArgumentParser) -> None:
 
 
 def launched() -> tuple[int, int, int] | None:
-    """(rank, ranks, ranks of a node) as torchrun tells them; None where this process is to start the ranks.
+    """(rank, ranks, ranks of a node) from torchrun; None if this process is to start the ranks.
 
     Raises:
         ValueError: if only some of the variables are set.
     """
-    found = [os.environ.get(name) for name in LAUNCHED]
-    if not any(found):
+    values = [os.environ.get(name) for name in LAUNCHED]
+    if not any(values):
         return None
-    if not all(x and x.isdigit() for x in found):
-        told = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, found, strict=True))
+    if not all(x and x.isdigit() for x in values):
+        settings = ", ".join(f"{name}={x}" for name, x in zip(LAUNCHED, values, strict=True))
         raise ValueError(
-            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {told}. Set all of them (torchrun does), or none."
+            f"a launcher sets {', '.join(LAUNCHED)}, numbers; here {settings}. Set all of them (torchrun does), or none."
         )
-    return tuple(map(int, found))
+    return tuple(map(int, values))
 
 
-def checked(args: argparse.Namespace, told: tuple[int, int, int] | None) -> argparse.Namespace:
+def checked(args: argparse.Namespace, launcher: tuple[int, int, int] | None) -> argparse.Namespace:
     """The options with their defaults; raises ValueError for what cannot be measured or written, before anything is."""
     check_device(args.device)
     gpus = torch.cuda.device_count() if args.device == "cuda" else 0
-    if told is not None and args.ranks not in (None, told[1]):
-        raise ValueError(f"--ranks {args.ranks}: the launcher started {told[1]} ranks; leave --ranks out.")
-    args.ranks = told[1] if told else (gpus or 2) if args.ranks is None else args.ranks
-    here = told[2] if told else args.ranks
-    args.ranks_per_node = here if args.ranks_per_node is None else args.ranks_per_node
+    if launcher is not None and args.ranks not in (None, launcher[1]):
+        raise ValueError(f"--ranks {args.ranks}: the launcher started {launcher[1]} ranks; leave --ranks out.")
+    args.ranks = launcher[1] if launcher else (gpus or 2) if args.ranks is None else args.ranks
+    local_ranks = launcher[2] if launcher else args.ranks
+    args.ranks_per_node = local_ranks if args.ranks_per_node is None else args.ranks_per_node
     if args.ranks < 2:
         raise ValueError(f"links are between ranks: at least 2, got {args.ranks}. Raise --ranks, or use torchrun.")
-    if gpus and here > gpus:
-        raise ValueError(f"{here} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
+    if gpus and local_ranks > gpus:
+        raise ValueError(f"{local_ranks} ranks, but this machine has {gpus} GPUs. Lower --ranks, or use --device cpu.")
     if args.ranks_per_node < 1 or args.ranks % args.ranks_per_node:
         raise ValueError(f"--ranks_per_node {args.ranks_per_node} must divide the {args.ranks} ranks.")
-    for name, value in (("sizes", min(args.sizes)), ("repeats", args.repeats), ("timeout", args.timeout)):
-        if not value > 0:
-            raise ValueError(f"--{name} must be positive, got {value:g}.")
+    integer(min(args.sizes), "--sizes", 1)
+    integer(args.repeats, "--repeats", 1)
+    real(args.timeout, "--timeout", above=0, hint=" It is in seconds.")
     args.output = _writable(args.output or _default(args.device), "output")
     args.record = args.record and _writable(args.record, "record")
     return args
@@ -185,7 +183,7 @@ def checked(args: argparse.Namespace, told: tuple[int, int, int] | None) -> argp
 
 def _default(device: str) -> Path:
     if device == "cpu" and torch.cuda.is_available():
-        raise ValueError("--device cpu, but GPUs are here, whose runs would reckon with it: name a file with --output.")
+        raise ValueError("--device cpu, but GPUs are here, whose runs would use it: name a file with --output.")
     return cached()
 
 
@@ -196,25 +194,25 @@ def _writable(path: Path, option: str) -> Path:
     return path
 
 
-def reckon(found: list[Sample], source: str) -> Links:
-    """The planner's numbers out of samples; those that none tells keep their defaults, which `source` then says.
+def estimate_links(samples: list[Sample], source: str) -> Links:
+    """The planner's numbers from samples; the others keep their defaults, which `source` then lists.
 
     A round and its message are an all-to-all of a few bytes to one peer; a further message what each further peer adds. The
     bandwidth is that of the least squares of seconds = a constant + bytes / bandwidth, which the largest sizes decide.
 
     Raises:
-        ValueError: where the sizes are too small to tell bytes from latency.
+        ValueError: if the sizes are too small to distinguish bytes from latency.
     """
-    few, links = [x for x in found if x.kind == "few"], Links(source=source)
+    few, links = [x for x in samples if x.kind == "few"], Links(source=source)
     if len(few) > 1:
         added = (few[-1].seconds - few[0].seconds) / (few[-1].peers - few[0].peers)
         links = replace(links, message=max(LEAST, added))
     links = replace(links, round=max(LEAST, few[0].seconds - links.message))
-    kept = [] if len(few) > 1 else ["message"]
+    defaults = [] if len(few) > 1 else ["message"]
     for kind in ("near", "far"):
-        rows = [x for x in found if x.kind == kind]
+        rows = [x for x in samples if x.kind == kind]
         if not rows:
-            kept.append(kind)
+            defaults.append(kind)
             continue
         size, took = (statistics.mean(x) for x in ([x.received for x in rows], [x.seconds for x in rows]))
         if len(rows) == 1:  # no slope: what is beyond the latency
@@ -224,38 +222,38 @@ def reckon(found: list[Sample], source: str) -> Links:
             sizes = ", ".join(str(x.size) for x in rows)
             raise ValueError(f"--sizes {sizes}: took no longer than a few bytes; give larger sizes.")
         links = replace(links, **{kind: sum((x.received - size) ** 2 for x in rows) / above})
-    return replace(links, source=f"{source}; {', '.join(kept)}: defaults") if kept else links
+    return replace(links, source=f"{source}; {', '.join(defaults)}: defaults") if defaults else links
 
 
-def table(found: list[Sample], links: Links) -> list[str]:
-    """The samples in Markdown, beside what the planner reckons for them."""
+def table(samples: list[Sample], links: Links) -> list[str]:
+    """The samples in Markdown, next to the planner's estimates."""
     lines = [
         "| links | peers | bytes to each | ms | GB/s a rank | reckoned ms |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for x in found:
+    for x in samples:
         latency = links.round + x.peers * links.message
-        name, speed, reckoned = "any", "", latency
+        name, speed, estimate = "any", "", latency
         if x.kind != "few":
             name, speed = x.kind, f"{x.received / x.seconds / 1e9:.4g}"
-            reckoned += x.received / getattr(links, x.kind)
-        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {reckoned * 1e3:.4f} |")
+            estimate += x.received / getattr(links, x.kind)
+        lines.append(f"| {name} | {x.peers} | {x.size:,} | {x.seconds * 1e3:.4f} | {speed} | {estimate * 1e3:.4f} |")
     return lines
 
 
-def report(args: argparse.Namespace, found: list[Sample], command: str) -> tuple[Links, str]:
+def report(args: argparse.Namespace, samples: list[Sample], command: str) -> tuple[Links, str]:
     """The links, and the text that is printed and recorded."""
     today, on_gpu = datetime.date.today(), args.device == "cuda"
     where = f"{args.ranks} x {torch.cuda.get_device_name()}" if on_gpu else f"{args.ranks} processes of the CPU"
     nodes = f", nodes of {args.ranks_per_node} ranks" if args.ranks_per_node < args.ranks else ""
-    links = reckon(found, f"measured on {where}{nodes}, {today}")
+    links = estimate_links(samples, f"measured on {where}{nodes}, {today}")
     library = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}" if on_gpu else "gloo"
     lines = [
         f"{today}, {where}{nodes}, {library}, Python {platform.python_version()}, torch {torch.__version__}",
         f"`{command}`",
         f"all-to-all of bytes, all ranks at once; median of {args.repeats} on the slowest rank; GB/s are those received",
         "",
-        *table(found, links),
+        *table(samples, links),
         "",
         str(links),
         "near and far: least squares of ms = a constant + bytes / bandwidth",
@@ -265,10 +263,10 @@ def report(args: argparse.Namespace, found: list[Sample], command: str) -> tuple
     return links, "\n".join([*lines, ""])
 
 
-def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True) -> None:
-    """Write the file; print and record where this rank speaks for all."""
+def write(args: argparse.Namespace, links: Links, text: str, prints: bool = True) -> None:
+    """Write the file; print and record if `prints`."""
     links.save(args.output)
-    if not speaks:
+    if not prints:
         return
     print(text)
     read = args.output == cached()
@@ -282,33 +280,33 @@ def write(args: argparse.Namespace, links: Links, text: str, speaks: bool = True
 
 
 def run(args: argparse.Namespace, command: str) -> None:
-    """Measure with ranks of its own or a launcher's, print the table, write the file."""
-    told = launched()
-    args = checked(args, told)
-    asked = args.ranks_per_node, tuple(args.sizes), args.repeats
-    if told is not None:
-        _among_launched(args, told, asked, command)
+    """Measure with new ranks or a launcher's, print the table, write the file."""
+    launcher = launched()
+    args = checked(args, launcher)
+    options = args.ranks_per_node, tuple(args.sizes), args.repeats
+    if launcher is not None:
+        _among_launched(args, launcher, options, command)
         return
     try:
-        found = run_ranks(args.ranks, samples, *asked, device=args.device, timeout=args.timeout)[0]
+        measured = run_ranks(args.ranks, samples, *options, device=args.device, timeout=args.timeout)[0]
     except RanksFailed as error:
         print(f"{error}. Nothing was written.", file=sys.stderr)
         raise SystemExit(1) from None
-    write(args, *report(args, found, command))
+    write(args, *report(args, measured, command))
 
 
-def _among_launched(args: argparse.Namespace, told: tuple[int, int, int], asked: tuple, command: str) -> None:
-    """As one of a launcher's ranks; the first of each node writes, for nodes may have folders of their own."""
-    rank, _, here = told
-    local = int(os.environ.get("LOCAL_RANK", rank % here))
+def _among_launched(args: argparse.Namespace, launcher: tuple[int, int, int], options: tuple, command: str) -> None:
+    """Measure as one of a launcher's ranks; the first of each node writes, as nodes may have separate folders."""
+    rank, _, local_ranks = launcher
+    local = int(os.environ.get("LOCAL_RANK", rank % local_ranks))
     if args.device == "cuda":
         torch.cuda.set_device(local)
     backend, patience = "nccl" if args.device == "cuda" else "gloo", datetime.timedelta(seconds=args.timeout)
     dist.init_process_group(backend, timeout=patience)
     try:
-        found = list(samples(rank, args.device, *asked))
-        told_all = report(args, found, command)
+        measured = list(samples(rank, args.device, *options))
+        summary = report(args, measured, command)
         if local == 0:
-            write(args, *told_all, speaks=rank == 0)
+            write(args, *summary, prints=rank == 0)
     finally:
         dist.destroy_process_group()

@@ -13,16 +13,15 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import one_of, share, whole_number
+from lightning_dilated._validation import one_of, real
+from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.genome.files import LETTERS, N_CODE, Genome, Record
-from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import SeqLenSchedule
-from lightning_dilated.data.slides.labels import files_of, name_list, required_paths, split_bounds, split_fractions
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
 
 
-class GenomeDataModule(SplitDataModule):
+class GenomeDataModule(SequenceDataModule):
     """Genomes in FASTA files (.fa, .fna, .fasta, plain or .gz) as windows of bases that lie end to end.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3, N 4; lower
@@ -30,12 +29,12 @@ class GenomeDataModule(SplitDataModule):
     the next base on the strand that is read, -100 where that is N or lies outside the split. For masked modelling the
     labels can be left alone. What is left of a record behind its last whole window is not used; `describe` counts it.
 
-    N stands for bases that nobody knows: assembly gaps, up to megabases of them, teach nothing. So by default
+    N stands for unknown bases: assembly gaps of up to megabases teach nothing. So by default
     (`n_policy="skip"`) windows with more than `max_n_fraction` of N are left out; "token" keeps every window. Either way
-    the N that stay are tokens of their own, and never labels.
+    the N that remain are tokens, but never labels.
 
-    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written beside the
-    file where there is none, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
+    A plain file is read by range through its index, FILE.fai (as `samtools faidx` makes it), which is written next to
+    the file if it is missing, or into `cache_dir` if that cannot be written. A gzip file cannot be read by range: it is
     decompressed once, block by block, into `cache_dir`; one that unpacks to more than 100 times its size (and 16 MiB) is
     refused. `check` looks at every base once, in every process (about 15 seconds of a core for a gigabase); then a rank
     reads its slice.
@@ -53,17 +52,17 @@ class GenomeDataModule(SplitDataModule):
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
-        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). Where it is
-            missing it is made for this user alone (mode 0700); make it yourself to share it.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
-            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
-            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). If missing,
+            it is made for this user alone (mode 0700); make it yourself to share it.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
 
     vocab_size: int = len(LETTERS)
+    unit = "windows"
 
     def __init__(
         self,
@@ -85,34 +84,30 @@ class GenomeDataModule(SplitDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
-        self.paths = required_paths("paths", paths)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
-        self.names = {"val": name_list("val_names", val_names), "test": name_list("test_names", test_names)}
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
+        self.paths = required_paths(paths, "paths")
+        self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
         if both:
             raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
-        own = {split: bool(names) for split, names in self.names.items()}
-        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "names")
-        self.reverse_complement = share("data.reverse_complement", reverse_complement)
-        self.max_n_fraction = share("data.max_n_fraction", max_n_fraction)
-        self.n_policy = one_of("data.n_policy", n_policy, ("skip", "token"))
-        self.short = one_of("data.short", short, ("error", "skip"))
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
+        separate = {split: bool(names) for split, names in self.names.items()}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names")
+        self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
+        self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
+        self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
+        self.short = one_of(short, "data.short", ("error", "skip"))
         self.cache_dir = cache_dir
         self._genome: Genome | None = None
 
     def check(self) -> None:
-        """Index all files, look at every base once, and see that each split asked for holds at least one window.
+        """Index all files, look at every base once, and check that each requested split has at least one window.
 
         Raises: OSError or ValueError, saying which file and record, what was found and what to change; ImportError
             without pyfaidx.
         """
         if self._genome is not None:
             return
-        genome = Genome(files_of("paths", self.paths, SUFFIXES), self.cache_dir)
+        genome = Genome(files_of(self.paths, "paths", SUFFIXES), self.cache_dir)
         self._check_names(genome.records)
         short = [record for record in genome.records if record.length < self.seq_len]
         if short and self.short == "error":
@@ -136,9 +131,7 @@ class GenomeDataModule(SplitDataModule):
         return self._genome
 
     def dataset(self, split: str) -> GenomeWindows:
-        """The windows of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         return self._windows(self.genome, split)
 
     def describe(self) -> str:
@@ -146,49 +139,40 @@ class GenomeDataModule(SplitDataModule):
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
-        rest = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
+        unused = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
         return (
             f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows of "
-            f"{self.seq_len:,}: {counts}; {rest:,} bases lie in no whole window, and "
+            f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no whole window, and "
             f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
         )
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
-        asked = split == "train" or self.names[split] or self.fractions[split] > 0
-        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
+        present = split == "train" or self.names[split] or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
 
-    def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training windows than there are."""
-        return (
-            f"the train split has {count} windows of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-            "data.seq_len, use fewer ranks, or pass more data in data.paths"
-        )
-
-    def _stretches(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
+    def _regions(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
         """(record's number, start, stop) of what a split has of each record that is as long as a window."""
-        found = []
+        regions = []
         for number, record in enumerate(records):
             bounds = split_bounds(record.length, self.fractions)
-            for own, names in self.names.items():
+            for other, names in self.names.items():
                 if record.name in names:
-                    bounds = {own: (0, record.length)}
+                    bounds = {other: (0, record.length)}
             if split in bounds and record.length >= self.seq_len:
-                found.append((number, *bounds[split]))
-        return found
+                regions.append((number, *bounds[split]))
+        return regions
 
     def _windows(self, genome: Genome, split: str) -> GenomeWindows:
         max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
         train = split == "train"
         return GenomeWindows(
             genome,
-            self._stretches(genome.records, split),
+            self._regions(genome.records, split),
             self.seq_len,
             max_n,
             reverse_complement=self.reverse_complement if train else 0.0,
             seed=self.seed,
-            limit=None if train else self.val_limit,
+            limit=self.limit(split),
         )
 
     def _check_names(self, records: list[Record]) -> None:
@@ -216,7 +200,7 @@ class GenomeDataModule(SplitDataModule):
         if split == "train":
             change = "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names"
         raise ValueError(
-            f"the {split} split has no stretch of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
+            f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
         )
 
     def _tell(self, short: list[Record]) -> None:
@@ -234,21 +218,21 @@ class GenomeDataModule(SplitDataModule):
 
 
 def _named(records: list[Record]) -> str:
-    """Records in words: how many, and all names up to 20."""
+    """How many records, and their names (up to 20), for a message."""
     names = ", ".join(f"{record.name} ({record.length:,})" for record in records[:20])
     more = f" and {len(records) - 20:,} more" if len(records) > 20 else ""
     return f"{len(records):,} record{'s' if len(records) > 1 else ''} ({names}{more}) {'are' if len(records) > 1 else 'is'}"
 
 
 class GenomeWindows(Dataset):
-    """Windows of N bases that lie end to end in stretches of records.
+    """Windows of N bases, one after another in regions of records.
 
     Args:
         genome: the records.
-        stretches: (record's number, start, stop) of each stretch; labels do not leave it.
+        stretches: (record's number, start, stop) of each region; labels do not leave it.
         seq_len: N.
         max_n: leave out windows with more N than this; None keeps all.
-        reverse_complement: share of the windows that are read from the other strand, drawn anew in each epoch.
+        reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
         seed: decides with the epoch and the window's number whether it is reversed.
         limit: use at most this many windows.
     """
@@ -265,8 +249,8 @@ class GenomeWindows(Dataset):
     ) -> None:
         self.genome, self.seq_len, self.reverse_complement, self.seed = genome, seq_len, reverse_complement, seed
         self.epoch = 0
-        self._stretches = np.array(stretches, dtype=np.int64).reshape(-1, 3)
-        self._ends = np.cumsum((self._stretches[:, 2] - self._stretches[:, 1]) // seq_len)
+        self._regions = np.array(stretches, dtype=np.int64).reshape(-1, 3)
+        self._ends = np.cumsum((self._regions[:, 2] - self._regions[:, 1]) // seq_len)
         self.windows = int(self._ends[-1]) if stretches else 0
         self._kept = None if max_n is None else self._with_few_n(max_n)
         kept = self.windows if self._kept is None else len(self._kept)
@@ -276,7 +260,7 @@ class GenomeWindows(Dataset):
     def _with_few_n(self, max_n: float) -> np.ndarray:
         """Numbers of the windows that hold at most `max_n` N."""
         kept = [np.empty(0, dtype=bool)]
-        for number, start, stop in self._stretches:
+        for number, start, stop in self._regions:
             edges = np.arange(start, stop + 1, self.seq_len)
             kept.append(np.diff(self.genome.records[number].unknown_before(edges)) <= max_n)
         return np.flatnonzero(np.concatenate(kept))
@@ -286,7 +270,7 @@ class GenomeWindows(Dataset):
 
     def fingerprint(self) -> str:
         """Differs where the bases or their windows do."""
-        cut = hashlib.blake2b(self._stretches.tobytes(), digest_size=8).hexdigest()
+        cut = hashlib.blake2b(self._regions.tobytes(), digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
         return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}, {strands}"
 
@@ -303,8 +287,8 @@ class GenomeWindows(Dataset):
         """Whether this epoch reads a window from the other strand: the same in every process and on every rank."""
         if self.reverse_complement == 0:
             return False
-        words = repr((self.seed, self.epoch, index)).encode()
-        drawn = int.from_bytes(hashlib.blake2b(words, digest_size=8).digest(), "big") / 2**64
+        bits = repr((self.seed, self.epoch, index)).encode()
+        drawn = int.from_bytes(hashlib.blake2b(bits, digest_size=8).digest(), "big") / 2**64
         return drawn < self.reverse_complement
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -321,21 +305,21 @@ class GenomeWindows(Dataset):
                 tokens.append(values[:-1][:: x.step])
                 labels.append(values[1:][:: x.step])
         target = torch.cat(labels)
-        target[target == N_CODE] = -100  # nobody knows the base, so none is right
+        target[target == N_CODE] = -100  # the base is unknown
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
-        """(record's number, first base, start and stop of the stretch) of a window."""
+        """(record's number, first base, start and stop of the region) of a window."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
-        at = int(np.searchsorted(self._ends, window, side="right"))
-        number, start, stop = map(int, self._stretches[at])
-        before = int(self._ends[at - 1]) if at else 0
-        return number, start + (window - before) * self.seq_len, start, stop
+        region = int(np.searchsorted(self._ends, window, side="right"))
+        number, start, stop = map(int, self._regions[region])
+        windows_before = int(self._ends[region - 1]) if region else 0
+        return number, start + (window - windows_before) * self.seq_len, start, stop
 
     def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
-        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the stretch."""
+        """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""
         number, first, low, high = self._place(index)
         start, stop = first + begin, first + end
         if flip:

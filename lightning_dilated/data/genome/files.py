@@ -1,6 +1,4 @@
-"""FASTA files on disk: gzip undone once in a cache folder, and the index by which a plain file is read by range.
-
-The records of FASTA files, read by range after every letter was looked at once.
+"""FASTA files: decompressed once into a cache folder, indexed, scanned once, and then read by range.
 
 A record's bases are codes: A 0, C 1, G 2, T 3 (and U), N 4 (and every other IUPAC letter); lower case is the same.
 """
@@ -20,10 +18,9 @@ from pathlib import Path
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated.data.files import refuse_special
-from lightning_dilated.data.stream import ByteStream
+from lightning_dilated.data.files import ByteStream, refuse_special
 
-#: most bytes that a compressed byte may unpack to, and bytes of text that any file may have: gzip itself reaches 1,032
+#: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
 SMALL = 1 << 24
 
@@ -53,7 +50,7 @@ def plain_file(path: str, cache: Path) -> str:
     if target.exists():
         return str(target)
     with _lock(target):
-        if not target.exists():  # else another process made it meanwhile
+        if not target.exists():  # another process may have made it meanwhile
             _decompress(path, target)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
@@ -86,7 +83,7 @@ def _decompress(path: str, target: Path) -> None:
 
 @contextlib.contextmanager
 def _part_of(target: Path) -> Iterator[Path]:
-    """A file to write before it is moved to `target`, in a folder beside that only this user can look into."""
+    """A file to write before it is moved to `target`, in a temporary folder that only this user can read."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".lightning_dilated_") as folder:
         yield Path(folder) / target.name
 
@@ -98,7 +95,7 @@ def private_folder(folder: Path) -> None:
             path.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError as error:
             raise FileExistsError(
-                f"data.cache_dir {folder}: {path} is no folder; name another in data.cache_dir"
+                f"data.cache_dir {folder}: {path} is not a folder; name another in data.cache_dir"
             ) from error
         except (PermissionError, OSError) as error:
             if not path.is_dir():
@@ -109,8 +106,8 @@ def private_folder(folder: Path) -> None:
 
 def _cached(path: str, cache: Path, suffix: str) -> Path:
     state = os.stat(path)
-    words = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
-    return cache / f"{Path(path).name}.{hashlib.blake2b(words.encode(), digest_size=6).hexdigest()}{suffix}"
+    key = repr((os.path.abspath(path), state.st_size, state.st_mtime_ns))
+    return cache / f"{Path(path).name}.{hashlib.blake2b(key.encode(), digest_size=6).hexdigest()}{suffix}"
 
 
 @contextlib.contextmanager
@@ -119,10 +116,10 @@ def _lock(target: Path) -> Iterator[None]:
     private_folder(target.parent)
     try:
         import fcntl
-    except ImportError:  # not on Windows; all write the same, and each puts its own in place whole
+    except ImportError:  # Windows: every process writes the same, and replaces the file atomically
         yield
         return
-    # a link that somebody put there is not followed, and nothing is cut short
+    # does not follow a link that someone put there, and truncates nothing
     lock = os.open(f"{target}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -131,58 +128,59 @@ def _lock(target: Path) -> Iterator[None]:
         os.close(lock)
 
 
-def index(path: str, given: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
+# -- the index ---------------------------------------------------------------------------------------------------------
+def read_index(path: str, source: str, cache: Path) -> list[tuple[str, int, int, int, int]]:
     """(name, bases, byte of the first, bases a line, bytes a line) of every record, by a .fai as samtools writes it.
 
-    An index beside the file is used if it is not older; else it is made there, or in `cache` where that cannot be written.
+    An index next to the file is used if it is not older; else one is written there, or in `cache` if that is not writable.
 
-    Raises: ImportError without pyfaidx, ValueError for what is no FASTA, naming `given`.
+    Raises: ImportError without pyfaidx, ValueError for a file that is not FASTA, naming `source`.
     """
     try:
         import pyfaidx
     except ImportError as error:
         raise ImportError("FASTA files are read with pyfaidx: pip install 'lightning-dilated[genomes]'") from error
-    target = _index_file(path, given, cache)
+    target = _index_file(path, source, cache)
     try:
-        with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as found:
-            records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in found.index.items()]
+        with pyfaidx.Faidx(path, indexname=str(target), build_index=False) as faidx:
+            records = [(name, r.rlen, r.offset, r.lenc, r.lenb) for name, r in faidx.index.items()]
     except ValueError as error:
-        if "Duplicate key" in str(error):  # in an index of somebody else's
-            raise ValueError(f"{given} is no FASTA file that can be read by range. {_reason(error)}") from error
-        raise stale(given, str(error)) from error
+        if "Duplicate key" in str(error):  # in an existing index
+            raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
+        raise stale(source, str(error)) from error
     except (pyfaidx.FastaIndexingError, OSError) as error:
-        raise stale(given, str(error)) from error
+        raise stale(source, str(error)) from error
     if not records:
-        raise stale(given, "no record")
+        raise stale(source, "no record")
     size = os.path.getsize(path)
     for name, length, offset, line_bases, line_bytes in records:
         if length == 0:
-            raise ValueError(f"{given}: the record {name!r} is empty: remove its header line, or fetch the file again")
+            raise ValueError(f"{source}: the record {name!r} is empty: remove its header line, or fetch the file again")
         if not (0 < length <= size and 0 <= offset < size and 0 < line_bases <= line_bytes <= size + 2):
-            raise stale(given, f"record {name!r} of {length} bases, {line_bases} in a line of {line_bytes} bytes")
+            raise stale(source, f"record {name!r} of {length} bases, {line_bases} in a line of {line_bytes} bytes")
     return records
 
 
-def _index_file(path: str, given: str, cache: Path) -> Path:
-    """Where the index of a file lies, made where it is missing or older than the file."""
+def _index_file(path: str, source: str, cache: Path) -> Path:
+    """The path of a file's index, which is written if it is missing or older than the file."""
     import pyfaidx
 
-    beside = Path(f"{path}.fai")
-    refuse_special(str(beside))
-    fresh = beside.exists() and beside.stat().st_mtime >= os.path.getmtime(path)
-    if fresh and not beside.is_file():
-        raise stale(given, f"{beside} is no file")
-    target = beside if fresh or os.access(beside.parent, os.W_OK) else _cached(path, cache, ".fai")
-    if fresh or (target != beside and target.exists()):
+    neighbour = Path(f"{path}.fai")
+    refuse_special(str(neighbour))
+    fresh = neighbour.exists() and neighbour.stat().st_mtime >= os.path.getmtime(path)
+    if fresh and not neighbour.is_file():
+        raise stale(source, f"{neighbour} is no file")
+    target = neighbour if fresh or os.access(neighbour.parent, os.W_OK) else _cached(path, cache, ".fai")
+    if fresh or (target != neighbour and target.exists()):
         return target
-    if target != beside:
+    if target != neighbour:
         private_folder(target.parent)
     try:
         with _part_of(target) as part:  # no other process may read half an index
             pyfaidx.Faidx(path, indexname=str(part)).close()
             os.replace(part, target)
     except (pyfaidx.FastaIndexingError, ValueError) as error:
-        raise ValueError(f"{given} is no FASTA file that can be read by range. {_reason(error)}") from error
+        raise ValueError(f"{source} is not a FASTA file that can be read by range. {_reason(error)}") from error
     return target
 
 
@@ -193,9 +191,7 @@ def _reason(error: Exception) -> str:
     if "Duplicate key" in text:
         return f"{text.replace('Duplicate key', 'Two records have the name')}: rename one, or leave one out."
     if "consistent" in text:
-        return (
-            f"{text} All lines of a record but the last must be equally long: wrap it anew, as `seqkit seq -w 60` does."
-        )
+        return f"{text} All lines of a record but the last must be equally long: wrap it again, as `seqkit seq -w 60` does."
     return f"{text} Each record begins with a line >NAME."
 
 
@@ -203,10 +199,11 @@ def stale(file: str, what: str) -> ValueError:
     """The error about an index that is not that of its file."""
     return ValueError(
         f"the index (.fai) of {file} does not fit the file ({what}), so bases would be read from wrong places: remove the "
-        ".fai beside the file (or in data.cache_dir) and start again"
+        ".fai next to the file (or in data.cache_dir) and start again"
     )
 
 
+# -- records -----------------------------------------------------------------------------------------------------------
 LETTERS = "ACGTN"
 N_CODE = 4
 _OTHER, _ILLEGAL = 5, 255
@@ -238,7 +235,7 @@ class Record:
     # found by the scan
     checksum: int = 0
     others: int = 0  # IUPAC letters that became N
-    run_starts: np.ndarray | None = None  # of stretches of N, sorted; they may touch
+    run_starts: np.ndarray | None = None  # of runs of N, sorted; they may touch
     run_stops: np.ndarray | None = None
 
     def byte(self, base: int) -> int:
@@ -275,13 +272,13 @@ class Genome:
         self.stream = ByteStream(plain)
         self.records: list[Record] = []
         begin = 0
-        for path, given, size in zip(plain, files, self.stream.sizes, strict=True):
-            found = [
-                Record(given, name, length, begin + offset, bases, width)
-                for name, length, offset, bases, width in index(path, given, cache)
+        for path, source, size in zip(plain, files, self.stream.sizes, strict=True):
+            records = [
+                Record(source, name, length, begin + offset, bases, width)
+                for name, length, offset, bases, width in read_index(path, source, cache)
             ]
-            _scan(ByteStream([path]), found, begin)
-            self.records += found
+            _scan(ByteStream([path]), records, begin)
+            self.records += records
             begin += size
         _refuse_twice(self.records)
 
@@ -300,13 +297,13 @@ class Genome:
         raw = self.stream.read(record.byte(start), record.byte(stop - 1) + 1)
         codes = _CODES[raw[_is_base(record, start, len(raw))]]
         if len(codes) != stop - start or codes.max(initial=0) == _ILLEGAL:
-            raise ValueError(f"{record.file} changed since it was indexed: keep the data as it is while in use")
+            raise ValueError(f"{record.file} changed since it was indexed: keep the data unchanged while it is in use")
         return np.minimum(codes, N_CODE)
 
     def fingerprint(self) -> str:
         """A digest of the names and bases of all records."""
-        words = repr([(r.name, r.length, r.checksum) for r in self.records])
-        return hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        identity = repr([(r.name, r.length, r.checksum) for r in self.records])
+        return hashlib.blake2b(identity.encode(), digest_size=8).hexdigest()
 
 
 def _is_base(record: Record, start: int, count: int) -> np.ndarray:
@@ -336,11 +333,11 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
         if not np.isin(raw[~kept], (10, 13)).all() or np.isin(raw[kept], (10, 13)).any():
             raise stale(record.file, f"record {record.name!r}")
         if codes.max() == _ILLEGAL:
-            at = int(np.argmax(codes == _ILLEGAL))
+            index = int(np.argmax(codes == _ILLEGAL))
             raise ValueError(
-                f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][at]))!r} at base {base + at + 1:,} "
-                "(counted from 1), which is no nucleotide (A C G T U N or another IUPAC letter): is it a protein or an "
-                "alignment with gaps? Take it out of data.paths, or the letters out of the file"
+                f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][index]))!r} at base "
+                f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): "
+                "is it a protein or an alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
         record.others += int((codes == _OTHER).sum())
         codes = np.minimum(codes, N_CODE)
@@ -352,7 +349,7 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
 
 
 def _check_between(stream: ByteStream, record: Record, start: int, stop: int, name: str | None) -> None:
-    """Between records lies one header, that of `name`; and after the last nothing."""
+    """Check that one header, that of `name`, lies between records, and nothing after the last."""
     if not 0 <= start <= stop <= len(stream) or stop - start > 1 << 20:
         raise stale(record.file, f"record {record.name!r}")
     lines = [line for line in stream.read(start, stop).tobytes().splitlines() if line.strip() and line[:1] != b";"]
@@ -364,9 +361,9 @@ def _check_between(stream: ByteStream, record: Record, start: int, stop: int, na
 def _refuse_twice(records: list[Record]) -> None:
     seen: dict[tuple[str, int, int], Record] = {}
     for record in records:
-        before = seen.setdefault((record.name, record.length, record.checksum), record)
-        if before is not record:
+        first = seen.setdefault((record.name, record.length, record.checksum), record)
+        if first is not record:
             raise ValueError(
-                f"the record {record.name!r} is in {before.file} and again, base for base, in {record.file}, so a split "
+                f"the record {record.name!r} is in {first.file} and again, base for base, in {record.file}, so a split "
                 "could hold what another was trained on: leave one of the files out of data.paths"
             )

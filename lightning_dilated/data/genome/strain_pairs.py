@@ -1,11 +1,9 @@
-"""Where the genomes of two strains correspond: 32-mers that occur once in each.
+"""StrainPairsDataModule: two strains of a species next to each other, so that the second half can be copied from the first.
 
-A 32-mer and its reverse complement count as one: its number is the smaller one of both, read as digits of base 4. Of
-these numbers one in SAMPLED is kept, chosen by a hash of the number alone. So two strains keep the same ones of what
-they share, and a kept 32-mer occurs as often in the genome as among those kept. An index takes about 23 bytes for
-SAMPLED bases.
-
-A DataModule of two strains side by side: the second half of a sample can be read off the first, far back.
+The strains correspond where a 32-mer occurs once in each. A 32-mer and its reverse complement count as one: its number is
+the smaller one of both, read as digits of base 4. Of these numbers one in SAMPLED is kept, chosen by a hash of the number
+alone: two strains keep the same ones of what they share, and a kept 32-mer occurs as often in the genome as among those
+kept. An index takes about 23 bytes for SAMPLED bases.
 
 Shape letters: K 32-mers of an index, M of a query, B batch, N bases of a sample (`seq_len`).
 """
@@ -23,15 +21,15 @@ import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_info
 
-from lightning_dilated._validation import flag, fraction, share, whole_number
+from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.data.files import files_of, name_list, required_paths
 from lightning_dilated.data.genome.fasta import SUFFIXES
 from lightning_dilated.data.genome.files import N_CODE, Genome
 from lightning_dilated.data.module import SPLITS
-from lightning_dilated.data.slides.labels import files_of, name_list, required_paths
 from lightning_dilated.data.tasks import RuleDataModule, RuleSamples, sample_generator
 
 LENGTH = 32
-#: one 32-mer in so many is kept, a power of two
+#: one 32-mer in so many is kept; a power of two
 SAMPLED = 64
 _CHUNK = 1 << 20
 _MIX = np.uint64(0x9E3779B97F4A7C15)
@@ -57,8 +55,8 @@ class Anchors:
 
     def find(self, kmers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(M,) int64 where each of these numbers (M,) stands here, and (M,) bool whether it does."""
-        at = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
-        return at, self.kmers[at] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
+        indices = np.minimum(np.searchsorted(self.kmers, kmers), max(len(self) - 1, 0))
+        return indices, self.kmers[indices] == kmers if len(self) else np.zeros(len(kmers), dtype=bool)
 
 
 def anchors(genome: Genome, lead: int, span: int) -> Anchors:
@@ -86,10 +84,10 @@ def _of_record(genome: Genome, number: int) -> tuple[np.ndarray, ...]:
         forward, backward = numbers(codes)
         kmers = np.minimum(forward, backward)
         unknown = np.concatenate([[0], np.cumsum(codes == N_CODE)])
-        # what is its own reverse complement has no direction
+        # a 32-mer that equals its reverse complement has no direction
         good = (unknown[LENGTH:] == unknown[:-LENGTH]) & (forward != backward) & _kept(kmers)
-        at = np.flatnonzero(good)
-        parts.append((kmers[at], at + begin, (backward < forward)[at]))
+        indices = np.flatnonzero(good)
+        parts.append((kmers[indices], indices + begin, (backward < forward)[indices]))
     kmers, place, flipped = (np.concatenate(x) for x in zip(*parts, strict=True))
     return kmers, np.full(len(kmers), number, np.int32), place, flipped
 
@@ -117,20 +115,20 @@ def _kept(kmers: np.ndarray) -> np.ndarray:
 def _room(genome: Genome, record: np.ndarray, place: np.ndarray, lead: int, span: int) -> np.ndarray:
     room = np.zeros((len(place), 2), dtype=bool)
     for number, known in enumerate(genome.records):
-        own = np.flatnonzero(record == number)
-        first = place[own]
+        rows = np.flatnonzero(record == number)
+        first = place[rows]
         bounds = ((first - lead, first + span), (first + LENGTH - span, first + LENGTH + lead))
         for direction, (start, stop) in enumerate(bounds):
             inside = (start >= 0) & (stop <= known.length)
             start, stop = np.clip(start, 0, known.length), np.clip(stop, 0, known.length)
-            room[own, direction] = inside & (known.unknown_before(start) == known.unknown_before(stop))
+            room[rows, direction] = inside & (known.unknown_before(start) == known.unknown_before(stop))
     return room
 
 
-#: a window begins up to so many bases before its 32-mer, so that it may begin anywhere
+#: most bases of a window before its 32-mer, so that it may begin anywhere
 LEAD = 255
-#: 32-mers that are drawn at once, and how often, before all are looked at
-_SOME, _TRIES = 64, 16
+#: 32-mers that are drawn at once, and number of draws, before all are tried
+_DRAWN, _TRIES = 64, 16
 
 
 @dataclass(frozen=True)
@@ -143,7 +141,6 @@ class Strain:
 
     @property
     def bases(self) -> int:
-        """Bases of all records."""
         return sum(record.length for record in self.genome.records)
 
     def identity(self) -> list[tuple[int, int]]:
@@ -163,17 +160,17 @@ class StrainPairsDataModule(RuleDataModule):
     """Windows of two strains of a species one after the other: [window of A][the homologous window of B].
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64. Tokens are A 0, C 1, G 2, T 3
-    (`vocab_size` 4); a label is the next base. What A says of B's next base stands about N/2 tokens back: a model that
-    cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
+    (`vocab_size` 4); a label is the next base. The base of A that predicts B's next base lies about N/2 tokens back: a
+    model that cannot look there predicts B no better than A. `callbacks.LossByPosition` shows the fall.
 
     A FASTA file is a strain. Windows correspond by a 32-mer that occurs once in each of the two genomes, on either strand.
     Each sample draws the strains and their order, the place, the strand, the boundary, how many of B's first bases are
-    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample is a function of
-    (seed, split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not
-    trained on. Windows that would hold N or another letter than A C G T (U is T) are not drawn.
+    left out, and a renaming of the four bases, so that statistics of a species do not help. A sample depends on (seed,
+    split, index) alone: workers, ranks and resumed runs get the same ones. Species of `val` and `test` are not trained on.
+    Windows that would hold N or another letter than A C G T (U is T) are not drawn.
 
     `check` reads every base twice, in every process (about 6 seconds of a core for 100 million bases), and compares every
-    two strains of a species. The memory held is about 0.4 bytes a base.
+    two strains of a species. It keeps about 0.4 bytes a base in memory.
 
     Args:
         species: of each species its strains: FASTA files (.fa, .fna, .fasta, plain or .gz), directories (all FASTA files in
@@ -222,11 +219,11 @@ class StrainPairsDataModule(RuleDataModule):
         self.names = _names(list(self.paths), {"train": train, "val": val, "test": test})
         sizes = [train_size, val_size if self.names["val"] else 0, test_size if self.names["test"] else 0]
         super().__init__(seq_len, batch_size, *sizes, seed, num_workers, pin_memory)
-        whole_number("data.seq_len", seq_len, 2 * LENGTH)
-        self.boundary_range = fraction("data.boundary_range", boundary_range)
-        self.max_dropped = whole_number("data.max_dropped", max_dropped, 0)
-        self.rename_bases = flag("data.rename_bases", rename_bases)
-        self.reverse_complement = share("data.reverse_complement", reverse_complement)
+        integer(seq_len, "data.seq_len", 2 * LENGTH)
+        self.boundary_range = real(boundary_range, "data.boundary_range", least=0, below=1)
+        self.max_dropped = integer(max_dropped, "data.max_dropped", 0)
+        self.rename_bases = flag(rename_bases, "data.rename_bases")
+        self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
         self.cache_dir = cache_dir
         self._strains: dict[str, list[Strain]] | None = None
         self._shared: list[tuple[float, str, str]] = []
@@ -260,11 +257,13 @@ class StrainPairsDataModule(RuleDataModule):
             return
         super().check()
         used = [name for split in SPLITS for name in self.names[split]]
-        files = {name: files_of(f"species.{name}", self.paths[name], SUFFIXES) for name in used}
+        files = {name: files_of(self.paths[name], f"species.{name}", SUFFIXES) for name in used}
         _refuse_shared(files)
-        strains = {name: [self._strain(name, file) for file in own] for name, own in files.items()}
+        strains = {name: [self._strain(name, file) for file in strains_of] for name, strains_of in files.items()}
         _refuse_equal(strains, {name: split for split in SPLITS for name in self.names[split]})
-        shared = [self._compared(*pair) for own in strains.values() for pair in itertools.combinations(own, 2)]
+        shared = [
+            self._compared(*pair) for strains_of in strains.values() for pair in itertools.combinations(strains_of, 2)
+        ]
         self._strains, self._shared = strains, shared
         rank_zero_info(f"data: {self.describe()}")
 
@@ -274,10 +273,10 @@ class StrainPairsDataModule(RuleDataModule):
         except (OSError, ValueError) as error:  # these name the option of another DataModule
             kind = ValueError if isinstance(error, ValueError) else type(error)
             raise kind(str(error).replace("data.paths", f"data.species.{name}")) from error
-        need, longest = self.lead + self.span, max(record.length for record in genome.records)
-        if longest < need:
+        needed, longest = self.lead + self.span, max(record.length for record in genome.records)
+        if longest < needed:
             raise ValueError(
-                f"{file} has no record longer than {longest:,} bases, but a sample takes up to {need:,} of a strain "
+                f"{file} has no record longer than {longest:,} bases, but a sample takes up to {needed:,} of a strain "
                 f"(data.seq_len = {self.seq_len}, data.boundary_range = {self.boundary_range}, data.max_dropped = "
                 f"{self.max_dropped}): {_shorter(longest, self.boundary_range, self.max_dropped)}leave the file out of "
                 f"data.species.{name}"
@@ -303,7 +302,6 @@ class StrainPairsDataModule(RuleDataModule):
 
     # -- samples ------------------------------------------------------------------------------------------------------
     def dataset(self, split: str) -> RuleSamples:
-        """The samples of "train", "val" or "test". Raises ValueError for another name."""
         self.check()
         return super().dataset(split)
 
@@ -338,25 +336,27 @@ class StrainPairsDataModule(RuleDataModule):
         """A strain, as often as it has bases, and another one of its species."""
         assert self._strains is not None
         species = [self._strains[name] for name in self.names[split]]
-        all_strains = [(own, number) for own in species for number in range(len(own))]
-        ends = np.cumsum([own[number].bases for own, number in all_strains])
-        own, number = all_strains[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
-        other = (number + 1 + int(rng.integers(len(own) - 1))) % len(own)
-        return own[number], own[other]
+        all_strains = [(strains, number) for strains in species for number in range(len(strains))]
+        ends = np.cumsum([strains[number].bases for strains, number in all_strains])
+        strains, number = all_strains[int(np.searchsorted(ends, rng.integers(ends[-1]), side="right"))]
+        other = (number + 1 + int(rng.integers(len(strains) - 1))) % len(strains)
+        return strains[number], strains[other]
 
     def _anchor(self, rng: np.random.Generator, first: Strain, second: Strain) -> tuple[int, int, bool]:
         """(32-mer of the first strain, the same one of the second, whether the first is read on the other strand)."""
         for _ in range(_TRIES):
-            some = rng.integers(0, len(first.anchors), _SOME)
-            here, there, reverse = self._usable(first, second, some, rng.random(_SOME) < self.reverse_complement)
-            if len(here):
-                return int(here[0]), int(there[0]), bool(reverse[0])
-        here, there, reverse = self._usable(first, second, np.arange(len(first.anchors)))
-        drawn = int(rng.integers(len(here)))
-        return int(here[drawn]), int(there[drawn]), bool(reverse[drawn])
+            candidates = rng.integers(0, len(first.anchors), _DRAWN)
+            at_first, at_second, reverse = self._usable(
+                first, second, candidates, rng.random(_DRAWN) < self.reverse_complement
+            )
+            if len(at_first):
+                return int(at_first[0]), int(at_second[0]), bool(reverse[0])
+        at_first, at_second, reverse = self._usable(first, second, np.arange(len(first.anchors)))
+        drawn = int(rng.integers(len(at_first)))
+        return int(at_first[drawn]), int(at_second[drawn]), bool(reverse[drawn])
 
     def _usable(
-        self, first: Strain, second: Strain, some: np.ndarray, reverse: np.ndarray | None = None
+        self, first: Strain, second: Strain, kmers: np.ndarray, reverse: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Those of some 32-mers (M,) that both have with room: where here, where there, and on which strand.
 
@@ -364,21 +364,24 @@ class StrainPairsDataModule(RuleDataModule):
             reverse: (M,) bool, on which strand each is to be read; None tries each one that `reverse_complement` allows.
         """
         if reverse is None:
-            ways = [
-                way for way, wanted in ((False, 1 - self.reverse_complement), (True, self.reverse_complement)) if wanted
+            strands = [
+                strand
+                for strand, share in ((False, 1 - self.reverse_complement), (True, self.reverse_complement))
+                if share
             ]
-            reverse, some = np.repeat(ways, len(some)), np.tile(some, len(ways))
-        there, known = second.anchors.find(first.anchors.kmers[some])
-        some, there, reverse = some[known], there[known], reverse[known]
-        turned = first.anchors.flipped[some] != second.anchors.flipped[there]
+            reverse, kmers = np.repeat(strands, len(kmers)), np.tile(kmers, len(strands))
+        at_second, known = second.anchors.find(first.anchors.kmers[kmers])
+        kmers, at_second, reverse = kmers[known], at_second[known], reverse[known]
+        turned = first.anchors.flipped[kmers] != second.anchors.flipped[at_second]
         good = (
-            first.anchors.room[some, reverse.astype(int)] & second.anchors.room[there, (reverse != turned).astype(int)]
+            first.anchors.room[kmers, reverse.astype(int)]
+            & second.anchors.room[at_second, (reverse != turned).astype(int)]
         )
-        return some[good], there[good], reverse[good]
+        return kmers[good], at_second[good], reverse[good]
 
-    # -- words --------------------------------------------------------------------------------------------------------
+    # -- text --------------------------------------------------------------------------------------------------------
     def rule(self) -> str:
-        """What the samples depend on, in words."""
+        """What the samples depend on."""
         self.check()
         assert self._strains is not None
         genomes = {
@@ -394,11 +397,11 @@ class StrainPairsDataModule(RuleDataModule):
         """One line: strains, bases and samples of each split, and the share of 32-mers that two strains have in common."""
         self.check()
         assert self._strains is not None
-        strains = [strain for own in self._strains.values() for strain in own]
+        strains = [strain for group in self._strains.values() for strain in group]
         parts = []
         for split in (split for split in SPLITS if self.names[split]):
-            words = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
-            parts.append(f"{split} {words}: {self.sizes[split]:,} samples")
+            names = ", ".join(f"{name} ({len(self._strains[name])} strains)" for name in self.names[split])
+            parts.append(f"{split} {names}: {self.sizes[split]:,} samples")
         least, first, second = min(self._shared)
         return (
             f"{len(strains):,} strains of {len(self._strains)} species, {sum(x.bases for x in strains):,} bases; "
@@ -407,7 +410,6 @@ class StrainPairsDataModule(RuleDataModule):
         )
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         if self.names[split]:
             return super().wanted(split)
         return f"data.{split} names no species; name some of data.species"
@@ -416,15 +418,14 @@ class StrainPairsDataModule(RuleDataModule):
 def _paths(species: object) -> dict[str, list[str]]:
     if not isinstance(species, Mapping) or not species or not all(isinstance(name, str) for name in species):
         raise TypeError(
-            f"data.species is {species!r}; it must be a mapping of species to their FASTA files, such as "
-            "{aureus: [a.fa, b.fa], pylori: genomes/pylori}"
+            "data.species must be a mapping of species to their FASTA files, such as {aureus: [a.fa, b.fa], pylori: "
+            f"genomes/pylori}}; got {species!r}."
         )
-    return {name: required_paths(f"species.{name}", paths) for name, paths in species.items()}
+    return {name: required_paths(paths, f"species.{name}") for name, paths in species.items()}
 
 
 def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
-    """The species of each split."""
-    names = {split: name_list(split, value) for split, value in settings.items()}
+    names = {split: name_list(value, split) for split, value in settings.items()}
     for split, chosen in names.items():
         unknown = [name for name in chosen if name not in known]
         if unknown:
@@ -432,11 +433,11 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
     held_out = {*names["val"], *names["test"]}
     if settings["train"] is None:
         names["train"] = [name for name in known if name not in held_out]
-    for one, two in itertools.combinations(SPLITS, 2):
-        both = sorted({*names[one]} & {*names[two]})
+    for first, second in itertools.combinations(SPLITS, 2):
+        both = sorted({*names[first]} & {*names[second]})
         if both:
             raise ValueError(
-                f"data.{one} and data.{two} both hold {both}: a species serves one split; leave it out of one"
+                f"data.{first} and data.{second} both hold {both}: a species serves one split; leave it out of one"
             )
     if not names["train"]:
         raise ValueError(
@@ -448,36 +449,36 @@ def _names(known: list[str], settings: dict[str, Any]) -> dict[str, list[str]]:
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
     """Each species has two strains, and each file serves one species."""
-    seen: dict[str, str] = {}
-    for name, own in files.items():
-        if len(own) < 2:
+    species_of: dict[str, str] = {}
+    for name, strains in files.items():
+        if len(strains) < 2:
             raise ValueError(
-                f"data.species.{name} has one strain ({own[0]}), and a pair takes two: add a FASTA file, or take {name} "
+                f"data.species.{name} has one strain ({strains[0]}), and a pair takes two: add a FASTA file, or take {name} "
                 "out of data.species"
             )
-        for file in own:
-            before = seen.setdefault(os.path.realpath(file), name)
-            if before != name:
-                raise ValueError(f"{file} is in data.species.{before} and in data.species.{name}: leave it out of one")
+        for file in strains:
+            other = species_of.setdefault(os.path.realpath(file), name)
+            if other != name:
+                raise ValueError(f"{file} is in data.species.{other} and in data.species.{name}: leave it out of one")
 
 
 def _refuse_equal(strains: dict[str, list[Strain]], split_of: dict[str, str]) -> None:
     """No strain is there twice, and no record in two splits."""
-    for name, own in strains.items():
-        for first, second in itertools.combinations(own, 2):
+    for name, group in strains.items():
+        for first, second in itertools.combinations(group, 2):
             if first.identity() == second.identity():
                 raise ValueError(
                     f"{first.file} and {second.file} hold the same bases, so one would be copied from the other: leave one "
                     f"out of data.species.{name}"
                 )
-    seen: dict[tuple[int, int], tuple[str, str]] = {}
-    for name, own in strains.items():
-        for strain in own:
+    first_use: dict[tuple[int, int], tuple[str, str]] = {}
+    for name, group in strains.items():
+        for strain in group:
             for record in strain.identity():
-                split, before = seen.setdefault(record, (split_of[name], strain.file))
+                split, other = first_use.setdefault(record, (split_of[name], strain.file))
                 if split != split_of[name]:
                     raise ValueError(
-                        f"{before} and {strain.file} hold the same record of {record[0]:,} bases, one for data.{split} and "
+                        f"{other} and {strain.file} hold the same record of {record[0]:,} bases, one for data.{split} and "
                         f"one for data.{split_of[name]}: leave one of the two out of data.species"
                     )
 

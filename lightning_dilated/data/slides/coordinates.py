@@ -1,11 +1,9 @@
-"""What looks wrong about the coordinates of a slide's tiles, before positions that are wrong reach a model unseen.
+"""Checks of slides before training: coordinates against the tile size, files against the csv, sizes.
 
 An encoder places a tile at the cell (floor(x / tile_size), floor(y / tile_size)). Coordinates in another unit, or of another
 magnification than `tile_size`, give no error there: many tiles share a cell, or all lie too far apart.
 
-What SlideDataModule checks before training: files against the csv, sizes, and many faults told in one error.
-
-Shape letters: N tiles of a slide, F features of a tile.
+Shape letters: N tiles of a slide.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import numpy as np
 import torch
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.files import HINT
 from lightning_dilated.data.slides.files import H5, PT, EmptySlide, Slide, slide_name
 from lightning_dilated.data.slides.labels import Row
 
-#: tiles whose contours were cut on grids of their own share a few cells; below this share of unique ones the unit is wrong
+#: contours that were cut on separate grids share a few cells; below this share of unique cells the unit is wrong
 UNIQUE = 0.9
-#: distances between neighbours that are needed before they say that all tiles lie too far apart
+#: distances between neighbours that are needed to judge the tile size
 ENOUGH = 16
 
 
@@ -52,7 +49,7 @@ def check_coordinates(
 def coordinate_faults(
     coords: Any, tile_size: int = 256, grid: int | None = None, extent: tuple[int, int] | None = None
 ) -> list[str]:
-    """What looks wrong about coordinates, one sentence or two each; an empty list where nothing does.
+    """What looks wrong about coordinates, a string for each fault.
 
     Args:
         coords: (N, 2) x and y of each tile's upper left corner in pixels; a tensor on any device, or an array. Real tiles
@@ -82,7 +79,7 @@ def coordinate_faults(
     if outside:
         return outside
     shared = _shared_cells(values, tile_size) or _same_place(values)
-    beyond = [] if grid is None else grid_faults(values, tile_size, grid, sure=False)
+    beyond = [] if grid is None else grid_faults(values, tile_size, grid, tile_size_known=False)
     return [*shared, *_far_apart(values, tile_size), *beyond]
 
 
@@ -107,12 +104,12 @@ def tile_step(coords: np.ndarray) -> int | None:
 
 def _gaps(coords: np.ndarray) -> np.ndarray:
     """Distances of neighbours along rows, then along columns, without those of tiles at one place."""
-    found = []
+    gaps = []
     for along, across in ((coords[:, 0], coords[:, 1]), (coords[:, 1], coords[:, 0])):
         order = np.lexsort((along, across))
         step, other = np.diff(along[order]), np.diff(across[order])
-        found.append(step[(other == 0) & (step > 0)])
-    return np.concatenate(found)
+        gaps.append(step[(other == 0) & (step > 0)])
+    return np.concatenate(gaps)
 
 
 def _not_integers(values: np.ndarray, dtype: Any) -> list[str]:
@@ -129,22 +126,22 @@ def _not_integers(values: np.ndarray, dtype: Any) -> list[str]:
         return [f"{text} from 0 to 1, as if they were normalised: multiply them by the slide's size in pixels."]
     split = np.flatnonzero((values != np.floor(values)).any(1))
     if len(split):
-        at = tuple(float(x) for x in values[split[0]])
+        point = tuple(float(x) for x in values[split[0]])
         return [
-            f"{text} with fractions, such as {at} at tile {split[0]}. They look like micrometres: divide by the slide's "
+            f"{text} with fractions, such as {point} at tile {split[0]}. They look like micrometres: divide by the slide's "
             "micrometres per pixel, round, and write them as int64."
         ]
     return [f"{text}: these are whole, so write them as int64 (above 2^11 float16, above 2^24 float32 loses pixels)."]
 
 
 def _negative(values: np.ndarray) -> list[str]:
-    below = np.flatnonzero((values < 0).any(1))
-    if not len(below):
+    negative = np.flatnonzero((values < 0).any(1))
+    if not len(negative):
         return []
     return [
-        f"{len(below):,} of {len(values):,} tiles have a negative coordinate, the first is tile {below[0]} at "
-        f"{tuple(values[below[0]].tolist())}. Count pixels from the slide's upper left corner (rows of a class token or of "
-        "padding are not tiles: leave them out)."
+        f"{len(negative):,} of {len(values):,} tiles have a negative coordinate, the first is tile {negative[0]} at "
+        f"{tuple(values[negative[0]].tolist())}. Count pixels from the slide's upper left corner (rows of a class token or "
+        "of padding are not tiles: leave them out)."
     ]
 
 
@@ -172,14 +169,14 @@ def _shared_cells(values: np.ndarray, tile_size: int) -> list[str]:
 def _same_place(values: np.ndarray) -> list[str]:
     """Several tiles at one place; of a regular grid none are."""
     order = np.lexsort(values.T)
-    again = np.flatnonzero((np.diff(values[order], axis=0) == 0).all(1))
-    if not len(again):
+    repeated = np.flatnonzero((np.diff(values[order], axis=0) == 0).all(1))
+    if not len(repeated):
         return []
-    first, second = sorted(int(x) for x in order[again[0] : again[0] + 2])
+    first, second = sorted(int(x) for x in order[repeated[0] : repeated[0] + 2])
     place = tuple(values[first].tolist())
     return [
-        f"tiles {first} and {second} both lie at {place}, and {len(again):,} of {len(values):,} tiles lie where another one "
-        "does: remove those that are listed twice, or extract this slide again."
+        f"tiles {first} and {second} both lie at {place}, and {len(repeated):,} of {len(values):,} tiles lie where another "
+        "one does: remove those that are listed twice, or extract this slide again."
     ]
 
 
@@ -214,15 +211,33 @@ def _far_apart(values: np.ndarray, tile_size: int) -> list[str]:
     ]
 
 
-def grid_faults(coords: np.ndarray, tile_size: int, grid: int, sure: bool = True) -> list[str]:
-    """What lies beyond n x n cells, as `coordinate_faults` says it; `sure`: the tile_size is known to be right."""
+def overlap_faults(coords: np.ndarray, tile_size: int, slide: Slide) -> list[str]:
+    """Tiles of a file that states their side but no overlap, if most neighbours are at another distance than `tile_size`.
+
+    CLAM writes such files for a step_size below the patch_size: cells of the side would hold several tiles.
+    """
+    gaps = _gaps(coords)
+    if slide.tile_size is None or slide.overlap_known or len(gaps) < ENOUGH:
+        return []
+    step = tile_step(coords)
+    regular = 2 * np.count_nonzero(gaps == step) >= len(gaps)
+    if step is None or not regular or step == tile_size or min(step, tile_size) >= slide.tile_size:
+        return []
+    return [
+        f"neighbours are {step} apart, but tile_size={tile_size}. The tiles are {slide.tile_size} wide, and the file does "
+        f"not state by how much they overlap: set data.tile_size and the model's tile_size to {step}."
+    ]
+
+
+def grid_faults(coords: np.ndarray, tile_size: int, grid: int, tile_size_known: bool = True) -> list[str]:
+    """What lies beyond n x n cells, worded as in `coordinate_faults`."""
     cells = tile_cells(coords, tile_size)
     largest = cells.max(0)
     if largest.max() < grid:
         return []
     tile = int(np.flatnonzero((cells >= grid).any(1))[0])
     remedy = f"set a grid (model.grid) of at least {largest.max() + 1}"
-    if not sure:
+    if not tile_size_known:
         remedy += ", or a larger tile_size if these are pixels of a finer level"
     return [
         f"the largest cell is (column {largest[0]}, row {largest[1]}), but positions exist for {grid} x {grid} cells of "
@@ -230,15 +245,16 @@ def grid_faults(coords: np.ndarray, tile_size: int, grid: int, sure: bool = True
     ]
 
 
-#: faults that one error tells of
+# -- files, the csv and sizes ------------------------------------------------------------------------------------------
+#: faults that one error lists
 SHOWN = 5
 
 
 @dataclass
-class Found:
-    """What `SlideDataModule.check` found, in one order.
+class Inventory:
+    """The slides of a SlideDataModule with their splits and labels, in one order.
 
-    `by_column`: the csv says the splits; `largest`: the largest coordinate of each slide.
+    `by_column`: the splits are from the csv; `largest`: the largest coordinate of each slide.
     """
 
     slides: list[Slide]
@@ -252,55 +268,55 @@ class Found:
 def matched(
     files: dict[str, str], rows: list[Row] | None, csv: str, leave_out: bool
 ) -> tuple[list[str], list[Row] | None]:
-    """Files and their rows, in the order of the files; what has no partner is an error, or is left out with a warning."""
+    """Files and their rows, in the order of the files; a file or row alone is an error, or is left out with a warning."""
     if rows is None:
         return list(files.values()), None
-    of = {row.slide: row for row in rows}
+    row_of = {row.slide: row for row in rows}
     faults = [f"{csv}, line {row.line}: no file is called {row.slide}" for row in rows if row.slide not in files]
-    faults += [f"{path} has no line in {csv}" for name, path in files.items() if name not in of]
-    both = [name for name in files if name in of]
+    faults += [f"{path} has no line in {csv}" for name, path in files.items() if name not in row_of]
+    both = [name for name in files if name in row_of]
     if faults and not leave_out:
-        remedy = "mend names, data.paths or the csv, or set data.unmatched to 'leave_out'"
-        raise ValueError(f"{_told('slides lack a file or a label', faults)}\nTo go on, {remedy}")
+        remedy = "correct names, data.paths or the csv, or set data.unmatched to 'leave_out'"
+        raise ValueError(f"{_listed('slides lack a file or a label', faults)}\nTo go on, {remedy}")
     if not both:
         raise ValueError(f"no file of data.paths is named in {csv}; the first of each: {faults[0]}; {faults[-1]}")
     if faults:
-        warnings.warn(_told("slides are left out", faults), stacklevel=3)
-    return [files[name] for name in both], [of[name] for name in both]
+        warnings.warn(_listed("slides are left out", faults), stacklevel=3)
+    return [files[name] for name in both], [row_of[name] for name in both]
 
 
 def inspected(
-    look: Any, files: list[str], rows: list[Row] | None, leave_out: bool
+    inspect: Any, files: list[str], rows: list[Row] | None, leave_out: bool
 ) -> tuple[list[Slide], list[Row] | None]:
-    """What `look` says of each file, and the rows; slides without a tile are an error, or are left out with a warning."""
+    """(`inspect(path)` of each file, their rows); slides without a tile are an error, or are left out with a warning."""
     empty: list[str] = []
 
-    def one(path: str) -> Slide | None:
+    def inspect_one(path: str) -> Slide | None:
         try:
-            return look(path)
+            return inspect(path)
         except EmptySlide as error:
             if not leave_out:
                 raise
             empty.append(str(error).split(":")[0])
             return None
 
-    found = each("slides cannot be used", one, files)
+    looked = each("slides cannot be used", inspect_one, files)
     if len(empty) == len(files):
         raise ValueError(f"none of the {len(files)} slides has a tile, the first is {files[0]}: extract them again")
     if empty:
-        warnings.warn(_told("slides without a tile are left out", empty), stacklevel=3)
-    slides = [slide for slide in found if slide is not None]
+        warnings.warn(_listed("slides without a tile are left out", empty), stacklevel=3)
+    slides = [slide for slide in looked if slide is not None]
     if rows is not None:
-        rows = [row for row, slide in zip(rows, found, strict=True) if slide is not None]
+        rows = [row for row, slide in zip(rows, looked, strict=True) if slide is not None]
     return slides, rows
 
 
 def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
     """Raise ValueError where slides differ in F, or one has more than `max_tiles` tiles."""
-    other = next((s for s in slides if s.width != slides[0].width), None)
-    if other is not None:
+    odd = next((s for s in slides if s.width != slides[0].width), None)
+    if odd is not None:
         raise ValueError(
-            f"{slides[0].path} has {slides[0].width} features a tile, but {other.path} has {other.width}: all slides "
+            f"{slides[0].path} has {slides[0].width} features a tile, but {odd.path} has {odd.width}: all slides "
             "must come from one tile encoder"
         )
     longest = max(slides, key=lambda s: s.tiles)
@@ -312,59 +328,54 @@ def check_sizes(slides: list[Slide], max_tiles: int | None) -> None:
         )
 
 
-def one_tile_size(slides: list[Slide], given: int | None) -> int | None:
-    """The side of a tile that `given` and all slides agree on; None where nobody says. Raises ValueError for two of them."""
-    said = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
-    if given is not None and set(said) - {given}:
-        size, path = next((x, y) for x, y in said.items() if x != given)
+def one_tile_size(slides: list[Slide], tile_size: int | None) -> int | None:
+    """The side of a tile on which option and slides agree; None if none states it. Raises ValueError if they differ."""
+    stated = {s.tile_size: s.path for s in reversed(slides) if s.tile_size}
+    if tile_size is not None:
+        # a smaller one is the distance of overlapping tiles, which `overlap_faults` compares with the coordinates
+        others = [s for s in slides if s.tile_size not in (None, tile_size)]
+        other = next((s for s in others if s.overlap_known or tile_size > (s.tile_size or 0)), None)
+        if other is not None:
+            raise ValueError(
+                f"{other.path} states that its tiles are {other.tile_size} level-0 pixels wide, but data.tile_size is "
+                f"{tile_size}: set it to {other.tile_size}, or to null"
+            )
+        return tile_size
+    if len(stated) > 1:
+        statements = ", ".join(f"{path} states {size}" for size, path in sorted(stated.items()))
         raise ValueError(
-            f"{path} says that its tiles are {size} level-0 pixels wide, but data.tile_size is {given}: set it to {size}, "
-            "or to null"
+            f"slides have tiles of different level-0 widths ({statements}), so one model would place them differently: "
+            "train on slides of one magnification, or cut the tiles again"
         )
-    if len(said) > 1:
-        told = ", ".join(f"{path} says {size}" for size, path in sorted(said.items()))
-        raise ValueError(
-            f"slides have tiles of different level-0 widths ({told}), so one model would place them differently: train on "
-            "slides of one magnification, or cut the tiles anew"
-        )
-    return given if given is not None else next(iter(said), None)
+    return next(iter(stated), None)
 
 
-def about_slides(look: Any, *args: Any) -> Any:
-    """`look`, which speaks of byte files, with what slides need in its errors."""
-    try:
-        return look(*args)
-    except (OSError, TypeError, ValueError) as error:
-        hint = "pass existing .h5 or .pt files, directories or globs in data.paths"
-        raise type(error)(str(error).replace(HINT, hint)) from None
-
-
-def by_name(files: list[str]) -> dict[str, str]:
+def by_name(paths: list[str]) -> dict[str, str]:
     """{slide: file}; ValueError for a file of another kind, or two of one name."""
-    found: dict[str, str] = {}
-    for file in files:
+    files: dict[str, str] = {}
+    for file in paths:
         if not file.lower().endswith((*H5, *PT)):
-            raise ValueError(f"{file} is no slide file: data.paths takes files ending in {', '.join((*H5, *PT))}")
-        other = found.setdefault(slide_name(file), file)
-        if other != file:
-            raise ValueError(f"{other} and {file} are both slide {slide_name(file)!r}: leave one out of data.paths")
-    return found
+            raise ValueError(f"{file} is not a slide file: data.paths takes files ending in {', '.join((*H5, *PT))}")
+        first = files.setdefault(slide_name(file), file)
+        if first != file:
+            raise ValueError(f"{first} and {file} are both slide {slide_name(file)!r}: leave one out of data.paths")
+    return files
 
 
-def each(what: str, look: Any, things: list[Any]) -> list[Any]:
-    """`look` at each, and one error for all of the ValueErrors."""
-    out, faults = [], []
-    for thing in things:
+def each(what: str, function: Any, items: list[Any]) -> list[Any]:
+    """[function(item) ...], and one error for all of the ValueErrors."""
+    results, faults = [], []
+    for item in items:
         try:
-            out.append(look(thing))
+            results.append(function(item))
         except ValueError as error:
             faults.append(str(error))
     if faults:
-        raise ValueError(faults[0] if len(faults) == 1 else _told(what, faults))
-    return out
+        raise ValueError(faults[0] if len(faults) == 1 else _listed(what, faults))
+    return results
 
 
-def _told(what: str, faults: list[str]) -> str:
+def _listed(what: str, faults: list[str]) -> str:
     """A count, and the first few."""
     more = f"\nand {len(faults) - SHOWN} more" if len(faults) > SHOWN else ""
     return f"{len(faults)} {what}:\n" + "\n".join(faults[:SHOWN]) + more

@@ -1,17 +1,6 @@
-"""What the writer of a slide file left beside the coordinates: the side of a tile, and the size of the slide.
+"""Slide files (.h5 and .pt): what a file states, and the features and coordinates of chosen tiles.
 
-TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
-writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the level-0
-pixels of one of those. Coordinates of both count level-0 pixels.
-
-Opening .h5 files of others: what they hold lies in them, and is as large as they say.
-
-HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
-never written as zeros, as many as a header declares. Both are refused before a row is read.
-
-Reading slide files (.h5 and .pt): what a file holds, and the features and coordinates of chosen tiles.
-
-A file is opened for each read and closed after it, so nothing that is open can cross a fork or be pickled.
+A file is opened for each read and closed after it, so that no handle crosses a fork or is pickled.
 
 Shape letters: T tiles of a slide, F features of a tile, n chosen tiles.
 """
@@ -33,19 +22,29 @@ from torch import Tensor
 
 from lightning_dilated.data.files import refuse_special, spread
 
+# -- sizes in the attributes -------------------------------------------------------------------------------------------
+# TRIDENT writes `patch_size_level0`, `level0_width` and `level0_height`, and `overlap` in the pixels of `patch_size`. CLAM
+# writes `patch_size` and `downsampled_level_dim`, which count pixels of the level `patch_level`, and `downsample`, the
+# level-0 pixels of one of those. Coordinates of both count level-0 pixels.
+
 #: pixels that no slide reaches: above, an attribute is not a size
 _LARGEST = 1 << 31
 
 
+def states_overlap(attributes: Mapping[str, Any]) -> bool:
+    """Whether `tile_size_of` knows what tiles share. CLAM (step_size below patch_size) does not write it."""
+    return all(name in attributes for name in ("patch_size_level0", "overlap", "patch_size"))
+
+
 def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
-    """Side of a tile in level-0 pixels, less what it shares with the next one; None where the attributes do not say it.
+    """Side of a tile in level-0 pixels, less the overlap if stated (`states_overlap`); None if the attributes lack it.
 
     Raises:
         ValueError: for an attribute that is no such number, naming file and attribute.
     """
     if "patch_size_level0" in attributes:  # TRIDENT
         side = _whole(path, attributes, "patch_size_level0")
-        if "overlap" not in attributes or "patch_size" not in attributes:
+        if not states_overlap(attributes):
             return side
         size, overlap = _whole(path, attributes, "patch_size"), _numbers(path, attributes, "overlap", 1, least=0)[0]
         if overlap >= size:
@@ -63,7 +62,7 @@ def tile_size_of(path: str, attributes: Mapping[str, Any]) -> int | None:
 
 
 def extent_of(path: str, attributes: Mapping[str, Any]) -> tuple[int, int] | None:
-    """(width, height) of the slide in level-0 pixels, at least; None where the attributes do not say it.
+    """(width, height) of the slide in level-0 pixels, at least; None if the attributes lack it.
 
     Raises:
         ValueError: as `tile_size_of`.
@@ -92,27 +91,31 @@ def _numbers(path: str, attributes: Mapping[str, Any], name: str, count: int, le
     what = "a number of pixels" if count == 1 else f"{count} numbers of pixels"
     try:
         values = np.asarray(attributes[name])
-        found = [float(x) for x in values.reshape(-1)[:count]]
+        numbers = [float(x) for x in values.reshape(-1)[:count]]
     except (TypeError, ValueError, OSError) as error:
         raise _wrong(path, attributes, name, what) from error
-    if len(found) < count or values.size > 4 or not all(math.isfinite(x) and least <= x < _LARGEST for x in found):
+    if len(numbers) < count or values.size > 4 or not all(math.isfinite(x) and least <= x < _LARGEST for x in numbers):
         raise _wrong(path, attributes, name, what)
-    return found
+    return numbers
 
 
 def _wrong(path: str, attributes: Mapping[str, Any], name: str, what: str) -> ValueError:
     try:
-        found = " ".join(repr(attributes[name]).split())[:80]
+        value = " ".join(repr(attributes[name]).split())[:80]
     except (TypeError, ValueError, OSError):
-        found = "unreadable"
+        value = "unreadable"
     return ValueError(
-        f"{path}: the attribute {name!r} of the coordinates is {found}, but it must be {what}: correct it, or delete it "
+        f"{path}: the attribute {name!r} of the coordinates is {value}, but it must be {what}: correct it, or delete it "
         "from the file and set data.tile_size"
     )
 
 
+# -- HDF5 files from other people --------------------------------------------------------------------------------------
+# HDF5 follows links, virtual data sets and external storage to any file that the user can read, and gives rows that were
+# never written as zeros, as many as a header declares. Both are refused before a row is read.
+
 #: bytes that a byte on disk may unpack to: deflate reaches 1,032 on zeros
-MOST_PACKED = 1100
+LARGEST_RATIO = 1100
 #: links to links that are followed
 _LINKS = 16
 
@@ -138,32 +141,32 @@ def opened_h5(path: str) -> Iterator[Any]:
     except (FileNotFoundError, PermissionError) as error:
         raise type(error)(f"{path} cannot be opened any more: {error}") from error
     except OSError as error:
-        words = str(error)
-        if "signature not found" in words:
+        message = str(error)
+        if "signature not found" in message:
             why = "it is not an HDF5 file, or empty: write it again"
-        elif "truncated" in words:
+        elif "truncated" in message:
             why = "it is truncated, as by a copy that was cut short: copy or write it again"
-        elif "lock" in words:
+        elif "lock" in message:
             why = "another program has it open for writing: close that first"
         else:
             why = "it is damaged or cut short: copy or write it again"
-        raise ValueError(f"{path} cannot be read: {why} ({words})") from error
+        raise ValueError(f"{path} cannot be read: {why} ({message})") from error
 
 
 def own_dataset(path: str, file: Any, name: str) -> Any:
-    """What lies in the file under this name, None for nothing.
+    """The object of this name in the file, or None.
 
     Raises:
-        ValueError: where that lies in another file: behind an external link, as a virtual data set or external storage.
+        ValueError: if it lies in another file: an external link, a virtual data set or external storage.
     """
     if not _is_there(path, file, name):
         return None
-    found = file.get(name)
-    if getattr(found, "is_virtual", False):
-        raise _elsewhere(path, name, "a virtual data set, whose rows lie in", found.virtual_sources()[0].file_name)
-    if getattr(found, "external", None):
-        raise _elsewhere(path, name, "kept in external storage, in", found.external[0][0])
-    return found
+    item = file.get(name)
+    if getattr(item, "is_virtual", False):
+        raise _elsewhere(path, name, "a virtual data set, whose rows lie in", item.virtual_sources()[0].file_name)
+    if getattr(item, "external", None):
+        raise _elsewhere(path, name, "kept in external storage, in", item.external[0][0])
+    return item
 
 
 def check_declared_size(path: str, array: Any, name: str) -> None:
@@ -175,8 +178,8 @@ def check_declared_size(path: str, array: Any, name: str) -> None:
             raise ValueError(f"{text}, but the file of {size:,} bytes does not hold them: write it again")
         return
     needed = math.prod(-(-n // chunk) for n, chunk in zip(array.shape, array.chunks, strict=True))
-    # the second first: counting many chunks takes a while
-    if needed > size or declared > MOST_PACKED * size:
+    # before counting chunks, which takes long for many
+    if needed > size or declared > LARGEST_RATIO * size:
         raise ValueError(f"{text} in {needed:,} chunks, but the file has only {size:,} bytes: write it again")
     written = array.id.get_num_chunks()
     if written < needed:
@@ -187,7 +190,7 @@ def check_declared_size(path: str, array: Any, name: str) -> None:
 
 
 def _is_there(path: str, file: Any, name: str) -> bool:
-    """Whether something lies under the name; ValueError for a way to it that leaves the file."""
+    """Whether the file has an object of this name; ValueError for a link that leaves the file."""
     h5py = import_h5py()
     group, parts, links = file, _parts(name), 0
     while parts:
@@ -223,6 +226,7 @@ def _elsewhere(path: str, name: str, how: str, file: Any) -> ValueError:
     )
 
 
+# -- slides ------------------------------------------------------------------------------------------------------------
 H5 = (".h5", ".hdf5")
 PT = (".pt", ".pth")
 #: endings of images, which names of feature files and ids of a csv may carry or not
@@ -237,9 +241,10 @@ SAMPLED = 8
 
 @dataclass(frozen=True)
 class Slide:
-    """What the head of a file says.
+    """What the head of a file states.
 
-    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not said.
+    `tile_size` is the side of a tile and `extent` the slide's (width, height), in level-0 pixels; None where not stated.
+    Without `overlap_known`, tiles may lie closer than `tile_size`.
     """
 
     path: str
@@ -247,10 +252,10 @@ class Slide:
     width: int
     tile_size: int | None = None
     extent: tuple[int, int] | None = None
+    overlap_known: bool = True
 
     @property
     def name(self) -> str:
-        """As `slide_name`."""
         return slide_name(self.path)
 
 
@@ -277,16 +282,16 @@ class _Rows:
 
     def read(self, start: int, stop: int) -> Tensor:
         """(stop - start, W), of signed integers or floats."""
-        found = self.array[0, start:stop] if self.boxed else self.array[start:stop]
-        if isinstance(found, Tensor):
-            return found
-        wanted = np.int64 if found.dtype.kind in "ui" else found.dtype.newbyteorder("=")
-        return torch.from_numpy(np.ascontiguousarray(found, dtype=wanted))
+        rows = self.array[0, start:stop] if self.boxed else self.array[start:stop]
+        if isinstance(rows, Tensor):
+            return rows
+        dtype = np.int64 if rows.dtype.kind in "ui" else rows.dtype.newbyteorder("=")
+        return torch.from_numpy(np.ascontiguousarray(rows, dtype=dtype))
 
     def pick(self, rows: np.ndarray) -> Tensor:
         """(n, W) of rising rows, in one read of all from the first to the last."""
-        found = self.read(int(rows[0]), int(rows[-1]) + 1)
-        return found if len(found) == len(rows) else found[torch.from_numpy(rows - rows[0])]
+        block = self.read(int(rows[0]), int(rows[-1]) + 1)
+        return block if len(block) == len(rows) else block[torch.from_numpy(rows - rows[0])]
 
 
 @dataclass(frozen=True)
@@ -315,8 +320,9 @@ class SlideReader:
             for name, rows in ((self.features, features), (str(self.coords), coords)):
                 if rows is not None and not isinstance(rows.array, Tensor):
                     check_declared_size(path, rows.array, name)
-            left = {} if coords is None else getattr(coords.array, "attrs", {})
-            return Slide(path, features.count, features.width, tile_size_of(path, left), extent_of(path, left))
+            attributes = {} if coords is None else getattr(coords.array, "attrs", {})
+            sizes = tile_size_of(path, attributes), extent_of(path, attributes), states_overlap(attributes)
+            return Slide(path, features.count, features.width, *sizes)
 
     def read(self, path: str, rows: np.ndarray) -> tuple[Tensor, Tensor | None]:
         """Features (n, F) and coordinates (n, 2) int64 of the tiles `rows` (n,), in that order.
@@ -329,10 +335,10 @@ class SlideReader:
         with self._opened(path) as (features, coords):
             values = torch.empty(len(rows), features.width, dtype=self.dtype)
             places = None if coords is None else torch.empty(len(rows), 2, dtype=torch.int64)
-            for at in _runs(rows):
-                values[at] = self._finite(path, features.pick(rows[at]), rows[at])
+            for chosen in _runs(rows):
+                values[chosen] = self._finite(path, features.pick(rows[chosen]), rows[chosen])
                 if coords is not None:
-                    places[at] = coords.pick(rows[at]).long()
+                    places[chosen] = coords.pick(rows[chosen]).long()
         return values, places
 
     def read_coords(self, path: str) -> np.ndarray:
@@ -343,8 +349,10 @@ class SlideReader:
             return coords.read(0, coords.count).long().numpy()
 
     def digest(self, path: str) -> bytes:
-        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them; of nothing else in
-        the file, so that attention may be written into it."""
+        """A digest of the features and coordinates of SAMPLED tiles, the first and the last among them.
+
+        It covers nothing else, so that attention may be written into the file.
+        """
         digest = hashlib.blake2b(digest_size=16)
         with self._opened(path) as (features, coords):
             for rows in (features, coords):
@@ -438,18 +446,18 @@ def _runs(rows: np.ndarray) -> Iterator[np.ndarray]:
 
 def _array(path: str, arrays: Any, name: str, option: str) -> Any:
     """The array of that name in an h5 file or a mapping."""
-    found = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
-    if found is None:
-        there = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
-        raise ValueError(f"{path} has no {name!r}; it holds {there}: set {option}")
-    if not hasattr(found, "shape") or not hasattr(found, "dtype"):
-        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}, not an array: set {option}")
-    if isinstance(found, Tensor):
-        _check_stored(path, found, name)
-        return found.detach()
-    if not hasattr(found, "chunks"):
-        raise ValueError(f"{path}: {name!r} is a {type(found).__name__}: save it as a torch tensor")
-    return found
+    array = arrays.get(name) if isinstance(arrays, dict) else own_dataset(path, arrays, name)
+    if array is None:
+        names = ", ".join(sorted(map(str, arrays.keys()))) or "nothing"
+        raise ValueError(f"{path} has no {name!r}; it holds {names}: set {option}")
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise ValueError(f"{path}: {name!r} is a {type(array).__name__}, not an array: set {option}")
+    if isinstance(array, Tensor):
+        _check_stored(path, array, name)
+        return array.detach()
+    if not hasattr(array, "chunks"):
+        raise ValueError(f"{path}: {name!r} is a {type(array).__name__}: save it as a torch tensor")
+    return array
 
 
 def _check_stored(path: str, tensor: Tensor, name: str) -> None:
@@ -474,23 +482,23 @@ def _pt(path: str, features: str) -> Iterator[dict[str, Any]]:
     """The tensors of a file, mapped to memory where its format allows that, so that only rows that are used are read."""
     try:
         try:
-            found = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            stored = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except RuntimeError as error:
             if "mmap" not in str(error):
                 raise
-            found = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
+            stored = torch.load(path, map_location="cpu", weights_only=True)  # written by torch before 1.6
     except pickle.UnpicklingError as error:
         raise ValueError(
-            f"{path} is no file of plain tensors, which alone are loaded (weights_only): "
+            f"{path} is not a file of plain tensors; nothing else is loaded (weights_only): "
             f"torch.save a tensor, or a dict of tensors ({_first_line(error)})"
         ) from error
     except (RuntimeError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} is no torch file, or cut short: write it again ({_first_line(error)})") from error
-    if isinstance(found, Tensor):
-        found = {features: found}
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds a {type(found).__name__}, but it must be a tensor or a dict of tensors")
-    yield found
+        raise ValueError(f"{path} is not a torch file, or cut short: write it again ({_first_line(error)})") from error
+    if isinstance(stored, Tensor):
+        stored = {features: stored}
+    if not isinstance(stored, dict):
+        raise ValueError(f"{path} holds a {type(stored).__name__}, but it must be a tensor or a dict of tensors")
+    yield stored
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Attention weights of tiles as a picture, and written beside the features of the slide that they belong to.
+"""Attention weights of tiles as a picture, and written into the slide's file.
 
 Shape letters: N positions (tiles, and rows without a tile: a class token's, padding), T tiles of the file, H heads.
 """
@@ -14,7 +14,7 @@ import torch
 from lightning_dilated.data.slides.coordinates import check_coordinates, tile_cells
 from lightning_dilated.data.slides.files import H5, SlideReader, import_h5py
 
-#: cells of a picture that nobody means to ask for
+#: more cells of a picture are taken for a mistake
 MOST_CELLS = 10**8
 
 
@@ -67,11 +67,11 @@ def write_attention(
     Args:
         path: an .h5 slide with features (T, F) and coords (T, 2).
         weights: (N,) or (N, H), one row a position.
-        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they say which tile of the file a row
-            belongs to, rows below 0 are left out, and tiles that are not among them get NaN. None: weights are the T tiles
-            in the file's order, without a class token.
+        coords: (N, 2) of the same positions, such as a batch's coords of one sample; they identify the tile of a row. Rows
+            below 0 are left out, and tiles without a row get NaN. None: weights are the T tiles in the file's order,
+            without a class token.
         name: of the dataset.
-        features_name, coords_name: of the arrays that are there.
+        features_name, coords_name: names of the slide's arrays.
         overwrite: replace a dataset of that name.
 
     Raises:
@@ -81,7 +81,7 @@ def write_attention(
     """
     path = os.fspath(path)
     if not path.lower().endswith(H5):
-        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it beside a .pt slide yourself")
+        raise ValueError(f"{path}: attention is written to .h5 files; torch.save it next to a .pt slide yourself")
     if name in (features_name, coords_name):
         raise ValueError(f"name is {name!r}, which holds the slide itself: choose another")
     reader = SlideReader(features_name, coords_name)
@@ -104,28 +104,28 @@ def write_attention(
         file.create_dataset(name, data=values)
 
 
-def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, there: np.ndarray) -> np.ndarray:
+def _in_file_order(path: str, values: np.ndarray, coords: np.ndarray, tiles: np.ndarray) -> np.ndarray:
     """(T, ...) with each row of `values` at the tile of its coordinates, NaN elsewhere."""
     if coords.shape != (len(values), 2):
-        raise ValueError(f"coords must be ({len(values)}, 2), as there are so many weights; got {coords.shape}")
+        raise ValueError(f"coords must be ({len(values)}, 2), one for each weight; got {coords.shape}")
     values, coords = _tiles(values, coords)
-    at = {tuple(x): i for i, x in enumerate(there.tolist())}
-    if len(at) != len(there) or len({tuple(x) for x in coords.tolist()}) != len(coords):
+    indices = {tuple(x): i for i, x in enumerate(tiles.tolist())}
+    if len(indices) != len(tiles) or len({tuple(x) for x in coords.tolist()}) != len(coords):
         raise ValueError(
-            f"{path}: coordinates occur twice, so they do not tell tiles apart: give weights in the file's order"
+            f"{path}: coordinates occur twice, so they do not identify tiles: give weights in the file's order"
         )
-    lost = [tuple(x) for x in coords.tolist() if tuple(x) not in at]
+    lost = [tuple(x) for x in coords.tolist() if tuple(x) not in indices]
     if lost:
         raise ValueError(
             f"{path} has no tile at {lost[0]} ({len(lost)} of {len(coords)} are missing): is it another slide?"
         )
-    out = np.full((len(there), *values.shape[1:]), np.nan, dtype=values.dtype)
-    out[[at[tuple(x)] for x in coords.tolist()]] = values
+    out = np.full((len(tiles), *values.shape[1:]), np.nan, dtype=values.dtype)
+    out[[indices[tuple(x)] for x in coords.tolist()]] = values
     return out
 
 
 def _tiles(values: np.ndarray, coords: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Without the rows that are no tile."""
+    """(values, coords) without the rows of no tile."""
     real = (coords >= 0).all(1)
     return values[real], coords[real]
 

@@ -1,8 +1,6 @@
-"""How DataModules over files divide their data: shares of it, or files or names of their own for validation and test.
+"""The labels csv of slides: rows, splits, and labels as numbers; every fault is reported with its line.
 
-The labels csv of slides: rows, splits, and labels as numbers; every fault is named with its line.
-
-A row says a slide's id and, in columns whose names are given, its label, its split and its group (a patient, say).
+A row has a slide's id and, in columns whose names are options, its label, its split and its group (a patient, say).
 """
 
 from __future__ import annotations
@@ -17,90 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from lightning_dilated._validation import fraction
-from lightning_dilated.data.files import HINT, collect_files, path_list, refuse_special
+from lightning_dilated._validation import one_of
+from lightning_dilated.data.files import refuse_special
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.slides.files import slide_name
-
-#: share of validation, and of test, where nothing is said
-SHARE = 0.05
-
-
-def split_fractions(given: dict[str, float | None], own: dict[str, bool], by: str) -> dict[str, float]:
-    """The shares of the "val" and "test" split.
-
-    Args:
-        given: of each split the user's `data.<split>_fraction`, or None. Left out, it is 0.05; and 0 as soon as one of
-            the splits has data of its own, so that nothing is taken from the training data unasked.
-        own: whether a split has data of its own.
-        by: how that was said, such as "paths" for `data.val_paths`.
-
-    Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
-        nothing to train on.
-    """
-    default = 0.0 if any(own.values()) else SHARE
-    shares = {x: fraction(f"data.{x}_fraction", default if share is None else share) for x, share in given.items()}
-    for split, share in shares.items():
-        if own[split] and share > 0:
-            raise ValueError(
-                f"data.{split}_fraction is {share} and data.{split}_{by} is set too: a split is either a share of the data "
-                f"or has data of its own; leave one of them out"
-            )
-    if sum(shares.values()) >= 1:
-        raise ValueError(
-            f"data.val_fraction {shares['val']} and data.test_fraction {shares['test']} add up to 1 or more, which leaves "
-            "nothing to train on: lower one of them"
-        )
-    return shares
-
-
-def split_bounds(total: int, shares: dict[str, float]) -> dict[str, tuple[int, int]]:
-    """[start, stop) of each split in `total` items: training first, then validation, then test."""
-    val, test = int(total * shares["val"]), int(total * shares["test"])
-    train = total - val - test
-    return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
-
-
-def required_paths(name: str, paths: object) -> list[str]:
-    """`paths` as a list of strings. Raises: TypeError or ValueError, naming `data.<name>`."""
-    if paths is None:
-        raise TypeError(f"data.{name} is None; {_hint(name)}")
-    try:
-        found = path_list(paths)
-    except (TypeError, ValueError) as error:
-        raise _renamed(error, name) from error
-    assert found is not None
-    return found
-
-
-def files_of(name: str, paths: list[str], suffixes: list[str]) -> list[str]:
-    """The files that `paths` stand for; of directories those ending in `suffixes`. Raises: as `collect_files`."""
-    try:
-        return collect_files(paths, suffixes)
-    except (OSError, ValueError) as error:
-        raise _renamed(error, name) from error
-
-
-def name_list(name: str, value: object) -> list[str]:
-    """A list of names from one name, a list of them or None. Raises: TypeError for anything else."""
-    entries = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(entries, list | tuple) or not all(isinstance(entry, str) and entry for entry in entries):
-        raise TypeError(f"data.{name} is {value!r}; it must be a name, a list of names, or null")
-    return list(entries)
-
-
-def _hint(name: str) -> str:
-    return f"pass existing files, directories or globs in data.{name}"
-
-
-def _renamed(error: Exception, name: str) -> Exception:
-    """The error in terms of this option: the hint of `paths` is that of bytes, which do without."""
-    return type(error)(str(error).replace(HINT, _hint(name)).replace("data.paths", f"data.{name}"))
 
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; `split` "auto" is a column called split where there is one, None for none of that kind."""
+    """Names of columns; `split` "auto" is a column called split if there is one; None: no such column."""
 
     slide: str = "slide_id"
     label: str | None = "label"
@@ -110,8 +33,6 @@ class Columns:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the csv."""
-
     line: int
     slide: str
     label: str | None
@@ -132,7 +53,7 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
         with open(path, encoding="utf-8-sig", newline="") as file:
             return _rows(path, csv.reader(file, strict=True), columns)
     except (FileNotFoundError, IsADirectoryError) as error:
-        raise FileNotFoundError(f"data.labels_csv {path} is no file: pass the path of a csv file") from error
+        raise FileNotFoundError(f"data.labels_csv {path} is not a file: pass the path of a csv file") from error
     except PermissionError as error:
         raise PermissionError(f"data.labels_csv {path} cannot be read by this user: change its permissions") from error
     except UnicodeDecodeError as error:
@@ -142,7 +63,7 @@ def read_rows(path: str, columns: Columns) -> list[Row]:
 
 
 def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
-    found: dict[str, Row] = {}
+    rows: dict[str, Row] = {}
     header: dict[str, int] = {}
     try:
         for values in lines:
@@ -153,25 +74,24 @@ def _rows(path: str, lines: Any, columns: Columns) -> list[Row]:
                 header = _header(path, values, columns)
                 continue
             row = _row(f"{path}, line {lines.line_num}", lines.line_num, values, header, columns)
-            before = found.setdefault(row.slide, row)
-            if before is not row:
-                labels = f" with the labels {before.label!r} and {row.label!r}" if before.label != row.label else ""
+            first = rows.setdefault(row.slide, row)
+            if first is not row:
+                labels = f" with the labels {first.label!r} and {row.label!r}" if first.label != row.label else ""
                 raise ValueError(
                     f"{path}, line {row.line}: slide {row.slide!r} is named a second time{labels}; the first is line "
-                    f"{before.line}. Keep one of the two lines"
+                    f"{first.line}. Keep one of the two lines"
                 )
     except csv.Error as error:
-        raise ValueError(f"{path}, line {lines.line_num}: {error}; mend the quotes of this line") from error
-    if not found:
+        raise ValueError(f"{path}, line {lines.line_num}: {error}; correct the quotes of this line") from error
+    if not rows:
         raise ValueError(f"{path} names no slide: it needs a line of column names and a line for each slide")
-    return list(found.values())
+    return list(rows.values())
 
 
 def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
-    """{column: its place}."""
-    twice = sorted({name for name in names if names.count(name) > 1 and name})
-    if twice:
-        raise ValueError(f"{path} has more than one column {twice[0]!r}: rename all but one")
+    repeated = sorted({name for name in names if names.count(name) > 1 and name})
+    if repeated:
+        raise ValueError(f"{path} has more than one column {repeated[0]!r}: rename all but one")
     options = {"slide_column": columns.slide, "label_column": columns.label, "group_column": columns.group}
     options["split_column"] = None if columns.split == "auto" else columns.split
     for option, name in options.items():
@@ -189,15 +109,15 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
             f"{where} has {len(values)} values, but there are {len(header)} columns: {values}. Put values that hold a comma "
             "into quotes"
         )
-    split = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
-    get = lambda name: None if name is None else values[header[name]]  # noqa: E731
-    for name in (columns.slide, columns.label, split, columns.group):
-        if get(name) == "" or (name == columns.label and str(get(name)).lower() == "nan"):
+    column = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
+    value_of = lambda name: None if name is None else values[header[name]]  # noqa: E731
+    for name in (columns.slide, columns.label, column, columns.group):
+        if value_of(name) == "" or (name == columns.label and str(value_of(name)).lower() == "nan"):
             raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
-    word = get(split)
-    if word is not None and word not in SPLITS:
-        raise ValueError(f"{where}: the split is {word!r}, but it must be one of {', '.join(SPLITS)}")
-    return Row(line, slide_name(values[header[columns.slide]]), get(columns.label), word, get(columns.group))
+    split = value_of(column)
+    if split is not None and split not in SPLITS:
+        one_of(split, f"{where}: the split", SPLITS)
+    return Row(line, slide_name(values[header[columns.slide]]), value_of(columns.label), split, value_of(columns.group))
 
 
 def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> tuple[list[str], list[int]]:
@@ -207,17 +127,17 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
         ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
     """
     rows = list(rows)
-    twice = sorted({name for name in classes or () if (classes or []).count(name) > 1})
-    if twice:
-        raise ValueError(f"data.classes names {', '.join(map(repr, twice))} more than once; name each class once")
+    repeated = sorted({name for name in classes or () if (classes or []).count(name) > 1})
+    if repeated:
+        raise ValueError(f"data.classes names {', '.join(map(repr, repeated))} more than once; name each class once")
     words = [str(row.label) for row in rows]
     numbers = [_number(word) for word in words]
     if classes is None and all(x is not None for x in numbers):
         broken = [row for row, x in zip(rows, numbers, strict=True) if x != int(x)]
         if broken:
             raise ValueError(
-                f"{path}, line {broken[0].line}: the label {broken[0].label} is no class, as it is not a whole number: set "
-                "data.labels to 'numbers' for regression"
+                f"{path}, line {broken[0].line}: the label {broken[0].label} is not a class, as it is not a whole number: "
+                "set data.labels to 'numbers' for regression"
             )
         if not any(_padded(word) for word in words):  # 01 and 1 may be two classes, so padded numbers stay words
             words = [str(int(x)) for x in numbers]  # 1.0, as tables with gaps have it, is 1
@@ -227,7 +147,7 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
     for row, word in zip(rows, words, strict=True):
         if word not in names:
             raise ValueError(
-                f"{path}, line {row.line}: the label {word!r} is none of data.classes {names}: add it, or mend the line"
+                f"{path}, line {row.line}: the label {word!r} is not in data.classes {names}: add it, or correct the line"
             )
     if len(names) < 2:
         raise ValueError(
@@ -240,16 +160,16 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
 
 def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
     """The rows' labels for regression. Raises ValueError for a label that is no finite number, with its line."""
-    out = []
+    numbers = []
     for row in rows:
         value = _number(str(row.label))
         if value is None:
             raise ValueError(
-                f"{path}, line {row.line}: the label {row.label!r} is no finite number: mend it, or set data.labels to "
-                "'classes'"
+                f"{path}, line {row.line}: the label {row.label!r} is not a finite number: correct it, or set data.labels "
+                "to 'classes'"
             )
-        out.append(value)
-    return out
+        numbers.append(value)
+    return numbers
 
 
 def _number(word: str) -> float | None:
@@ -276,17 +196,17 @@ def check_groups(path: str, rows: list[Row], split_column: str, group_column: st
     counts: dict[str, Counter[str]] = {}
     for row in rows:
         counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
-    torn = {group: found for group, found in counts.items() if len(found) > 1}
+    torn = {group: counter for group, counter in counts.items() if len(counter) > 1}
     if not torn:
         return
-    ways = Counter(tuple(split for split in SPLITS if found[split]) for found in torn.values())
+    combinations = Counter(tuple(split for split in SPLITS if counter[split]) for counter in torn.values())
     shown = "; ".join(
-        f"{group!r} has " + ", ".join(f"{found[split]} in {split}" for split in SPLITS if found[split])
-        for group, found in list(torn.items())[:5]
+        f"{group!r} has " + ", ".join(f"{counter[split]} in {split}" for split in SPLITS if counter[split])
+        for group, counter in list(torn.items())[:5]
     )
     raise ValueError(
         f"{path}: the column {split_column!r} cuts {len(torn)} of {len(counts)} groups of {group_column!r} apart ("
-        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in ways.most_common())
+        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in combinations.most_common())
         + f"), so a model would be tested on groups that it was trained on: {shown}{'; ...' if len(torn) > 5 else ''}. Give "
         "all slides of a group one split, set data.split_column to null to split by fractions, or leave data.group_column "
         "out if the groups may be mixed"
@@ -308,19 +228,21 @@ def split_groups(
     """
     names = sorted(set(groups))
     rng = np.random.default_rng([seed])
-    order = [names[at] for at in rng.permutation(len(names))]
+    order = [names[i] for i in rng.permutation(len(names))]
     strata = _strata(groups, labels)
     members = {c: [name for name in order if strata[name] == c] for c in dict.fromkeys(strata[name] for name in order)}
     sizes = {
         s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
     }
-    found = dict.fromkeys(names, "train")
+    split_of = dict.fromkeys(names, "train")
     keep = 1 if sum(sizes.values()) < len(names) else 0
     for split, size in sizes.items():
-        rest = {c: [name for name in there if found[name] == "train"] for c, there in members.items()}
-        for c, count in _quotas({c: len(x) for c, x in members.items()}, rest, size, keep).items():
-            found |= dict.fromkeys(rest[c][:count], split)
-    return [found[group] for group in groups]
+        unassigned = {
+            c: [name for name in class_groups if split_of[name] == "train"] for c, class_groups in members.items()
+        }
+        for c, count in _quotas({c: len(x) for c, x in members.items()}, unassigned, size, keep).items():
+            split_of |= dict.fromkeys(unassigned[c][:count], split)
+    return [split_of[group] for group in groups]
 
 
 def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
@@ -328,24 +250,24 @@ def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
     classes: dict[str, set[int]] = {}
     for group, label in zip(groups, labels or [0] * len(groups), strict=True):
         classes.setdefault(group, set()).add(label)
-    held = Counter(c for found in classes.values() for c in found)
-    return {group: min(found, key=lambda c: (held[c], c)) for group, found in classes.items()}
+    groups_of = Counter(c for members in classes.values() for c in members)
+    return {group: min(members, key=lambda c: (groups_of[c], c)) for group, members in classes.items()}
 
 
-def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
+def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
     """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
     total = sum(counts.values())
-    have = {c: max(0, len(rest[c]) - keep) for c in counts}
-    size = min(size, sum(map(len, rest.values())))
-    if sum(have.values()) < size:  # many classes of one group each
-        have = {c: len(rest[c]) for c in counts}
+    available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
+    size = min(size, sum(map(len, unassigned.values())))
+    if sum(available.values()) < size:  # many classes of one group each
+        available = {c: len(unassigned[c]) for c in counts}
     exact = {c: size * n / total for c, n in counts.items()}
-    out = {c: min(int(exact[c]), have[c]) for c in counts}
+    out = {c: min(int(exact[c]), available[c]) for c in counts}
     if size >= len(counts):
-        out = {c: max(out[c], min(1, have[c])) for c in counts}
+        out = {c: max(out[c], min(1, available[c])) for c in counts}
     # classes are in a random order, which decides between equal remainders
     while (missing := size - sum(out.values())) > 0:
-        c = max((c for c in counts if out[c] < have[c]), key=lambda c: exact[c] - out[c])
+        c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
         out[c] += 1
     while missing < 0:
         c = max((c for c in counts if out[c] > 1), key=lambda c: out[c] - exact[c])
@@ -357,14 +279,14 @@ def _quotas(counts: dict[int, int], rest: dict[int, list[str]], size: int, keep:
 def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
     """Warn of validation and test splits whose slides are all of one class."""
     for split in SPLITS[1:]:
-        there = [number for number, word in zip(numbers, splits, strict=True) if word == split]
-        if there and len(set(there)) == 1:
+        numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
+        if numbers_there and len(set(numbers_there)) == 1:
             remedy = "give it slides of another class in the csv"
             if not by_column:
                 remedy = f"raise data.{split}_fraction, or add slides of the other classes"
-            only = classes[int(there[0])]
+            only = classes[int(numbers_there[0])]
             warnings.warn(
-                f"the {split} split has slides of one class only: {len(there)} of {only!r}. {split}_auroc will "
+                f"the {split} split has slides of one class only: {len(numbers_there)} of {only!r}. {split}_auroc will "
                 f"be nan, and a callback that watches it cannot work: {remedy}.",
                 stacklevel=3,
             )
@@ -373,9 +295,10 @@ def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list
 def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
     """Warn of classes without a slide to train on."""
     trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
-    lost = [name for i, name in enumerate(classes) if i not in trained]
-    if lost:
+    missing = [name for i, name in enumerate(classes) if i not in trained]
+    if missing:
         warnings.warn(
-            f"no training slide has the class {', '.join(lost)}: it cannot be learned. Change the split, or data.classes.",
+            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or "
+            "data.classes.",
             stacklevel=2,
         )

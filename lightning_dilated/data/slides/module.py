@@ -1,11 +1,9 @@
-"""Slides as a dataset of sequences of unequal length, of which a rank reads its tiles only.
+"""SlideDataModule: whole slides as sequences of unequal length, of which a rank reads its tiles only.
 
 A slide of T tiles is a sequence of N positions: T + 1 with a class token, whose blank row (features 0, coords -1) comes
 first, so that tile t lies at position t + 1; T without.
 
-A DataModule of whole slides: tile features and coordinates from .h5 or .pt files, with labels from a csv.
-
-Shape letters: B batch, N positions, T tiles, F features, and one for the class token).
+Shape letters: B batch, N positions, T tiles, F features.
 """
 
 from __future__ import annotations
@@ -18,13 +16,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import flag, fraction, one_of, share, whole_number
+from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import MARK, collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slides.coordinates import (
-    Found,
-    about_slides,
+    Inventory,
     by_name,
     check_sizes,
     comparable,
@@ -34,6 +31,7 @@ from lightning_dilated.data.slides.coordinates import (
     inspected,
     matched,
     one_tile_size,
+    overlap_faults,
     tile_step,
 )
 from lightning_dilated.data.slides.files import BLOCK, H5, PT, Slide, SlideReader
@@ -50,6 +48,7 @@ from lightning_dilated.data.slides.labels import (
 )
 from lightning_dilated.sequence.shard import SequenceSpec
 
+_HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
 #: coordinates of a position without a tile: the class token's, and padding
 NOWHERE = -1
 
@@ -93,8 +92,7 @@ class SlideSequences(Dataset):
         self.epoch = epoch
 
     def fingerprint(self) -> str:
-        """Differs where the samples do, as far as names and sizes tell, and some tiles of each slide (`SlideReader.digest`),
-        as they were when it was first asked for."""
+        """Depends on names, sizes, settings and some tiles of each slide (`SlideReader.digest`); computed once."""
         values = [(s.name, s.tiles, s.width) for s in self.slides], self.labels, self.reader
         settings = self.class_token, self.max_tiles, self.order, self.seed
         named = hashlib.blake2b(repr((values, settings)).encode(), digest_size=8).hexdigest()
@@ -130,13 +128,13 @@ class SlideSequences(Dataset):
         tiles = self.tiles_of(index)
         if any(r and min(r[0], r[-1]) < 0 for r in ranges):
             raise IndexError(f"positions {ranges} were asked for, but they begin at 0")
-        at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
-        at = at - self.class_token
-        slide, real = self.slides[index], np.flatnonzero((at >= 0) & (at < tiles))
-        features, coords = self.reader.read(slide.path, self._rows(index)[at[real]])
-        sample = {"features": _placed(features, real, len(at), 0)}
+        tiles_at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
+        tiles_at = tiles_at - self.class_token
+        slide, on_slide = self.slides[index], np.flatnonzero((tiles_at >= 0) & (tiles_at < tiles))
+        features, coords = self.reader.read(slide.path, self._rows(index)[tiles_at[on_slide]])
+        sample = {"features": _placed(features, on_slide, len(tiles_at), 0)}
         if coords is not None:
-            sample["coords"] = _placed(coords, real, len(at), NOWHERE)
+            sample["coords"] = _placed(coords, on_slide, len(tiles_at), NOWHERE)
         sample |= {"length": self.length_of(index), "index": index, "slide_id": slide.name}
         return sample if self.labels is None else {**sample, "label": self.labels[index]}
 
@@ -158,12 +156,12 @@ class SlideSequences(Dataset):
         return index
 
 
-def _placed(values: torch.Tensor, at: np.ndarray, count: int, blank: int) -> torch.Tensor:
+def _placed(values: torch.Tensor, rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
     """(count, W) with `values` at some rows and `blank` at the others."""
-    if len(at) == count:
+    if len(rows) == count:
         return values
     out = values.new_full((count, values.shape[1]), blank)
-    out[torch.from_numpy(at)] = values
+    out[torch.from_numpy(rows)] = values
     return out
 
 
@@ -219,9 +217,9 @@ class SlideDataModule(SplitDataModule):
             into several is an error.
         classes: the labels in the order of their numbers; null sorts those there are.
         val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
-            depends on `seed`; each split has its share of every class (see `slide_labels.split_groups`). With
-            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are there to be
-            tested or predicted, and none to train on.
+            depends on `seed`; each split has its share of every class (see `labels.split_groups`). With
+            test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are
+            tested or predicted, and none is trained on.
         unmatched: "error" where a slide has no line or a line no slide; "leave_out" leaves those out with a warning, and
             slides without a tile too.
         batch_size: B, slides of a batch on each device.
@@ -232,14 +230,14 @@ class SlideDataModule(SplitDataModule):
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
-            takes what the file says (TRIDENT's patch_size_level0, CLAM's patch_size), and where that says nothing the
-            model's.
+            takes the file's (TRIDENT's patch_size_level0, CLAM's patch_size), or the model's if the file has none. CLAM
+            does not write its step_size: where that is below the patch_size, set it here, in level-0 pixels.
         check_values: whose features are read before training: "first", one slide of each split, or "all"; they are checked
             again whenever they are read. Coordinates of all slides are.
         seed: fixes the training order, the splits and the subsets.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them (null: where there is a GPU). Slides
-            are large, and what is page-locked is not given back.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
+            GPU). Slides are large, and page-locked memory is not freed.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -275,47 +273,47 @@ class SlideDataModule(SplitDataModule):
         pin_memory: bool | None = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory)
-        self.paths = about_slides(path_list, [] if paths is None else paths)
+        self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "none")
-        self.labels = one_of("data.labels", labels or ("none" if labels_csv is None else "classes"), kinds)
+        self.labels = one_of(labels or ("none" if labels_csv is None else "classes"), "data.labels", kinds)
         if labels_csv is None and (self.labels != "none" or group_column):
             raise ValueError("data.labels and data.group_column need data.labels_csv, a csv with a line for each slide")
         label = None if self.labels == "none" else label_column
         self.columns = Columns(slide_column, label, split_column, group_column)
         self.classes_wanted = None if classes is None else [str(x) for x in classes]
-        self.val_fraction = fraction("data.val_fraction", val_fraction)
-        self.test_fraction = share("data.test_fraction", test_fraction)
+        self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
+        self.test_fraction = real(test_fraction, "data.test_fraction", least=0, most=1)
         if self.val_fraction + self.test_fraction > 1:
             raise ValueError(
                 f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} are above 1 together: lower one "
                 "(to test or predict all slides, set data.val_fraction to 0 and data.test_fraction to 1)"
             )
-        self.unmatched = one_of("data.unmatched", unmatched, ("error", "leave_out"))
-        self.class_token = flag("data.class_token", class_token)
-        self.max_tiles = None if max_tiles is None else whole_number("data.max_tiles", max_tiles, 1)
-        self.over = one_of("data.over", over, ("error", "sample"))
-        self.order = one_of("data.order", order, ("file", "raster"))
+        self.unmatched = one_of(unmatched, "data.unmatched", ("error", "leave_out"))
+        self.class_token = flag(class_token, "data.class_token")
+        self.max_tiles = None if max_tiles is None else integer(max_tiles, "data.max_tiles", 1)
+        self.over = one_of(over, "data.over", ("error", "sample"))
+        self.order = one_of(order, "data.order", ("file", "raster"))
         if coords_name is None and order == "raster":
             raise ValueError(
                 "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
             )
-        dtype = DTYPES[one_of("data.feature_dtype", feature_dtype, tuple(DTYPES))]
+        dtype = DTYPES[one_of(feature_dtype, "data.feature_dtype", tuple(DTYPES))]
         self.reader = SlideReader(features_name, coords_name, dtype)
-        self.tile_size = None if tile_size is None else whole_number("data.tile_size", tile_size, 1)
-        self.check_values = one_of("data.check_values", check_values, ("first", "all"))
-        self._found: Found | None = None
-        self._said_unchecked = False
+        self.tile_size = None if tile_size is None else integer(tile_size, "data.tile_size", 1)
+        self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
+        self._inventory: Inventory | None = None
+        self._logged_unchecked = False
 
-    # -- what was found ----------------------------------------------------------------------------------------------
+    # -- the slides -------------------------------------------------------------------------------------------------
     def check(self) -> None:
-        """Look at every file's head, the csv, splits and labels, and at the values of the slides that `check_values` says.
+        """Check every file's head, the csv, splits and labels, and the values of the slides that `check_values` selects.
 
         Raises: FileNotFoundError, PermissionError, ImportError or ValueError, with file, row or line, and what to change.
         """
-        if self._found is not None:
+        if self._inventory is not None:
             return
-        files = about_slides(collect_files, self.paths, [*H5, *PT])
+        files = collect_files(self.paths, [*H5, *PT], _HINT)
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
         slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
@@ -323,45 +321,33 @@ class SlideDataModule(SplitDataModule):
         self.tile_size = one_tile_size(slides, self.tile_size)
         labels, classes = self._numbers(rows)
         splits, by_column = self._splits(slides, rows, None if classes is None else labels)
-        found = Found(slides, splits, by_column, labels, classes)
-        for split in SPLITS:
-            if split not in found.splits and self.wanted(split, found) is None:
-                raise ValueError(
-                    f"the {split} split has none of the {len(slides)} slides: change data.val_fraction and "
-                    "data.test_fraction, or add slides (or groups)"
-                )
-        if found.classes is not None and "train" in found.splits:
-            warn_of_untrained(found.classes, found.labels or [], found.splits)
-        if found.classes is not None:
-            warn_of_one_class(found.classes, found.labels or [], found.splits, by_column)
-        first = [slides[found.splits.index(split)] for split in SPLITS if split in found.splits]
-        each(
-            "slides hold values that cannot be used",
-            self._check_values,
-            slides if self.check_values == "all" else first,
-        )
+        inventory = Inventory(slides, splits, by_column, labels, classes)
+        self._check_splits(inventory)
+        first = [slides[splits.index(split)] for split in SPLITS if split in splits]
+        read = slides if self.check_values == "all" else first
+        each("slides hold values that cannot be used", self._check_values, read)
         if self.reader.coords is not None:
-            found.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
-        if "train" in found.splits:
-            self.check_batch(found.splits.count("train"), 1)
-        self._found = found
+            inventory.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
+        if "train" in splits:
+            self.check_batch(splits.count("train"), 1)
+        self._inventory = inventory
 
     @property
-    def found(self) -> Found:
+    def inventory(self) -> Inventory:
         """The slides with their splits and labels; looks them up on first use."""
         self.check()
-        assert self._found is not None
-        return self._found
+        assert self._inventory is not None
+        return self._inventory
 
     @property
     def feature_dim(self) -> int:
-        """F."""
-        return self.found.slides[0].width
+        """F, the features of a tile."""
+        return self.inventory.slides[0].width
 
     @property
     def classes(self) -> list[str] | None:
         """The classes in the order of their numbers; None without classes."""
-        return self.found.classes
+        return self.inventory.classes
 
     @property
     def longest(self) -> int:
@@ -369,48 +355,49 @@ class SlideDataModule(SplitDataModule):
         return max(data.length_of(i) for data in map(self.dataset, SPLITS) for i in range(len(data)))
 
     def dataset(self, split: str) -> SlideSequences:
-        """The slides of "train", "val" or "test". Raises ValueError for another name."""
-        one_of("split", split, SPLITS)
-        found = self.found
-        self._say_unchecked(None)
-        mine = [i for i, word in enumerate(found.splits) if word == split]
-        labels = None if found.labels is None else [found.labels[i] for i in mine]
-        slides, sample = [found.slides[i] for i in mine], (self.class_token, self.max_tiles, self.order, self.seed)
+        one_of(split, "split", SPLITS)
+        inventory = self.inventory
+        self._log_unchecked(None)
+        indices = [i for i, name in enumerate(inventory.splits) if name == split]
+        labels = None if inventory.labels is None else [inventory.labels[i] for i in indices]
+        slides, sample = (
+            [inventory.slides[i] for i in indices],
+            (self.class_token, self.max_tiles, self.order, self.seed),
+        )
         return SlideSequences(self.reader, slides, labels, *sample)
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
-        found = self.found
-        tiles = [s.tiles for s in found.slides]
-        counts = ", ".join(f"{found.splits.count(split):,} {split}" for split in SPLITS)
+        inventory = self.inventory
+        tiles = [s.tiles for s in inventory.slides]
+        counts = ", ".join(f"{inventory.splits.count(split):,} {split}" for split in SPLITS)
         text = f"{len(tiles):,} slides of {min(tiles):,} to {max(tiles):,} tiles, {self.feature_dim} features: {counts}"
-        if found.classes is not None:
+        if inventory.classes is not None:
             text += "; classes " + ", ".join(
-                f"{i} = {name} ({(found.labels or []).count(i):,})" for i, name in enumerate(found.classes)
+                f"{i} = {name} ({(inventory.labels or []).count(i):,})" for i, name in enumerate(inventory.classes)
             )
         return text
 
-    def wanted(self, split: str, found: Found | None = None) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
-        found = found or self.found
-        if split in found.splits:
+    def wanted(self, split: str, inventory: Inventory | None = None) -> str | None:
+        inventory = inventory or self.inventory
+        if split in inventory.splits:
             return None
-        if split == "train":  # asked for, unless every slide was meant for testing
-            only = set(found.splits) == {"test"} and (found.by_column or self.test_fraction == 1)
+        if split == "train":  # requested, unless every slide is for testing
+            only = set(inventory.splits) == {"test"} and (inventory.by_column or self.test_fraction == 1)
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
-        if found.by_column:
+        if inventory.by_column:
             return f"no line of {self.labels_csv} has the split {split!r}"
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
     def train_dataloader(self) -> ResumableLoader:
-        """The training slides; raises ValueError where none was asked for."""
+        """The training slides; raises ValueError if there are none."""
         missing = self.wanted("train")
         if missing is not None:
             raise ValueError(f"there is no train split to fit on: {missing}")
         return super().train_dataloader()
 
     def check_places(self, tile_size: int, grid: int | None = None) -> None:
-        """Compare the coordinates of all slides with the cells of a model, and say in one line what could not be compared.
+        """Compare the coordinates of all slides with the cells of a model, and log in one line what could not be compared.
 
         A `SlideEncoder` that is trained or run with this module calls it. Files are read where neither they nor
         `data.tile_size` state a tile size; where one is stated, it must be the model's.
@@ -422,7 +409,7 @@ class SlideDataModule(SplitDataModule):
         Raises:
             ValueError: naming the file, what was found and what to set.
         """
-        found = self.found
+        inventory = self.inventory
         if self.reader.coords is None:
             raise ValueError(
                 "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
@@ -435,16 +422,18 @@ class SlideDataModule(SplitDataModule):
             )
         what, few = "slides do not fit the model", 0
         if self.tile_size is None:
-            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), found.slides)
+            enough = each(what, lambda slide: self._compared(slide, tile_size, grid), inventory.slides)
             few = enough.count(False)
         elif grid is not None:
-            beyond = [s for s, most in zip(found.slides, found.largest, strict=True) if most // tile_size >= grid]
+            beyond = [
+                s for s, most in zip(inventory.slides, inventory.largest, strict=True) if most // tile_size >= grid
+            ]
             each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
-        self._say_unchecked(tile_size, few)
+        self._log_unchecked(tile_size, few)
 
     # -- the parts of check --------------------------------------------------------------------------------------------
     def _splits(self, slides: list[Slide], rows: list[Row] | None, labels: list[int] | None) -> tuple[list[str], bool]:
-        """(split of each slide, whether the csv says them)."""
+        """(split of each slide, whether the csv has them)."""
         group = None if rows is None else self.columns.group
         if rows is not None and rows[0].split is not None:
             if group is not None:
@@ -455,13 +444,26 @@ class SlideDataModule(SplitDataModule):
         return split_groups(groups, labels, self.val_fraction, self.test_fraction, self.seed), False
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
-        """(labels, classes)."""
         if rows is None or self.labels == "none":
             return None, None
         if self.labels == "numbers":
             return numbers_of(str(self.labels_csv), rows), None
         classes, numbers = class_numbers(str(self.labels_csv), rows, self.classes_wanted)
         return numbers, classes
+
+    def _check_splits(self, inventory: Inventory) -> None:
+        """Raise ValueError for a requested split without slides; warn of classes that a split lacks."""
+        for split in SPLITS:
+            if split not in inventory.splits and self.wanted(split, inventory) is None:
+                raise ValueError(
+                    f"the {split} split has none of the {len(inventory.slides)} slides: change data.val_fraction and "
+                    "data.test_fraction, or add slides (or groups)"
+                )
+        if inventory.classes is None:
+            return
+        if "train" in inventory.splits:
+            warn_of_untrained(inventory.classes, inventory.labels or [], inventory.splits)
+        warn_of_one_class(inventory.classes, inventory.labels or [], inventory.splits, inventory.by_column)
 
     def _check_values(self, slide: Slide) -> None:
         """Read a slide; raise ValueError for values that are not finite."""
@@ -472,7 +474,7 @@ class SlideDataModule(SplitDataModule):
         """The largest coordinate of a slide; raise ValueError where they look wrong."""
         coords = self.reader.read_coords(slide.path)
         size = self.tile_size or tile_step(coords) or 1
-        faults = coordinate_faults(coords, size, extent=slide.extent)
+        faults = coordinate_faults(coords, size, extent=slide.extent) or overlap_faults(coords, size, slide)
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
         return int(coords.max())
@@ -483,12 +485,12 @@ class SlideDataModule(SplitDataModule):
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)}")
 
-    def _say_unchecked(self, tile_size: int | None, few: int = 0) -> None:
+    def _log_unchecked(self, tile_size: int | None, few: int = 0) -> None:
         """One line for all slides, once, about what the coordinates could not be compared with."""
-        if self._said_unchecked or self.reader.coords is None:
+        if self._logged_unchecked or self.reader.coords is None:
             return
-        self._said_unchecked = True
-        slides, parts = self.found.slides, []
+        self._logged_unchecked = True
+        slides, parts = self.inventory.slides, []
         if self.tile_size is None and tile_size is None:
             parts.append("whether they fit a tile size, as neither the files nor data.tile_size state one")
         if few:

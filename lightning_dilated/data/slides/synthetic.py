@@ -1,7 +1,8 @@
-"""Slides made by a rule, in the shape of real ones: for tests, recipes and a first run. No real slide features are shipped.
+"""Synthetic slides in the shape of real ones, for tests, recipes and a first run.
 
-Features of real slides come from patients and cannot be distributed with a package. What is written here has their shape
-only: ragged numbers of tiles on a grid of pixels, under a mask of blobs as tissue has, and noise that knows the label.
+Features of real slides come from patients and cannot be distributed with a package. These have their shape
+only: ragged numbers of tiles on a grid of pixels, under a mask of blobs as tissue has, and noise that depends on the label.
+
 Shape letters: T tiles of a slide, F features of a tile.
 """
 
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from lightning_dilated._validation import one_of, whole_number
+from lightning_dilated._validation import integer, one_of
 from lightning_dilated.data.slides.files import import_h5py
 
 
@@ -35,7 +36,7 @@ def write_synthetic_slides(
     share; two slides belong to a patient. Equal arguments write equal values.
 
     Args:
-        folder: made if it is missing; files of the same names are replaced.
+        folder: created if missing; files of the same names are replaced.
         slides: how many.
         tiles: the least and the most tiles of a slide; T is drawn between them.
         features: F.
@@ -53,11 +54,11 @@ def write_synthetic_slides(
         ImportError: where h5py is needed and missing.
     """
     for name, value in (("slides", slides), ("features", features), ("classes", classes), ("tile_size", tile_size)):
-        whole_number(name, value, 1)
-    least, most = (whole_number("tiles", x, 1) for x in tiles)
+        integer(value, name, 1)
+    least, most = (integer(x, "tiles", 1) for x in tiles)
     if least > most:
-        raise ValueError(f"tiles is {tiles}; it must be (least, most)")
-    one_of("kind", kind, ("h5", "pt"))
+        raise ValueError(f"tiles must be (least, most), got {tiles}.")
+    one_of(kind, "kind", ("h5", "pt"))
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     directions = np.random.default_rng([seed]).standard_normal((classes, features))

@@ -1,6 +1,4 @@
-"""Bits per byte of an add-one-smoothed bigram model: the number that a trained model should beat.
-
-A DataModule that serves any files as one stream of bytes cut into sequences of any length.
+"""ByteDataModule: any files as one stream of bytes cut into sequences, and the bigram model that is their baseline.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`).
 """
@@ -11,41 +9,9 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from lightning_dilated._validation import file_suffixes, fraction, whole_number
-from lightning_dilated.data.files import HINT, MARK, collect_files, path_list
-from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import SeqLenSchedule
-from lightning_dilated.data.stream import ByteStream
-
-_CHUNK = 1 << 22
-
-
-def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
-    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
-
-    Memory is bounded by `chunk` bytes at a time.
-    """
-    counts = np.zeros(256 * 256, dtype=np.int64)
-    for piece in stream.chunks(start, stop, chunk):
-        pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
-        counts += np.bincount(pairs, minlength=counts.size)
-    return counts.reshape(256, 256)
-
-
-def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
-    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
-
-    Args:
-        train, evaluated: (256, 256) pair counts.
-
-    Raises: ValueError if `evaluated` holds no pairs.
-    """
-    total = int(evaluated.sum())
-    if total == 0:
-        raise ValueError("there are no byte pairs to evaluate: pass at least two bytes")
-    smoothed = train + 1.0
-    bits = np.log2(smoothed.sum(axis=1, keepdims=True)) - np.log2(smoothed)
-    return float((evaluated * bits).sum() / total)
+from lightning_dilated._validation import one_of, real
+from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
 
 
 class ByteSequences(Dataset):
@@ -69,7 +35,7 @@ class ByteSequences(Dataset):
         return self.count
 
     def fingerprint(self) -> str:
-        """Differs where the bytes do, as far as names, sizes and some blocks of the files tell."""
+        """Depends on names, sizes and some blocks of the files, and on the range."""
         return (
             f"{self.stream.fingerprint()}, {self.count} sequences from byte {self.start}{MARK}{self.stream.content()}"
         )
@@ -102,7 +68,7 @@ class ByteSequences(Dataset):
         return {"tokens": tokens, "labels": labels, "index": index}
 
 
-class ByteDataModule(SplitDataModule):
+class ByteDataModule(SequenceDataModule):
     """Text or binary files as one byte stream: the first part for training, then validation, then test.
 
     Batches are {"tokens": (B, N), "labels": (B, N), "index": (B,)}, all int64; a token id is the byte's value, so
@@ -110,7 +76,7 @@ class ByteDataModule(SplitDataModule):
     continued exactly from a checkpoint; validation and test come in file order.
 
     Args:
-        paths: files, directories (read recursively) or globs; null reads Python's own standard library.
+        paths: files, directories (read recursively) or globs; null reads Python's standard library.
         seq_len: N, tokens of a sequence (each sample reads N + 1 bytes).
         batch_size: B, sequences of a batch on each device.
         val_fraction: share of the bytes for validation, from 0 (none) to below 1.
@@ -118,10 +84,9 @@ class ByteDataModule(SplitDataModule):
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
-        pin_memory: copy batches to page-locked memory, so that nothing waits for them; null: where there is a GPU.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
-            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
-            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -143,25 +108,21 @@ class ByteDataModule(SplitDataModule):
         suffixes: list[str] | None = None,
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
         self.paths = path_list(paths)
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
-        self.val_fraction = fraction("data.val_fraction", val_fraction)
-        self.test_fraction = fraction("data.test_fraction", test_fraction)
+        self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
+        self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)
         if self.val_fraction + self.test_fraction >= 1:
             raise ValueError(
                 f"data.val_fraction {val_fraction} and data.test_fraction {test_fraction} add up to 1 or more, "
                 "which leaves nothing to train on: lower one of them"
             )
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
-        self.suffixes = file_suffixes("data.suffixes", suffixes)
+        self.suffixes = file_suffixes(suffixes, "data.suffixes")
         self._stream: ByteStream | None = None
         self._bigram: dict[str, Any] = {}
 
     def check(self) -> None:
-        """Look up all files and sizes and see that each split that is asked for holds at least one sequence.
+        """Look up all files and sizes and check that each requested split has at least one sequence.
 
         Raises: FileNotFoundError, PermissionError or ValueError, saying what was found and what to change.
         """
@@ -184,9 +145,7 @@ class ByteDataModule(SplitDataModule):
         return self._stream
 
     def dataset(self, split: str) -> ByteSequences:
-        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         return self._sequences(self.stream, split)
 
     def bigram_bits_per_byte(self, split: str = "val") -> float:
@@ -211,38 +170,53 @@ class ByteDataModule(SplitDataModule):
         return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
         return (
             None
             if split == "train" or getattr(self, f"{split}_fraction") > 0
             else f"data.{split}_fraction is 0; set it above 0"
         )
 
-    def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training sequences than there are."""
-        return (
-            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-            "data.seq_len, use fewer ranks, or pass more data in data.paths"
-        )
-
     def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
-        val, test = int(total * self.val_fraction), int(total * self.test_fraction)
-        train = total - val - test
-        return {"train": (0, train), "val": (train, train + val), "test": (train + val, total)}
+        return split_bounds(total, {"val": self.val_fraction, "test": self.test_fraction})
 
     def _sequences(self, stream: ByteStream, split: str) -> ByteSequences:
         start, stop = self._bounds(len(stream))[split]
-        return ByteSequences(stream, start, stop, self.seq_len, None if split == "train" else self.val_limit)
+        return ByteSequences(stream, start, stop, self.seq_len, self.limit(split))
 
     def _check_split(self, split: str, size: int, total: int) -> None:
-        if size > self.seq_len:
-            return
-        change = "lower data.val_fraction or data.test_fraction"
-        if split != "train":
-            change = f"raise data.{split}_fraction, or set it to 0 to do without"
-        shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
-        raise ValueError(
-            f"the {split} split has {size} of the {total} bytes, but one sequence of data.seq_len = {self.seq_len} "
-            f"needs {self.seq_len + 1}: pass more data in data.paths{shorter}, or {change}"
-        )
+        change = f"raise data.{split}_fraction, or set it to 0 to do without"
+        if split == "train":
+            change = "lower data.val_fraction or data.test_fraction"
+        self.check_length(split, size, total, "bytes", change)
+
+
+# -- the bigram baseline ----------------------------------------------------------------------------------------------
+_CHUNK = 1 << 22
+
+
+def bigram_counts(stream: ByteStream, start: int, stop: int, chunk: int = _CHUNK) -> np.ndarray:
+    """Count neighbouring byte pairs of stream[start:stop): (256, 256) int64, row = byte, column = next byte.
+
+    Memory is bounded by `chunk` bytes at a time.
+    """
+    counts = np.zeros(256 * 256, dtype=np.int64)
+    for piece in stream.chunks(start, stop, chunk):
+        pairs = piece[:-1].astype(np.int32) * 256 + piece[1:]
+        counts += np.bincount(pairs, minlength=counts.size)
+    return counts.reshape(256, 256)
+
+
+def bits_per_byte(train: np.ndarray, evaluated: np.ndarray) -> float:
+    """Mean of -log2 p(next byte | byte) over the pairs counted in `evaluated`, p from `train` with one added to each.
+
+    Args:
+        train, evaluated: (256, 256) pair counts.
+
+    Raises: ValueError if `evaluated` holds no pairs.
+    """
+    total = int(evaluated.sum())
+    if total == 0:
+        raise ValueError("there are no byte pairs to evaluate: pass at least two bytes")
+    smoothed = train + 1.0
+    bits = np.log2(smoothed.sum(axis=1, keepdims=True)) - np.log2(smoothed)
+    return float((evaluated * bits).sum() / total)

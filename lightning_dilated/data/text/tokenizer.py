@@ -1,13 +1,10 @@
-"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): text to token ids, and ids to text as they come.
+"""Tokenizers of Hugging Face's `tokenizers` (an optional extra): ids to text as they come, and text files to token files.
 
-Text files to one file of token ids, as `TokenDataModule` reads it, in bounded memory.
-
-A long text is encoded in pieces that overlap. Neighbours are joined at a stretch of tokens on which both agree, far from
-the ends of either. The tokens are those of the text as a whole for every tokenizer whose tokens depend on at most OVERLAP
-// 2 = 2,048 characters before and after where they begin: the usual ones, which cut at words, but for longer runs and words.
-Where pieces disagree they are encoded together, or refused. What is NOT seen is a dependence on what is farther away than
-that while the pieces agree, as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart: the tokens
-may differ then, without an error.
+Files are encoded in bounded memory: a long text in pieces that overlap, which are joined at a run of tokens on which both
+agree, far from the ends of either. The result is that of the whole text for every tokenizer whose tokens depend on at most
+OVERLAP // 2 = 2,048 characters before and after their beginning, as those that cut at words do, unless a word is longer.
+Pieces that disagree are encoded together, or refused. A dependence on text farther away is NOT detected while the pieces
+agree, such as of a pre-tokenizer that pairs quotes ('"[^"]*"') thousands of characters apart.
 """
 
 from __future__ import annotations
@@ -23,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lightning_dilated.data.files import HINT, collect_files, path_list
+from lightning_dilated.data.files import collect_files, path_list
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
 
-#: tokens of a prompt that the text after it is decoded with
+#: tokens of the prompt with which the text after it is decoded
 _CONTEXT = 16
-#: what stands for bytes that are no text (yet), and for tokens that a tokenizer does not have
+#: replaces bytes that are not (yet) text, and tokens that the tokenizer does not have
 _BROKEN = "\ufffd"
 
 
@@ -40,7 +37,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
     Raises:
         ModuleNotFoundError: without the library.
-        FileNotFoundError, ValueError: for a file that is not there, or none of a tokenizer.
+        FileNotFoundError, ValueError: for a missing file, or one that is not a tokenizer's.
     """
     try:
         from tokenizers import Tokenizer
@@ -75,12 +72,12 @@ def vocabulary_size(tokenizer: Tokenizer) -> int:
 
 def special_tokens(tokenizer: Tokenizer) -> dict[str, int]:
     """The special tokens by their text, such as {"<|endoftext|>": 50256}."""
-    return {token.content: at for at, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special}
+    return {token.content: id_ for id_, token in sorted(tokenizer.get_added_tokens_decoder().items()) if token.special}
 
 
 def unknown_token(tokenizer: Tokenizer) -> int | None:
     """The token that stands for what the vocabulary does not have; None for a tokenizer without."""
-    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not tell it of Unigram
+    model = json.loads(tokenizer.to_str())["model"]  # the library's classes do not expose it for Unigram
     if model["type"] == "Unigram":
         return model["unk_id"]
     name = model.get("unk_token")
@@ -90,9 +87,9 @@ def unknown_token(tokenizer: Tokenizer) -> int | None:
 def marking_dropped(tokenizer: Tokenizer) -> tuple[Tokenizer, int] | None:
     """A tokenizer that puts the token M where `tokenizer` leaves out a character or a part of it, and M.
 
-    BPE without unknown token leaves out, in silence, what its vocabulary does not have. What that is depends on the word
-    (a suffix at its end, a prefix inside) and on the normaliser, so it is not told of characters alone. The other tokens
-    are not those of `tokenizer`. None where nothing can be left out.
+    BPE without unknown token silently leaves out what its vocabulary does not have. What that is depends on the word (a
+    suffix at its end, a prefix inside) and on the normaliser, so characters alone do not show it. The other tokens are not
+    those of `tokenizer`. None if nothing can be left out.
     """
     state = json.loads(tokenizer.to_str())
     model = state["model"]
@@ -151,6 +148,7 @@ def _added(tokenizer: Tokenizer, ids: list[int], shown: int) -> str:
     return tokenizer.decode(ids, skip_special_tokens=False)[len(before) :]
 
 
+# -- text files to token files -----------------------------------------------------------------------------------------
 #: characters of a piece, and of what it shares with the next one
 PIECE, OVERLAP = 1 << 17, 1 << 12
 #: pieces that are encoded at once, on as many cores
@@ -165,9 +163,9 @@ _Text = tuple[str, int, str, bool]
 
 @dataclass(frozen=True)
 class EncodedFiles:
-    """What `encode_files` wrote: the path, counts, and what TokenDataModule and the model have to be told.
+    """What `encode_files` wrote: the path, counts, and the settings of TokenDataModule and of the model.
 
-    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, so also
+    `text_bytes` are those of the texts; `eos_token` is None where no document ends; `documents` counts the ends, also
     those that a text spells out; `unknown` counts the tokens that stand for what the vocabulary does not have.
     """
 
@@ -198,8 +196,8 @@ def encode_files(
 
     The tokens are those of each whole text if the tokenizer looks at most 2,048 characters around (see above); one that
     looks farther, as for pairs of quotes, may cut a text of more than 131,072 characters otherwise, without an error.
-    Special tokens that a text spells out become those tokens, as the library does it. Nothing else is added: no token of a
-    template. `out` is there only once all is written.
+    Special tokens that a text spells out become those tokens, as in the library. No tokens of a template are added. `out`
+    appears only once all is written.
 
     Args:
         tokenizer: a tokenizer.json of Hugging Face's `tokenizers` (extra `tokenizers`).
@@ -212,7 +210,7 @@ def encode_files(
         ModuleNotFoundError: without `tokenizers`.
         OSError, ValueError: before anything is written: for files that are missing, empty or not UTF-8 (with the offset of
             the byte), an `out` that is there already or not in .bin, a tokenizer that cannot be read, has no such token, or
-            would drop characters without a trace.
+            would silently drop characters.
     """
     loaded = load_tokenizer(tokenizer)
     end = _end_token(loaded, str(tokenizer), eos_token) if documents else None
@@ -250,58 +248,55 @@ def check_text(path: str) -> int:
 
 
 def _refuse_dropped(tokenizer: Tokenizer, files: list[str]) -> None:
-    """Raise where the tokenizer would leave out anything but white space in silence: encodes all once more to see it."""
+    """Raise if the tokenizer would silently leave out anything but white space; encodes all texts to see it."""
     if (marking := marking_dropped(tokenizer)) is None:
         return
     marker, mark = marking
     half = OVERLAP // 2  # nearer to a cut a word may be cut, too; the neighbour has it whole
-    for (file, begin, text, last), found in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
-        if mark not in found.ids:
+    for (file, begin, text, last), encoding in _encodings(marker, itertools.chain.from_iterable(map(_pieces, files))):
+        if mark not in encoding.ids:
             continue
         start, stop = half if begin else 0, len(text) if last else len(text) - half
-        places = [x for x, token in zip(found.offsets, found.ids, strict=True) if token == mark]
+        places = [x for x, token in zip(encoding.offsets, encoding.ids, strict=True) if token == mark]
         dropped = sorted({text[a:b] for a, b in places if start <= a < stop and not text[a:b].isspace()})
         if dropped:
             shown = ", ".join(f"{x!r} ({' '.join(f'U+{ord(y):04X}' for y in x)})" for x in dropped[:5])
             raise ValueError(
                 f"{file} holds {shown}{' and others' if len(dropped) > 5 else ''}, for which, normalised and where they are "
-                "in a word, the tokenizer has neither a token nor an unknown token, so they would be left out in silence: "
+                "in a word, the tokenizer has neither a token nor an unknown token, so they would be silently left out: "
                 "change the text (such as to upper case), give the tokenizer an unk_token, or take one of bytes."
             )
 
 
 def _end_token(tokenizer: Tokenizer, path: str, name: str | None) -> int:
     special = special_tokens(tokenizer)
-    there = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
+    known = f"its special tokens are {', '.join(special)}" if special else "it has no special tokens"
     if name is None:
         if len(special) == 1:
             return next(iter(special.values()))
         raise ValueError(
-            f"which token of {path} ends a document? Name it by eos_token ({there}), or write no ends by documents=False "
+            f"which token of {path} ends a document? Name it by eos_token ({known}), or write no ends by documents=False "
             "(--no_documents)."
         )
-    found = tokenizer.token_to_id(name)
-    if found is None:
-        raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {there}.")
-    return found
+    token = tokenizer.token_to_id(name)
+    if token is None:
+        raise ValueError(f"tokenizer {path} has no token {name!r} for eos_token; {known}.")
+    return token
 
 
 def _checked_target(path: Path) -> Path:
     if path.suffix != ".bin":
         raise ValueError(f"out is {path}; tokens are written as raw numbers, so let its name end in .bin.")
     if path.exists():
-        raise FileExistsError(f"out {path} is there already: remove it, or choose another name.")
+        raise FileExistsError(f"out {path} exists already: remove it, or choose another name.")
     if not path.parent.is_dir():
-        raise FileNotFoundError(f"out {path}: there is no folder {path.parent}; make it first.")
+        raise FileNotFoundError(f"out {path}: the folder {path.parent} does not exist; make it first.")
     return path
 
 
 def _text_files(inputs: str | Path | Sequence[str | Path]) -> list[str]:
-    try:
-        return collect_files(path_list([] if inputs is None else inputs))
-    except (OSError, TypeError, ValueError) as error:
-        text = str(error).replace(HINT, "pass existing text files, directories or globs")
-        raise type(error)(text.replace("data.paths", "inputs")) from error
+    hint = "pass existing text files, directories or globs"
+    return collect_files(path_list([] if inputs is None else inputs, "inputs", hint), hint=hint)
 
 
 def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
@@ -314,9 +309,9 @@ def _decoded(path: str, size: int = 1 << 20) -> Iterator[str]:
                 yield decoder.decode(block)
             yield decoder.decode(b"", final=True)
         except UnicodeDecodeError as error:
-            at = done - len(error.object) + error.start
+            offset = done - len(error.object) + error.start
             raise ValueError(
-                f"{path} is not UTF-8 text: byte {at:,} (counted from 0) is 0x{error.object[error.start]:02x} "
+                f"{path} is not UTF-8 text: byte {offset:,} (counted from 0) is 0x{error.object[error.start]:02x} "
                 f"({error.reason}). Convert it first, as by iconv -t UTF-8, or leave it out."
             ) from None
 
@@ -350,35 +345,35 @@ def _pieces(file: str) -> Iterator[_Text]:
 
 def _documents(tokenizer: Tokenizer, files: list[str], end: int | None) -> Iterator[np.ndarray]:
     """The ids of all texts in order, a part at a time, each text with its end."""
-    held: _Piece | None = None
+    left: _Piece | None = None
     waiting: list[_Piece] = []
     for piece in _encoded(tokenizer, itertools.chain.from_iterable(map(_pieces, files))):
-        seam = None if held is None or waiting else _seam(held, piece)
-        if held is None:
-            held = piece
+        seam = None if left is None or waiting else _seam(left, piece)
+        if left is None:
+            left = piece
         elif seam is not None:
-            yield held.ids[held.first : seam[0]]
-            held = replace(piece, first=seam[1])
+            yield left.ids[left.first : seam[0]]
+            left = replace(piece, first=seam[1])
         else:
             waiting.append(piece)
-            # twice as much each time, so that encoding anew costs no more than twice
-            if piece.last or piece.begin + len(piece.text) - held.begin >= 2 * len(held.text):
-                held, waiting = _together(tokenizer, held, waiting), []
+            # twice as much each time, so that encoding again costs at most as much as once more
+            if piece.last or piece.begin + len(piece.text) - left.begin >= 2 * len(left.text):
+                left, waiting = _together(tokenizer, left, waiting), []
         if piece.last:
-            yield held.ids[held.first :]
-            held = None
+            yield left.ids[left.first :]
+            left = None
             if end is not None:
                 yield np.array([end])
 
 
 def _encodings(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[tuple[_Text, Encoding]]:
-    while some := list(itertools.islice(pieces, _AT_ONCE)):
+    while batch := list(itertools.islice(pieces, _AT_ONCE)):
         try:
-            found = tokenizer.encode_batch([text for _, _, text, _ in some], add_special_tokens=False)
+            encodings = tokenizer.encode_batch([text for _, _, text, _ in batch], add_special_tokens=False)
         except Exception as error:  # the library raises no other kind
-            files = ", ".join(dict.fromkeys(file for file, _, _, _ in some))
+            files = ", ".join(dict.fromkeys(file for file, _, _, _ in batch))
             raise ValueError(f"the tokenizer cannot encode the text of {files} ({error}).") from None
-        yield from zip(some, found, strict=True)
+        yield from zip(batch, encodings, strict=True)
 
 
 def _encoded(tokenizer: Tokenizer, pieces: Iterator[_Text]) -> Iterator[_Piece]:
@@ -405,15 +400,15 @@ def _seam(left: _Piece, right: _Piece) -> tuple[int, int] | None:
     return int(a), int(c)  # not before left.first, which is of the same place in the overlap before
 
 
-def _together(tokenizer: Tokenizer, held: _Piece, others: list[_Piece]) -> _Piece:
+def _together(tokenizer: Tokenizer, left: _Piece, others: list[_Piece]) -> _Piece:
     """One piece of several neighbours. Raises: ValueError where it is too long, or what is written would change."""
-    text = held.text
+    text = left.text
     for piece in others:
-        text = text[: piece.begin - held.begin] + piece.text
-    new = next(_encoded(tokenizer, iter([(held.file, held.begin, text, False)]))) if len(text) <= LONGEST else None
-    if new is None or not np.array_equal(new.ids[: held.first], held.ids[: held.first]):
+        text = text[: piece.begin - left.begin] + piece.text
+    new = next(_encoded(tokenizer, iter([(left.file, left.begin, text, False)]))) if len(text) <= LONGEST else None
+    if new is None or not np.array_equal(new.ids[: left.first], left.ids[: left.first]):
         raise ValueError(
-            f"{held.file}: the tokenizer finds no place to cut the text after character {held.begin:,} (a run of one "
-            f"character, or a word that goes on for ever): cut the file there, or leave the stretch out."
+            f"{left.file}: the tokenizer finds no place to cut the text after character {left.begin:,} (a run of one "
+            f"character, or a word without end): cut the file there, or leave that part out."
         )
-    return replace(new, last=others[-1].last, first=held.first)
+    return replace(new, last=others[-1].last, first=left.first)

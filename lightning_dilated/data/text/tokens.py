@@ -1,6 +1,4 @@
-"""Files of token ids, .npy or raw, as one read-only stream that is read by range.
-
-A DataModule that serves files of token ids as one stream cut into sequences, with documents where a token ends them.
+"""TokenDataModule: files of token ids (.npy or raw) as one stream cut into sequences, with documents if a token ends them.
 
 Shape letters: B batch, N tokens of a sequence (`seq_len`), D documents of a sequence.
 """
@@ -17,12 +15,9 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import torch
 
-from lightning_dilated._validation import flag, whole_number
-from lightning_dilated.data.files import MARK
-from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import SeqLenSchedule
-from lightning_dilated.data.slides.labels import files_of, required_paths, split_bounds, split_fractions
-from lightning_dilated.data.stream import ByteStream
+from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
+from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.text.bytes import ByteSequences
 
 #: what tokens may be stored as
@@ -92,11 +87,11 @@ def _npy_file(path: str, size: int) -> TokenFile:
         )
     if dtype.newbyteorder("=").name not in DTYPES or dtype.hasobject:
         raise ValueError(f"{path} holds {dtype}; tokens are one of {', '.join(DTYPES)}: save array.astype('uint32')")
-    here = (size - offset) // dtype.itemsize
+    count = (size - offset) // dtype.itemsize
     if size - offset != shape[0] * dtype.itemsize:
-        what = "was cut off" if here < shape[0] else "goes on after its array"
+        what = "was cut off" if count < shape[0] else "goes on after its array"
         raise ValueError(
-            f"{path} {what}: its header says {shape[0]:,} tokens, but {here:,} are there (and "
+            f"{path} {what}: its header states {shape[0]:,} tokens, but it has {count:,} (and "
             f"{(size - offset) % dtype.itemsize} bytes): copy or write it again"
         )
     if shape[0] == 0:
@@ -119,15 +114,15 @@ def _raw_file(path: str, size: int, dtype: str | None, header: int) -> TokenFile
         first = file.read(4096)
     if header == 0:
         _refuse_foreign(path, size, first)
-    whole, rest = divmod(size - header, kind.itemsize)
-    if rest or whole < 1:
+    count, rest = divmod(size - header, kind.itemsize)
+    if rest or count < 1:
         raise ValueError(
             f"{path} has {size:,} bytes, which is not a whole number (at least one) of {kind} tokens of {kind.itemsize} "
             f"bytes after a header of {header}: it was cut off, or data.dtype or data.header is wrong"
         )
     if dtype is None and header == 0:
         _refuse_wider(path, np.frombuffer(first[: len(first) // 4 * 4], np.uint16))
-    return TokenFile(path, kind.str, header, whole)
+    return TokenFile(path, kind.str, header, count)
 
 
 def _refuse_foreign(path: str, size: int, first: bytes) -> None:
@@ -144,7 +139,7 @@ def _refuse_foreign(path: str, size: int, first: bytes) -> None:
 
 
 def _refuse_wider(path: str, tokens: np.ndarray) -> None:
-    """Where nobody said uint16: halves of uint32 tokens show as small numbers in every second place."""
+    """If data.dtype is left out: halves of uint32 tokens show as small numbers in every second place."""
     even, odd = tokens[0::2], tokens[1::2]
     if len(odd) >= 64 and int(odd.max()) * 64 < int(even.max()):
         raise ValueError(
@@ -167,7 +162,6 @@ class TokenStream:
         self._ends = np.cumsum([file.count for file in self.files], dtype=np.int64)
 
     def __len__(self) -> int:
-        """Total number of tokens."""
         return int(self._ends[-1])
 
     @property
@@ -176,12 +170,11 @@ class TokenStream:
         return self._bytes.bytes_read
 
     def fingerprint(self) -> str:
-        """Differs where the tokens do, as far as names, sizes and types of files tell."""
+        """A digest of the names, sizes and types of the files."""
         kinds = sorted({f"{file.dtype} from byte {file.offset}" for file in self.files})
         return f"{self._bytes.fingerprint()} of {', '.join(kinds)}"
 
     def content(self) -> str:
-        """As that of `ByteStream`."""
         return self._bytes.content()
 
     def where(self, position: int) -> tuple[str, int]:
@@ -220,8 +213,8 @@ def scan(stream: TokenStream, vocab_size: int, eos_token: int | None) -> np.ndar
     for begin, tokens in stream.chunks():
         largest = max(largest, int(tokens.max()))
         if wrong is None and (int(tokens.max()) >= vocab_size or int(tokens.min()) < 0):
-            at = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
-            wrong = int(tokens[at]), *stream.where(begin + at)
+            index = int(np.flatnonzero((tokens < 0) | (tokens >= vocab_size))[0])
+            wrong = int(tokens[index]), *stream.where(begin + index)
         if eos_token is not None:
             ends.append(np.flatnonzero(tokens == eos_token) + begin)
     if wrong is not None:
@@ -261,20 +254,19 @@ class TokenSequences(ByteSequences):
         self.vocab_size, self.eos_token, self.ends = vocab_size, eos_token, ends
 
     def fingerprint(self) -> str:
-        """Differs where the tokens do, as far as names, sizes and some blocks of the files tell, or where documents end
-        otherwise."""
+        """Depends on names, sizes and some blocks of the files, and on the token that ends documents."""
         place = f"{self.count} sequences from token {self.start}, ends {self.eos_token}"
         return f"{self.stream.fingerprint()}, {place}{MARK}{self.stream.content()}"
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
         tokens = super().read(index, start, stop)
-        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # unscanned files, or changed since
+        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # files that were not scanned, or changed later
         if len(wrong):
-            at = int(wrong[0])
-            found = self.start + index * self.seq_len + start + at
-            path, position = self.stream.where(found)  # type: ignore[attr-defined]
-            raise ValueError(out_of_range(int(tokens[at]), path, position, self.vocab_size))
+            offset = int(wrong[0])
+            place = self.start + index * self.seq_len + start + offset
+            path, position = self.stream.where(place)  # type: ignore[attr-defined]
+            raise ValueError(out_of_range(int(tokens[offset]), path, position, self.vocab_size))
         return tokens
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
@@ -289,7 +281,7 @@ class TokenSequences(ByteSequences):
         return sample
 
     def cu_seqlens(self, index: int) -> torch.Tensor:
-        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; nothing is read for it.
+        """(D + 1,) int32 from 0 to N: where the documents of a sequence begin and end; reads nothing.
 
         A document that reaches over an end of the sequence is cut there.
         """
@@ -318,7 +310,7 @@ class _Part:
     ends: np.ndarray
 
 
-class TokenDataModule(SplitDataModule):
+class TokenDataModule(SequenceDataModule):
     """Token ids in numpy arrays (.npy) or raw files (.bin, as nanoGPT writes them) as one stream cut into sequences.
 
     Batches are {"tokens": (B, N), "labels": (B, N) the next token, "index": (B,)}, all int64. With `eos_token`, B is 1,
@@ -342,9 +334,8 @@ class TokenDataModule(SplitDataModule):
         eos_token: the token that ends a document; null takes everything as one text.
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         scan: look at every token before training; false checks only what is served, and cannot find documents.
-        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length. Each length
-            divides N, and the last is N. A sample of N tokens is cut into N / length sequences, which take rows of the
-            batch, so that a step has the same number of tokens; validation and test have N. null: N from the start.
+        seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
+            `SeqLenSchedule`; null: N from the start.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -370,21 +361,17 @@ class TokenDataModule(SplitDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
-        given = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
-        self.paths = {x: required_paths(x, p) for x, p in given.items() if x == "paths" or p is not None}
-        self.seq_len = whole_number("data.seq_len", seq_len, 1)
-        if seq_len_schedule is not None:
-            self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
-        self.vocab_size = whole_number("data.vocab_size", vocab_size, 1)
-        own = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
-        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, own, "paths")
-        if dtype is not None and dtype not in RAW_DTYPES:
-            raise ValueError(f"data.dtype is {dtype!r}; it must be one of {', '.join(RAW_DTYPES)}, or null for uint16")
-        self.dtype, self.header = dtype, whole_number("data.header", header, 0)
-        self.val_limit = None if val_limit is None else whole_number("data.val_limit", val_limit, 1)
-        self.scan = flag("data.scan", scan)
-        self.eos_token = None if eos_token is None else whole_number("data.eos_token", eos_token, 0)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
+        options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
+        self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}
+        self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
+        separate = {split: f"{split}_paths" in self.paths for split in ("val", "test")}
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "paths")
+        if dtype is not None:
+            one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
+        self.dtype, self.header = dtype, integer(header, "data.header", 0)
+        self.scan = flag(scan, "data.scan")
+        self.eos_token = None if eos_token is None else integer(eos_token, "data.eos_token", 0)
         if self.eos_token is not None:
             self._check_documents(self.eos_token)
             self.collate = collate_documents
@@ -392,7 +379,7 @@ class TokenDataModule(SplitDataModule):
 
     def _check_documents(self, eos_token: int) -> None:
         if eos_token >= self.vocab_size:
-            raise ValueError(f"data.eos_token is {eos_token}; it must be below data.vocab_size = {self.vocab_size}")
+            raise ValueError(f"data.eos_token must be below data.vocab_size = {self.vocab_size}, got {eos_token}.")
         if self.batch_size != 1:
             raise ValueError(
                 f"data.batch_size is {self.batch_size}, but packed documents (data.eos_token) take 1: raise data.seq_len, "
@@ -402,21 +389,21 @@ class TokenDataModule(SplitDataModule):
             raise ValueError("data.eos_token needs data.scan: true, which finds where documents end")
 
     def check(self) -> None:
-        """Open all files, look at every token once, and see that each split asked for holds at least one sequence.
+        """Open all files, look at every token once, and check that each requested split has at least one sequence.
 
         Raises: OSError or ValueError, saying which file, what was found and what to change.
         """
         if self._parts is not None:
             return
-        files = {name: files_of(name, paths, SUFFIXES) for name, paths in self.paths.items()}
+        files = {name: files_of(paths, name, SUFFIXES) for name, paths in self.paths.items()}
         _refuse_shared(files)
-        streams = {name: self._stream(found) for name, found in files.items()}
+        streams = {name: self._stream(paths) for name, paths in files.items()}
         ends = self._scanned(streams)
         parts = {}
         for split, (start, stop) in split_bounds(len(streams["paths"]), self.fractions).items():
-            own = f"{split}_paths"
-            name = own if own in streams else "paths"
-            start, stop = (0, len(streams[own])) if own in streams else (start, stop)
+            option = f"{split}_paths"
+            name = option if option in streams else "paths"
+            start, stop = (0, len(streams[option])) if option in streams else (start, stop)
             parts[split] = _Part(streams[name], start, stop, ends[name])
             if self.wanted(split) is None:
                 self._check_split(split, stop - start, len(streams[name]))
@@ -424,9 +411,7 @@ class TokenDataModule(SplitDataModule):
         self._parts = parts
 
     def dataset(self, split: str) -> TokenSequences:
-        """The sequences of "train", "val" or "test". Raises ValueError for another name."""
-        if split not in SPLITS:
-            raise ValueError(f"there is no split {split!r}: choose one of {', '.join(SPLITS)}")
+        one_of(split, "split", SPLITS)
         self.check()
         assert self._parts is not None
         return self._sequences(self._parts[split], split)
@@ -439,17 +424,8 @@ class TokenDataModule(SplitDataModule):
         return f"{files:,} files, {tokens:,} tokens; sequences of {self.seq_len:,}: {counts}"
 
     def wanted(self, split: str) -> str | None:
-        """None where a split was asked for, else the setting that says it was not."""
-        asked = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
-        return None if asked else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
-
-    def too_few(self, count: int, needed: int, replicas: int) -> str:
-        """The error where a batch needs more training sequences than there are."""
-        return (
-            f"the train split has {count} sequences of data.seq_len = {self.seq_len}, but one batch takes {needed} "
-            f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "
-            "data.seq_len, use fewer ranks, or pass more data in data.paths"
-        )
+        present = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_paths"
 
     def _stream(self, files: list[str]) -> TokenStream:
         return TokenStream([token_file(path, os.path.getsize(path), self.dtype, self.header) for path in files])
@@ -458,7 +434,7 @@ class TokenDataModule(SplitDataModule):
         """Where documents end in each stream, after a look at every token."""
         if not self.scan:
             return {name: np.empty(0, dtype=np.int64) for name in streams}
-        # streams of their own, so that what is served is counted apart
+        # separate streams, so that `bytes_read` counts only what is served
         ends = {name: scan(TokenStream(x.files), self.vocab_size, self.eos_token) for name, x in streams.items()}
         if self.eos_token is not None and not any(map(len, ends.values())):
             raise ValueError(
@@ -468,31 +444,27 @@ class TokenDataModule(SplitDataModule):
         return ends
 
     def _sequences(self, part: _Part, split: str) -> TokenSequences:
-        limit = None if split == "train" else self.val_limit
         documents: dict[str, Any] = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
-        return TokenSequences(part.stream, part.start, part.stop, self.seq_len, self.vocab_size, limit, **documents)
+        return TokenSequences(
+            part.stream, part.start, part.stop, self.seq_len, self.vocab_size, self.limit(split), **documents
+        )
 
     def _check_split(self, split: str, size: int, total: int) -> None:
-        if size > self.seq_len:
-            return
-        own = f"{split}_paths" in self.paths
         change = f"raise data.{split}_fraction, or set it to 0 to do without"
-        if own or split == "train":
-            change = f"pass more data in data.{split}_paths" if own else "lower data.val_fraction or data.test_fraction"
-        shorter = f"lower data.seq_len to at most {size - 1}, " if size > 1 else ""
-        raise ValueError(
-            f"the {split} split has {size} of {total} tokens, but one sequence of data.seq_len = {self.seq_len} needs "
-            f"{self.seq_len + 1}: pass more data, {shorter}or {change}"
-        )
+        if f"{split}_paths" in self.paths:
+            change = f"pass more data in data.{split}_paths"
+        elif split == "train":
+            change = "lower data.val_fraction or data.test_fraction"
+        self.check_length(split, size, total, "tokens", change)
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:
     """No file may serve two splits."""
-    seen: dict[str, str] = {}
-    for name, found in files.items():
-        for path in found:
-            before = seen.setdefault(os.path.realpath(path), name)
-            if before != name:
+    first_use: dict[str, str] = {}
+    for name, paths in files.items():
+        for path in paths:
+            other = first_use.setdefault(os.path.realpath(path), name)
+            if other != name:
                 raise ValueError(
-                    f"{path} is in data.{before} and in data.{name}: a file may serve one split only; leave it out of one"
+                    f"{path} is in data.{other} and in data.{name}: a file may serve one split only; leave it out of one"
                 )

@@ -15,7 +15,8 @@ from typing import Literal
 
 import numpy as np
 
-from lightning_dilated._validation import file_suffixes, flag, one_of, whole_number
+from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.data.files import file_suffixes
 
 #: parts of N between which a boundary is drawn
 DRAWN = (7 / 16, 9 / 16)
@@ -58,20 +59,19 @@ class _Options:
         """Raises: TypeError or ValueError, naming the option."""
         suffixes = options["suffixes"]
         limits = {
-            name: None if options[name] is None else whole_number(name, options[name], 1)
-            for name in ("limit", "val_limit")
+            name: None if options[name] is None else integer(options[name], name, 1) for name in ("limit", "val_limit")
         }
         return cls(
-            seq_len=whole_number("seq_len", options["seq_len"], 16),
-            boundary=one_of("boundary", options["boundary"], ("fixed", "drawn")),
-            suffixes=file_suffixes("suffixes", suffixes),
-            include=_folders("include", options["include"]),
-            exclude=_folders("exclude", options["exclude"]),
-            hold_out=_folders("hold_out", options["hold_out"]),
-            changed_only=flag("changed_only", options["changed_only"]),
+            seq_len=integer(options["seq_len"], "seq_len", 16),
+            boundary=one_of(options["boundary"], "boundary", ("fixed", "drawn")),
+            suffixes=file_suffixes(suffixes, "suffixes"),
+            include=_folders(options["include"], "include"),
+            exclude=_folders(options["exclude"], "exclude"),
+            hold_out=_folders(options["hold_out"], "hold_out"),
+            changed_only=flag(options["changed_only"], "changed_only"),
             limit=limits["limit"],
             val_limit=limits["val_limit"],
-            seed=whole_number("seed", options["seed"], 0),
+            seed=integer(options["seed"], "seed", 0),
         )
 
 
@@ -111,7 +111,7 @@ def write_version_pairs(
     """Write samples of `seq_len` bytes, each the beginning of some files of `old` and then of the same files of `new`.
 
     Files of both trees are taken in the order of their names, as many for a sample as fill both its parts; what is left of
-    them is cut off, so a file serves one sample. Files of a part stand end to end with nothing between them. Only plain
+    them is cut off, so a file serves one sample. Files of a part follow each other without separator. Only plain
     files are read; links, and names that begin with a dot, are left out. One sample is held in memory.
 
     `out` gets the samples end to end in a random order that `seed` fixes, and one byte more, the last label:
@@ -134,21 +134,21 @@ def write_version_pairs(
 
     Raises:
         TypeError, ValueError, OSError: before anything is written, naming the option, what was found and what to change.
-        ValueError: for a file that becomes shorter while it is read; nothing is left behind then.
+        ValueError: for a file that becomes shorter while it is read; no file is left behind then.
     """
     options = _Options.checked(
         seq_len=seq_len, boundary=boundary, suffixes=suffixes, include=include, exclude=exclude, hold_out=hold_out,
         changed_only=changed_only, limit=limit, val_limit=val_limit, seed=seed,
     )  # fmt: skip
-    roots = _root("old", old), _root("new", new)
+    roots = _root(old, "old"), _root(new, "new")
     if os.path.samefile(*roots):
         raise ValueError(f"old and new are both {roots[0]}: name the two versions of the tree")
     targets = _targets(Path(out), options)
-    taken = _taken(roots, options)
-    used = [file for file in taken if not (options.changed_only and _equal(roots, file))]
+    common = _taken(roots, options)
+    used = [file for file in common if not (options.changed_only and _equal(roots, file))]
     if not used:
         raise ValueError(
-            f"all {len(taken):,} files are equal in both trees: leave changed_only out, or name other trees"
+            f"all {len(common):,} files are equal in both trees: leave changed_only out, or name other trees"
         )
     plan = {split: _planned(used, split, options) for split in _SPLITS if split in targets}
     result = VersionPairs(
@@ -156,7 +156,7 @@ def write_version_pairs(
         samples={split: len(samples) for split, samples in plan.items()},
         json_path=str(targets["json"]),
         seq_len=options.seq_len,
-        files=len(taken),
+        files=len(common),
         changed=len(used) if options.changed_only else None,
     )
     _write(roots, targets, plan, options.seq_len, _about(roots, plan, result, options))
@@ -179,19 +179,19 @@ def _taken(roots: tuple[str, str], options: _Options) -> list[_File]:
                 top = sorted({name.split("/")[0] for name in common})
                 shown = ", ".join(top[:12]) + (", ..." if len(top) > 12 else "")
                 raise ValueError(f"{option} names {folder!r}, but no file of both trees lies there. They have: {shown}")
-    taken = [
+    chosen = [
         _File(name, old[name], new[name])
         for name in common
         if (not options.suffixes or name.endswith(tuple(options.suffixes)))
         and (not options.include or _below(name, [*options.include, *options.hold_out]))
         and not _below(name, options.exclude)
     ]
-    if not taken:
+    if not chosen:
         raise ValueError(
             f"none of the {len(common):,} files of both trees is left by suffixes {options.suffixes}, include "
             f"{options.include} and exclude {options.exclude}: take more"
         )
-    return taken
+    return chosen
 
 
 def _plain_files(root: str) -> Iterator[tuple[str, int]]:
@@ -221,14 +221,14 @@ def _equal(roots: tuple[str, str], file: _File) -> bool:
 # -- which samples -----------------------------------------------------------------------------------------------------
 def _planned(files: list[_File], split: str, options: _Options) -> list[_Sample]:
     """The samples of a split in the order in which they are written. Raises: ValueError where there is none."""
-    own = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
+    chosen = [file for file in files if _below(file.name, options.hold_out) == (split == "val")]
     rng = np.random.default_rng([options.seed, _SPLITS.index(split)])
-    samples = list(_filled(own, rng, options))
+    samples = list(_filled(chosen, rng, options))
     if not samples:
-        total = f"{sum(x.old for x in own):,} bytes in the old and {sum(x.new for x in own):,} in the new tree"
+        total = f"{sum(x.old for x in chosen):,} bytes in the old and {sum(x.new for x in chosen):,} in the new tree"
         change = "hold out less" if split == "train" else "hold out more"
         raise ValueError(
-            f"the {split} split has {len(own):,} files of {total}, which do not fill a sample of seq_len = "
+            f"the {split} split has {len(chosen):,} files of {total}, which do not fill a sample of seq_len = "
             f"{options.seq_len}, about half of it from each: lower seq_len, take more files, or "
             f"{change if options.hold_out else 'name other trees'}"
         )
@@ -260,7 +260,7 @@ def _write(
     seq_len: int,
     about: dict[str, object],
 ) -> None:
-    """Write samples and JSON beside where they belong, then move all."""
+    """Write samples and JSON under temporary names, then move all."""
     parts = {kind: path.with_name(f"{path.name}.part") for kind, path in targets.items()}
     try:
         for split, samples in plan.items():
@@ -287,7 +287,7 @@ def _part(root: str, files: list[_File], count: int) -> bytes:
     if len(data) < count:
         names = f"{files[0].name} to {files[-1].name}" if len(files) > 1 else files[0].name
         raise ValueError(
-            f"{root}: {names} became shorter while they were read: keep the trees as they are, and start again"
+            f"{root}: {names} became shorter while they were read: leave the trees unchanged, and start again"
         )
     return bytes(data)
 
@@ -295,7 +295,6 @@ def _part(root: str, files: list[_File], count: int) -> bytes:
 def _about(
     roots: tuple[str, str], plan: dict[str, list[_Sample]], result: VersionPairs, options: _Options
 ) -> dict[str, object]:
-    """What the JSON file says."""
     half = options.seq_len // 2
     splits = {
         split: {
@@ -311,20 +310,20 @@ def _about(
 
 
 # -- options -----------------------------------------------------------------------------------------------------------
-def _folders(option: str, value: object) -> list[str]:
+def _folders(value: object, option: str) -> list[str]:
     """Names below the trees, without a slash at the end. Raises: TypeError or ValueError, naming the option."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(x, str) for x in value):
-        raise TypeError(f"{option} is {value!r}; it must be a list of folders below the trees, such as ['fs', 'net']")
+        raise TypeError(f"{option} must be a list of folders below the trees, such as ['fs', 'net']; got {value!r}.")
     names = [os.path.normpath(x).replace(os.sep, "/") for x in value]
     for folder, name in zip(value, names, strict=True):
         if not folder or os.path.isabs(folder) or name.split("/")[0] in (".", ".."):
             raise ValueError(
-                f"{option} names {folder!r}; it must be a folder or file below both trees, such as drivers/net"
+                f"{option} must name folders or files below both trees, such as drivers/net; got {folder!r}."
             )
     return names
 
 
-def _root(option: str, folder: str | Path) -> str:
+def _root(folder: str | Path, option: str) -> str:
     if not os.path.isdir(folder):
         raise FileNotFoundError(f"{option} {folder}: there is no such folder")
     return os.path.abspath(folder)
@@ -341,5 +340,5 @@ def _targets(out: Path, options: _Options) -> dict[str, Path]:
         del targets["val"]
     for path in targets.values():
         if path.exists():
-            raise FileExistsError(f"{path} is there already: remove it, or choose another name for out")
+            raise FileExistsError(f"{path} exists already: remove it, or choose another name for out")
     return targets

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
@@ -54,13 +54,11 @@ class CausalModel(Protocol):
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise for sampling options that make no distribution."""
-    if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature must be 0 (the likeliest token) or a positive number, got {temperature!r}.")
+    real(temperature, "temperature", least=0, hint=" 0 takes the likeliest token.")
     if top_k is not None:
         integer(top_k, "top_k", 1)
-    number = isinstance(top_p, (int, float)) and not isinstance(top_p, bool)
-    if top_p is not None and not (number and 0 < top_p <= 1):
-        raise ValueError(f"top_p must lie in (0, 1], got {top_p!r}.")
+    if top_p is not None:
+        real(top_p, "top_p", above=0, most=1)
 
 
 def check_prompt(tokens: Tensor, vocab_size: int) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.dropout import START, fold
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
@@ -82,17 +82,14 @@ class Masking:
             ("keep_fraction", self.keep),
             ("random_fraction", self.random),
         ):
-            if isinstance(x, bool) or not isinstance(x, (int, float)) or not 0 <= x <= 1:
-                raise ValueError(f"{name} must lie between 0 and 1, got {x!r}.")
-        if not 0 < self.fraction < 1:
-            raise ValueError(f"mask_fraction must be above 0 and below 1, got {self.fraction!r}.")
+            real(x, name, least=0, most=1)
+        real(self.fraction, "mask_fraction", above=0, below=1)
         if self.keep + self.random > 1:
             raise ValueError(
                 f"keep_fraction={self.keep} and random_fraction={self.random} add up to more than 1: they are shares of "
                 "the masked tokens."
             )
-        if isinstance(self.span, bool) or not isinstance(self.span, (int, float)) or not 1 <= self.span < math.inf:
-            raise ValueError(f"mask_span must be a number of tokens, at least 1, got {self.span!r}.")
+        real(self.span, "mask_span", least=1, hint=" It is a number of tokens.")
         if len(self.drawn) == 0:
             raise ValueError(f"ignore_tokens={list(self.never)} leaves none of the {self.vocab_size} tokens to mask.")
 

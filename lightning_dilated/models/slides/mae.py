@@ -15,7 +15,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.module import DilatedModule
@@ -84,9 +84,8 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
     ) -> None:
         super().__init__(optimizer, lr_scheduler)
         self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
-        if isinstance(mask_ratio, bool) or not isinstance(mask_ratio, (int, float)) or not 0 < mask_ratio < 1:
-            raise ValueError(f"mask_ratio must lie between 0 and 1, got {mask_ratio!r}; 0.75 is MAE's.")
-        self.hiding = Dropout(float(mask_ratio), integer(mask_seed, "mask_seed", 0))
+        ratio = real(mask_ratio, "mask_ratio", above=0, below=1, hint=" 0.75 is MAE's.")
+        self.hiding = Dropout(ratio, integer(mask_seed, "mask_seed", 0))
         self.normalise, self.compile_blocks = normalise, compile_blocks
         self.decoder_dim = integer(decoder_dim, "decoder_dim", 1)
         self.decoder_depth = integer(decoder_depth, "decoder_depth", 1)

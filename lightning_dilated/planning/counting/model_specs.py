@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._validation import one_of
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
@@ -58,8 +59,7 @@ def subject_of(
     Raises:
         ValueError: for another precision, or a model that cannot be counted.
     """
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision must be one of {', '.join(PRECISIONS)}; got {precision!r}.")
+    one_of(precision, "precision", PRECISIONS)
     _check_trained(model)
     make = _make(model, {k: v for k, v in model.hparams.items() if k not in LEFT_OUT})
     dtype, products = PRECISIONS[precision]

@@ -8,11 +8,12 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from lightning_dilated._validation import integer, one_of, real
 
 #: bytes of an element of q, k and v by the Trainer's precision
 ELEMENT_SIZES = {"bf16-mixed": 2, "bf16-true": 2, "16-mixed": 2, "16-true": 2, "32-true": 4, "64-true": 8}
@@ -27,7 +28,7 @@ class Line:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            _seconds(f"Line.{name}", value)
+            real(value, f"Line.{name}", least=0)
 
     def of(self, size: Any, calls: Any = 1) -> Any:
         """Seconds of `calls` calls of `size` pairs or bytes in all; of arrays, one by one."""
@@ -77,9 +78,9 @@ class Parts:
     edge_backward: float
 
     def __post_init__(self) -> None:
-        _at_least_one("Parts.tokens", self.tokens)
+        integer(self.tokens, "Parts.tokens", 1)
         for name, value in dataclasses.asdict(self).items():
-            _seconds(f"Parts.{name}", value)
+            real(value, f"Parts.{name}", least=0)
 
 
 @dataclass(frozen=True)
@@ -129,13 +130,12 @@ class Machine:
 
     def __post_init__(self) -> None:
         for name in ("dim", "depth", "heads", "head_dim", "kv_heads", "hidden", "vocab", "first"):
-            _at_least_one(name, getattr(self, name))
+            integer(getattr(self, name), name, 1)
         if self.heads % self.kv_heads:
             raise ValueError(f"kv_heads={self.kv_heads} must divide heads={self.heads}.")
-        if self.precision not in ELEMENT_SIZES:
-            raise ValueError(f"precision must be one of {', '.join(ELEMENT_SIZES)}; got {self.precision!r}.")
+        one_of(self.precision, "precision", ELEMENT_SIZES)
         for name in ("block_parameters", "edge_parameters", "optimizer", "again"):
-            _seconds(name, getattr(self, name))
+            real(getattr(self, name), name, least=0)
         tokens = [p.tokens for p in self.parts]
         if not tokens or tokens != sorted(set(tokens)):
             raise ValueError(f"parts must be of rising tokens, at least one; got {tokens}.")
@@ -157,7 +157,7 @@ class Machine:
 
     def at(self, tokens: int) -> Parts:
         """The parts at L tokens: on the line between the measured neighbours; beyond the ends in proportion."""
-        _at_least_one("tokens", tokens)
+        integer(tokens, "tokens", 1)
         for low, high in itertools.pairwise(self.parts):
             if low.tokens <= tokens <= high.tokens:
                 share = (tokens - low.tokens) / (high.tokens - low.tokens)
@@ -199,7 +199,7 @@ class Machine:
 
         Raises:
             FileNotFoundError: where there is no file.
-            ValueError: for a file that is something else, naming what is missing or unknown.
+            TypeError, ValueError: for a file that is something else, naming what is missing or unknown.
         """
         try:
             found = json.loads(Path(path).read_text())
@@ -231,13 +231,3 @@ def _checked(path: str | Path, kind: type, found: Any) -> dict[str, Any]:
             f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."
         )
     return dict(found)
-
-
-def _at_least_one(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name} must be an integer of at least 1, got {value!r}.")
-
-
-def _seconds(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}.")
