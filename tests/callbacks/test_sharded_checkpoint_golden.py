@@ -1,6 +1,6 @@
 """Folders that an earlier version wrote still load, and training goes on from them as it did then.
 
-`tests/golden/checkpoint_folder` holds checkpoints of step 2 that two ranks wrote, and `expected.json` what steps 3 and 4 gave.
+`tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` what steps 3 and 4 gave then.
 To record new ones beside the old: `python -m tests.callbacks.test_sharded_checkpoint_golden FOLDER`.
 """
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.strategy.restart import call_the_roll, connection_broke
+from lightning_dilated.strategy.preemption import call_the_roll, connection_broke
 
 from .runs import Run, launched, make
 from .test_failures import TORCHRUN, start
