@@ -1,8 +1,9 @@
-"""Private names of torch, Lightning and CPython that `_compat` uses: each still exists, takes what we pass, and does its work.
+"""Private names of torch and Lightning that `_compat` uses: each still exists, takes what we pass, and does its work.
 
 A test that fails here names the function of `_compat` that broke, and so what the package can no longer do.
 """
 
+import copyreg
 import inspect
 import os
 import pickle
@@ -41,15 +42,10 @@ def trainer():
 
 
 # -- Lightning: classes ------------------------------------------------------------------------------------------------
+#: attributes of objects, not of classes
 MADE = {
-    "_ddp_kwargs",
-    "_device_mesh",
-    "_save_distributed_checkpoint",
-    "_throughputs",
-    "_t0s",
-    "_lengths",
-    "_samples",
-    "_batches",
+    *("_ddp_kwargs", "_device_mesh", "_save_distributed_checkpoint"),
+    *("_throughputs", "_t0s", "_lengths", "_samples", "_batches"),
 }
 
 
@@ -292,11 +288,11 @@ def test_records_of_metadata():
     assert formats is metadata._MEM_FORMAT_ENCODING and formats(0) in formats, (
         "_MEM_FORMAT_ENCODING is no enum of numbers"
     )
-    name, arguments = torch.strided.__reduce__(), ()
-    if isinstance(name, tuple):
-        name, arguments = name[0].__name__, name[1]
-        assert name == "_get_layout", f"a layout is pickled by {name} now: the reader refuses `.metadata` that names it"
-    assert torchs.stored_layout("torch.strided") is torch.strided and arguments in ((), ("torch.strided",))
+    function, arguments = copyreg.dispatch_table[torch.layout](torch.strided)
+    name = f"{function.__module__}.{function.__qualname__}"
+    words = f"layouts are pickled by {name}{arguments} now: the reader refuses `.metadata` that names it"
+    assert (name, arguments) == ("torch.serialization._get_layout", ("torch.strided",)), words
+    assert torchs.stored_layout(*arguments) is torch.strided
 
 
 def test_setting_a_nested_value():
