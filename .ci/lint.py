@@ -179,7 +179,8 @@ def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
     """Lines that import or use a private name of another package.
 
     An attribute of what was imported is its package's. One of another object, such as an argument, is its class's, which is
-    known by the name only: the package's own where the package defines it, unless the object is reached from a trainer.
+    known by the name only: the package's own where the package defines it, unless the object is reached from a trainer and
+    is no strategy.
     """
     root, packages, lines = module.name.split(".")[0], imported_from(module), {}
     for node in ast.walk(module.tree):
@@ -193,7 +194,9 @@ def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
         first = owner.split(".")[0]
         if name is None or not is_private(name) or owner in ("self", "cls", "super"):
             continue
-        if packages[first] != root if first in packages else name not in own or "trainer" in owner.split("."):
+        parts = owner.split(".")
+        unknown = name not in own or ("trainer" in parts and "strategy" not in parts)
+        if packages[first] != root if first in packages else unknown:
             lines.setdefault(node.lineno, f"{owner}.{name}")
     file = "/".join(module.path.parts[-module.name.count(".") :])
     if file not in PRIVATE:

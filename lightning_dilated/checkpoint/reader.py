@@ -202,9 +202,9 @@ def _checked(stored: Any, folder: Path) -> Metadata:
 
 
 def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
-    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no two together."""
+    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no more than it has."""
     sizes: dict[str, int] = {}
-    entries, held = {}, 0
+    entries, listed = {}, 0
     for index, info in stored.items():
         name = _text(info.relative_path)
         if name not in sizes:
@@ -214,12 +214,12 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, Storag
             raise ValueError(f"{index.fqn} ends at byte {offset + length:,} of {name}, which has {sizes[name]:,}")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{index.fqn} is stored in a transformed way")
-        held += length
+        listed += length
         place = None if index.offset is None else _shape(index.offset)
         hint = None if index.index is None else _count(index.index)
         entries[MetadataIndex(_text(index.fqn), place, hint)] = StorageInfo(name, offset, length)
-    if held > sum(sizes.values()):
-        raise ValueError(f"it lists {held:,} bytes in files of {sum(sizes.values()):,}")
+    if listed > sum(sizes.values()):
+        raise ValueError(f"it lists {listed:,} bytes in files of {sum(sizes.values()):,}")
     return entries
 
 
@@ -329,5 +329,6 @@ def _translated(reader: Reader, load: Callable[[], Any]) -> None:
     try:
         load()
     except CheckpointException as error:
-        words = f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
-        raise ValueError(words) from error
+        raise ValueError(
+            f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
+        ) from error

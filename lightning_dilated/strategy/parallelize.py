@@ -75,7 +75,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             make_groups(strategy)  # the mesh (data, ring, head) and the sequence group
             strategy._ending = Ending(trainer, strategy._rank_timeout)
             keep_order(trainer)
-            strategy._loaders = make_loaders(strategy)
+            strategy._loaders, strategy._why_unshared = make_loaders(strategy), {}
 
         # Lightning calls `configure_model` here: the module builds its layers, and `compile_blocks` compiles each when it
         # is first run. Recomputation and offload of activations are set after "setup" (`ActivationRecompute.on_fit_start`):
