@@ -33,7 +33,7 @@ from lightning_dilated.checkpoint.state import (
     replication_digest,
     trainer_state,
 )
-from lightning_dilated.strategy.preemption import Ending, requeue_job
+from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 #: how long ranks wait for the slowest one's disk; a rank that died is noticed at once
@@ -136,11 +136,11 @@ class ShardedCheckpoint(Checkpoint):
         self._world: Any = None  # the default process group when the groups of these were made
         self._background, self._stager = Background(), HostStager()
         self._lock: FolderLock | None = None  # rank 0's, while a fit runs
-        self._ending: Ending | None = None  # of the fit that runs
+        self._preemption: Preemption | None = None  # of the fit that runs
 
     def __getstate__(self) -> dict[str, Any]:
         """Without what belongs to this process: a copy makes its groups, and locks the folder, when it fits."""
-        local = ("_peers", "_writers", "_world", "_background", "_stager", "_lock", "_ending")
+        local = ("_peers", "_writers", "_world", "_background", "_stager", "_lock", "_preemption")
         return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -161,7 +161,9 @@ class ShardedCheckpoint(Checkpoint):
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
         self._target, self._resumed_from, self._training = Path(folder).absolute(), None, False
-        self._ending = strategy.ending if isinstance(strategy, SequenceStrategy) else Ending(trainer, _PATIENCE)
+        self._preemption = (
+            strategy.preemption if isinstance(strategy, SequenceStrategy) else Preemption(trainer, _PATIENCE)
+        )
         self._try_folder()
         if self.resume != "never":
             self._find_resumable()
@@ -232,8 +234,8 @@ class ShardedCheckpoint(Checkpoint):
         if _is_dev_run(trainer):
             return
         self._training = True
-        if self._ending is not None:
-            self._ending.saves = True
+        if self._preemption is not None:
+            self._preemption.saves = True
         existing = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
         loaded = self._resumed_from if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         known = loaded is not None and self._target.resolve() in (loaded.resolve(), loaded.resolve().parent)
@@ -289,17 +291,17 @@ class ShardedCheckpoint(Checkpoint):
 
     def _end_if_signalled(self, trainer: pl.Trainer) -> None:
         """For strategies that do not do so by themselves."""
-        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
-            self._ending.ask()
+        if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._preemption.end_if_signalled()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Release the folder."""
         self._release(trainer)
 
     def _release(self, trainer: pl.Trainer) -> None:
-        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
-            self._ending.close()
-        self._ending, self._training = None, False
+        if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._preemption.close()
+        self._preemption, self._training = None, False
         # while a thread still writes, the folder stays locked until the process ends
         if self._lock is not None and not self._background.running:
             self._lock.release()
@@ -308,21 +310,21 @@ class ShardedCheckpoint(Checkpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Save where a signal ended the fit on all ranks; release the folder."""
         try:
-            ending = self._ending if self._training else None
-            if ending is not None and ending.signal is not None and isinstance(exception, SIGTERMException):
-                self._save_last(trainer, ending, exception)
+            preemption = self._preemption if self._training else None
+            if preemption is not None and preemption.signal is not None and isinstance(exception, SIGTERMException):
+                self._save_last(trainer, preemption, exception)
             else:
                 self._wait_a_while()
         finally:
             self._release(trainer)
 
-    def _save_last(self, trainer: pl.Trainer, ending: Ending, exception: SIGTERMException) -> None:
+    def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
         """Save the step before the signal, and then requeue the job if the signal was for that."""
         try:
             if trainer.global_step != self._saved_step:
                 self._save(trainer, trainer.global_step)
             self._wait_for_files()
-            if ending.requeue and self._peers.rank == 0:
+            if preemption.requeue and self._peers.rank == 0:
                 requeue_job()
         except (OSError, RuntimeError) as error:
             exception.code = 1

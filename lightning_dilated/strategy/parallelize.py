@@ -43,7 +43,7 @@ from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.checks import compare_loader, compare_training, refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import run_seed
-from lightning_dilated.strategy.preemption import Ending
+from lightning_dilated.strategy.preemption import Preemption
 
 if TYPE_CHECKING:
     from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
@@ -73,7 +73,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             lightning()  # processes find each other; with cpu_offload, also over gloo (`join_host`)
             strategy._seed = run_seed(strategy)
             make_groups(strategy)  # the mesh (data, ring, head) and the sequence group
-            strategy._ending = Ending(trainer, strategy._rank_timeout)
+            strategy._preemption = Preemption(trainer, strategy._rank_timeout)
             keep_order(trainer)
             strategy._loaders, strategy._why_unshared = make_loaders(strategy), {}
 

@@ -40,7 +40,7 @@ from lightning_dilated.sequence.consensus import Quiet
 _log = logging.getLogger(__name__)
 
 
-class Ending:
+class Preemption:
     """Whether some rank of the job was sent a signal to end; replaces Lightning's handling.
 
     Args:
@@ -52,15 +52,15 @@ class Ending:
         self._trainer, self._process = trainer, os.getpid()
         #: the signal that ended the fit, the same on all ranks; None until then
         self.signal: int | None = None
-        #: whether it asked to put the job back in SLURM's queue
+        #: whether it was SLURM's signal to requeue the job
         self.requeue = False
-        #: whether a callback saves when the fit ends, and puts the job back in the queue; else Lightning's handler does
+        #: whether a callback saves when the fit ends, and requeues the job; else Lightning's handler does
         self.saves = False
         self._recorded, self._requeue_requested, self._requeued = 0, False, False
         self._quiet = Quiet(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
-        self._second = SecondInterrupt(self._kill_at_once)
+        self._second = OnSecondInterrupt(self._kill_at_once)
         self._hooks = SignalHooks(trainer)
-        self._hooks.replace(self._ask_and_advance, self._register_signal_handlers, self.note, self.note_requeue)
+        self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
 
     def close(self) -> None:
         """Give the Trainer its own functions back."""
@@ -77,10 +77,10 @@ class Ending:
             self._second.watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the connection, which belongs to this process: a copy elsewhere asks nobody."""
+        """Without the channel to other ranks, which belongs to this process."""
         return {**self.__dict__, "_quiet": None}
 
-    def note(self, signum: int, frame: Any) -> None:
+    def record(self, signum: int, frame: Any) -> None:
         """SIGTERM: pass it on to the processes that this one started, as Lightning's handler does.
 
         In a fit an optimizer step or a validation under way is finished, so that all ranks end after it.
@@ -102,7 +102,7 @@ class Ending:
             self._recorded = signum
             _log.warning("interrupted: all ranks end after this step; interrupt again to end at once")
 
-    def note_requeue(self, signum: int, frame: Any) -> None:
+    def record_requeue(self, signum: int, frame: Any) -> None:
         """SLURM's signal that time is nearly up; outside of a fit, Lightning's handler runs."""
         if os.getpid() != self._process:
             return
@@ -112,7 +112,7 @@ class Ending:
         self._recorded, self._requeue_requested = self._recorded or signum, True
 
     def _kill_at_once(self) -> None:
-        """Not waiting for anything: ranks that this process started would wait for it."""
+        """Without waiting for anything, also for ranks that this process started, which may wait for it."""
         if self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signal.SIGKILL)
         os._exit(128 + signal.SIGINT)
@@ -122,11 +122,11 @@ class Ending:
         return self._trainer.state.fn == TrainerFn.FITTING
 
     # -- between steps -----------------------------------------------------------------------------------------------
-    def _ask_and_advance(self, *args: Any) -> None:
-        self.ask()
+    def _check_and_advance(self, *args: Any) -> None:
+        self.end_if_signalled()
         self._hooks.advance(*args)
 
-    def ask(self) -> None:
+    def end_if_signalled(self) -> None:
         """Before each batch of training, before a validation, and at the end; outside of fits nothing.
 
         Gradients that wait for further batches would be lost: all ranks go on until the optimizer's step.
@@ -178,7 +178,7 @@ class Ending:
             self._hooks.requeue(signum, None)
 
 
-class SecondInterrupt:
+class OnSecondInterrupt:
     """Calls `act` at the second SIGINT, in a thread: while the main thread waits in a collective, no handler runs.
 
     The interpreter writes the numbers of signals into a pipe as they come.
@@ -188,7 +188,7 @@ class SecondInterrupt:
         self._act, self._pipe = act, (-1, -1)
 
     def watch(self) -> None:
-        """Begin, in the main thread; of no effect where somebody else reads the signals, as asyncio does."""
+        """Begin, in the main thread; without effect where another reader has the pipe, as asyncio does."""
         if os.name != "posix" or self._pipe[0] >= 0:
             return
         read, write = os.pipe()
@@ -212,7 +212,7 @@ class SecondInterrupt:
         os.close(read)
 
     def close(self) -> None:
-        """End it."""
+        """End the thread."""
         write, self._pipe = self._pipe[1], (-1, -1)
         if write >= 0:
             _watched.discard(write)
@@ -234,27 +234,27 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-class EndsTogether:
+class EndsOnSignal:
     """A mixin for a strategy, before Lightning's: also ends a fit before a validation and at its end."""
 
-    _ending: Ending | None = None
+    _preemption: Preemption | None = None
 
     @property
-    def ending(self) -> Ending | None:
+    def preemption(self) -> Preemption | None:
         """What ends the fits of this strategy's Trainer; None before it runs."""
-        return self._ending
+        return self._preemption
 
     def on_validation_start(self) -> None:
         """For a signal that came in the batch before it."""
-        if self._ending is not None:
-            self._ending.ask()
+        if self._preemption is not None:
+            self._preemption.end_if_signalled()
         super().on_validation_start()
 
     def on_train_end(self) -> None:
         """For a signal that came in the last batch; after callbacks have saved."""
         super().on_train_end()
-        if self._ending is not None:
-            self._ending.ask()
+        if self._preemption is not None:
+            self._preemption.end_if_signalled()
 
     def on_exception(self, exception: BaseException) -> None:
         """A validation, test or prediction that SIGTERM ends exits with that status, too."""
@@ -264,14 +264,14 @@ class EndsTogether:
 
     def teardown(self) -> None:
         """Lightning's; restores the Trainer's signal handling."""
-        if self._ending is not None:
-            self._ending.close()
-            self._ending = None
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
         super().teardown()
 
 
 def requeue_job() -> None:
-    """Put this SLURM job (of an array: this task) back in the queue; of one rank.
+    """Requeue this SLURM job (of an array: this task); one rank calls.
 
     Raises:
         RuntimeError: where there is no job, or SLURM refuses.
@@ -290,7 +290,7 @@ def requeue_job() -> None:
 
 
 # -- workers of loaders ------------------------------------------------------------------------------------------------
-class LeavesSignals:
+class IgnoresSignals:
     """A loader's `worker_init_fn` that first makes the worker ignore signals, but for SIGTERM of its parent process.
 
     Schedulers and terminals signal whole groups of processes. A worker that ended by such a signal would fail the fit in the
@@ -330,7 +330,7 @@ PATIENCE = 5.0
 _runs = itertools.count()
 
 
-class CallsTheRoll:
+class ReportsLostRanks:
     """A mixin for a strategy, before Lightning's: after a collective failed, the error says which ranks ended and why.
 
     gloo says "Connection reset by peer", and names only a port. So every rank that ends with an error leaves its reason in
@@ -339,7 +339,7 @@ class CallsTheRoll:
 
     _run = -1
 
-    def _number_run(self) -> None:
+    def _count_run(self) -> None:
         """As a run begins, on every rank: reasons of an earlier run, after which a script went on, have another number."""
         self._run = next(_runs)
 
@@ -352,7 +352,7 @@ class CallsTheRoll:
         try:
             reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
             reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
-            words = call_the_roll(reasons, dist.get_rank(), dist.get_world_size()) if broken else ""
+            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size()) if broken else ""
         except RuntimeError:
             words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
         if broken:
@@ -368,7 +368,7 @@ def connection_broke(error: BaseException | None) -> bool:
     return False
 
 
-def call_the_roll(reasons: Any, rank: int, world: int, patience: float = PATIENCE) -> str:
+def report_lost_ranks(reasons: Any, rank: int, world: int, patience: float = PATIENCE) -> str:
     """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
 
     Args:

@@ -25,10 +25,10 @@ from lightning_dilated.strategy.checks import check_first_batch, computed_in
 from lightning_dilated.strategy.loader import Loaders
 from lightning_dilated.strategy.mesh import MeshSizes, join_under_torchrun, step_seeds
 from lightning_dilated.strategy.parallelize import parallelize
-from lightning_dilated.strategy.preemption import CallsTheRoll, EndsTogether
+from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 
 
-class SequenceStrategy(EndsTogether, CallsTheRoll):
+class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
     """A mixin for a Lightning strategy of many processes; it comes before that strategy among the bases."""
 
     #: whether each rank holds a shard of the parameters only, so that all ranks meet in every step of every stage
@@ -114,7 +114,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
     @override
     def setup_environment(self) -> None:
         """Process groups, mesh and sequence group; see `parallelize`."""
-        self._number_run()
+        self._count_run()
         self._first_step = True
         parallelize(self, "setup_environment", self._join_processes)
         rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
@@ -160,7 +160,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
     def __getstate__(self) -> dict[str, Any]:
         """Lightning's, without what belongs to this process: process groups and sharded loaders."""
-        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_ending": None}
+        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_preemption": None}
         if "_ddp_kwargs" in state:
             state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}
         return state
