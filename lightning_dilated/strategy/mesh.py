@@ -82,10 +82,10 @@ class MeshSizes:
 
 
 def divisors(n: int) -> list[int]:
-    """All divisors, rising."""
     return [x for x in range(1, n + 1) if n % x == 0]
 
 
+# -- random numbers ----------------------------------------------------------------------------------------------------
 def run_seed(strategy: Any) -> int:
     """The run's seed, equal on all ranks; without `seed_everything`, that of rank 0."""
     if "PL_GLOBAL_SEED" in os.environ:
@@ -124,25 +124,26 @@ def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, devi
         torch.set_rng_state(before)
 
 
-#: seconds between two looks of rank 0 at who came
+# -- processes find each other -----------------------------------------------------------------------------------------
+#: seconds between two looks of rank 0 for ranks that arrived
 PAUSE = 0.05
-
-
 #: torch's agents remember the address of a store that died with its node
 SHARED = (
     "If the first node was lost: the others go on only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for every agent."
 )
-
-
-#: for which the others wait longer than rank 0, which is to say who is missing
+#: how much longer the other ranks wait than rank 0, which reports the missing ranks
 MARGIN = timedelta(seconds=10)
 
 
 def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) -> None:
-    """Make the world's process group under torchrun; of no effect under other launchers, or where there is a group.
+    """Make the world's process group under torchrun; without effect under other launchers, or where there is a group.
+
+    torchrun's store may outlive its workers, with the addresses of the dead: under torch's usual keys, ranks of a later
+    attempt read those. No environment variable tells attempts apart: each node's agent counts its own restarts, and a node
+    that joins later counts from 0. So the ranks of an attempt agree on a token, and use keys that begin with it.
 
     Raises:
-        RuntimeError: where ranks do not come within `timeout`, naming them.
+        RuntimeError: where ranks do not arrive within `timeout`, naming them.
     """
     if dist.is_initialized() or not dist.is_torchelastic_launched():
         return
@@ -157,12 +158,11 @@ def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) 
         device_id=device if device.type == "cuda" else None,
     )
     if device.type == "cuda":
-        atexit.register(_leave)  # NCCL complains of groups that are left to the end of the process
+        atexit.register(_leave)  # NCCL warns of groups that exist at the end of the process
 
 
 def _store(rank: int, timeout: timedelta) -> dist.Store:
-    """The store of the job: the agent's, else rank 0's own. Not `dist.rendezvous`, whose rank 0 would wait for clients
-    without saying which."""
+    """The store of the job: the agent's, else rank 0's own. `dist.rendezvous` would wait for ranks without naming them."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
@@ -176,30 +176,30 @@ def _store(rank: int, timeout: timedelta) -> dist.Store:
 
 
 def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
-    """A string that is the same on all ranks that call this together, and was never used before.
+    """A new string that is the same on all ranks that call this together.
 
-    Keys of earlier attempts in the store, also of such that ended here, do no harm.
+    Rank 0 sends it to every other rank under a key that this rank made up, so nobody reads an answer of an earlier attempt.
 
     Args:
-        store: shared by the ranks.
+        store: shared by the ranks; it may hold keys of earlier attempts.
         rank: of this process, of `world` ranks.
         timeout: for which rank 0 waits for the others, and the others for rank 0.
 
     Raises:
-        RuntimeError: on every rank that came, naming those that did not.
+        RuntimeError: on every rank that arrived, naming those that did not.
     """
     store = dist.PrefixStore(f"lightning-dilated/token/{world}", store)
-    return _hand_out(store, world, timeout) if rank == 0 else _ask_for(store, rank, timeout)
+    return _send_token(store, world, timeout) if rank == 0 else _receive_token(store, rank, timeout)
 
 
-def _hand_out(store: dist.Store, world: int, timeout: timedelta) -> str:
-    """Rank 0's part: answers whoever says hello until all have taken the token, then tells them so."""
+def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
+    """Rank 0's part: answers every hello until all ranks have the token, then reports which are missing."""
     token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     missing = list(range(1, world))
     while missing:
         missing = [rank for rank in missing if not store.check([f"taken/{token}/{rank}"])]
         for rank in missing:
-            if store.check([f"hello/{rank}"]):  # maybe of an earlier attempt: answered until this one's comes
+            if store.check([f"hello/{rank}"]):  # it may be of an earlier attempt, until this one's replaces it
                 store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
         if missing and time.monotonic() > end:
             break
@@ -210,20 +210,20 @@ def _hand_out(store: dist.Store, world: int, timeout: timedelta) -> str:
     return token
 
 
-def _ask_for(store: dist.Store, rank: int, timeout: timedelta) -> str:
+def _receive_token(store: dist.Store, rank: int, timeout: timedelta) -> str:
     """The other ranks' part."""
-    me = uuid.uuid4().hex
-    store.set(f"hello/{rank}", me)
-    token = _hear(store, f"answer/{me}", rank, timeout).decode()
+    answer_key = uuid.uuid4().hex
+    store.set(f"hello/{rank}", answer_key)
+    token = _receive(store, f"answer/{answer_key}", rank, timeout).decode()
     store.set(f"taken/{token}/{rank}", "")
-    missing = json.loads(_hear(store, f"missing/{token}", rank, timeout, MARGIN))
+    missing = json.loads(_receive(store, f"missing/{token}", rank, timeout, MARGIN))
     if missing:
         raise RuntimeError(_never_came(rank, missing, timeout))
     return token
 
 
-def _hear(store: dist.Store, key: str, rank: int, timeout: timedelta, margin: timedelta = timedelta(0)) -> bytes:
-    """What rank 0 says."""
+def _receive(store: dist.Store, key: str, rank: int, timeout: timedelta, margin: timedelta = timedelta(0)) -> bytes:
+    """A value that rank 0 sets."""
     try:
         store.wait([key], timeout + margin)
         return store.get(key)

@@ -87,7 +87,7 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
             if not fsdp:
                 lightning(trainer)  # moves the module, wraps it (the next case), makes the optimizers
                 return None
-            shard_parameters(module, strategy.device_mesh, fitting(strategy._offload, strategy.root_device))
+            shard_parameters(module, strategy.device_mesh, policy_for(strategy._offload, strategy.root_device))
             place_parameters(module, strategy.root_device, strategy._offload is not None)
             with counts_as_configured(module):
                 lightning(trainer)  # moves what is not sharded, makes the optimizers
@@ -265,8 +265,8 @@ def check_offload(value: bool | CPUOffloadPolicy) -> CPUOffloadPolicy | None:
     return CPUOffloadPolicy() if value else None
 
 
-def fitting(policy: CPUOffloadPolicy | None, device: torch.device) -> CPUOffloadPolicy | None:
-    """The policy for ranks on a device: only copies to a GPU gain from page-locked memory, and a CPU alone has none."""
+def policy_for(policy: CPUOffloadPolicy | None, device: torch.device) -> CPUOffloadPolicy | None:
+    """The policy for ranks on a device: on CPUs without page-locked memory, which only copies to a GPU gain from."""
     return policy if policy is None or device.type != "cpu" else replace(policy, pin_memory=False)
 
 

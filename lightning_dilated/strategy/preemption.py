@@ -322,10 +322,9 @@ def _nothing(*args: Any) -> None:
     """Handles signals that are meant for another process."""
 
 
-#: seconds in which the others, whose connections break at about the same time, are to leave their reasons
+# -- lost ranks --------------------------------------------------------------------------------------------------------
+#: seconds to wait for the reasons of other ranks, whose connections break at about the same time
 PATIENCE = 5.0
-
-
 #: numbers of the runs of this process, which are the same on all ranks
 _runs = itertools.count()
 

@@ -238,10 +238,10 @@ def test_few_threads_are_told_of(monkeypatch, recwarn, threads, told):
 
 def test_memory_is_page_locked_beside_a_gpu():
     cpu = torch.device("cpu")
-    assert parallelize.fitting(CPUOffloadPolicy(), GPU).pin_memory
-    assert not parallelize.fitting(CPUOffloadPolicy(pin_memory=False), GPU).pin_memory
-    assert not parallelize.fitting(CPUOffloadPolicy(), cpu).pin_memory
-    assert parallelize.fitting(None, GPU) is None
+    assert parallelize.policy_for(CPUOffloadPolicy(), GPU).pin_memory
+    assert not parallelize.policy_for(CPUOffloadPolicy(pin_memory=False), GPU).pin_memory
+    assert not parallelize.policy_for(CPUOffloadPolicy(), cpu).pin_memory
+    assert parallelize.policy_for(None, GPU) is None
 
 
 class Elsewhere(torch.nn.Module):
