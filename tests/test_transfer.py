@@ -20,13 +20,8 @@ def test_by_pinned_memory_only_outside_of_traces():
     x = torch.arange(3)
     assert not transfer._copies_directly(x, GPU)
     assert transfer._copies_directly(x, CPU) and transfer._copies_directly(x[:0], GPU)
-    assert torch.compile(lambda x: x + int(transfer._copies_directly(x, GPU)), fullgraph=True, backend="eager")(
-        x
-    ).tolist() == [
-        1,
-        2,
-        3,
-    ]
+    traced = torch.compile(lambda x: x + int(transfer._copies_directly(x, GPU)), fullgraph=True, backend="eager")
+    assert traced(x).tolist() == [1, 2, 3]
     with FakeTensorMode():
         assert transfer._copies_directly(torch.arange(3), GPU)
 

@@ -227,9 +227,9 @@ def test_a_folder_that_not_all_see(pool, text, tmp_path):
 def test_writers_have_even_loads():
     sizes = {f".optimizer_0.{i}": n for i, n in enumerate([50, 1, 30, 30, 20, 0, 7])}
     for ranks in (1, 2, 3, 5, 9):
-        dealt = assign_writers(sizes, ranks, nn.Module())
-        assert sorted(name for part in dealt for name in part) == sorted(sizes)
-        assert max(sum(sizes[n] for n in part) for part in dealt) <= max(50, sum(sizes.values()) / ranks + 30)
+        writers = assign_writers(sizes, ranks, nn.Module())
+        assert sorted(name for part in writers for name in part) == sorted(sizes)
+        assert max(sum(sizes[n] for n in part) for part in writers) <= max(50, sum(sizes.values()) / ranks + 30)
 
 
 def test_buffers_are_rank_0s():

@@ -90,7 +90,7 @@ def test_nothing_changes(pools, way):
 
 
 def reductions(rank, group, run):
-    """(gradients' deals of a run, what it leaves)."""
+    """(reduce-scatters of a run, what it leaves)."""
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
         found = fit(rank, group, run)
@@ -98,7 +98,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """They are dealt out after each micro-batch, and sum to the same but for rounding."""
+    """They are reduced after each micro-batch, and sum to the same but for rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -140,7 +140,7 @@ def test_checkpoints_are_the_same(pools, tmp_path, how):
 
 
 def test_goes_on_with_whole_parameters(pools, tmp_path):
-    """With ring_dilated: checkpoints of whole and of dealt parameters are one."""
+    """With ring_dilated: checkpoints of whole and of sharded parameters are one."""
     want = resumed(pools, tmp_path / "neither", {}, {}, "folder")
     got = resumed(pools, tmp_path / "before", HOST, None, "folder")
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
@@ -267,7 +267,7 @@ def test_parameters_without_memory_get_the_hosts():
 
 
 def moved(rank, group):
-    """Where what is, after all but dealt parameters were moved to a device that is told apart from the CPU."""
+    """Where what is, after all but sharded parameters were moved to a device that is told apart from the CPU."""
     built, model, data, _ = make(RUN.but(strategy=HOST, steps=1), launched(rank))
     model.register_buffer("seen", torch.zeros(3))
     built.fit(model, data)
