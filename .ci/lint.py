@@ -1,4 +1,5 @@
-"""Checks every file of the package without running it: who imports whom, circles, relative imports, numbers of files.
+"""Checks every file of the package without running it: who imports whom, circles, relative imports, numbers of files, and
+private names of other packages.
 
 `python .ci/lint.py [FOLDER]` prints each finding as `file:line message` and exits with 1 if there is any.
 FOLDER is the package's; left out, that of this checkout.
@@ -30,6 +31,22 @@ ORDER = (
 )
 #: most files in a folder, and in the package
 FOLDER, PACKAGE = 15, 180
+#: files that still use private names of other packages; the list may only become shorter
+PRIVATE = (
+    *("attention/op.py", "attention/backends/sdpa.py", "callbacks/memory/phases.py", "callbacks/memory/probe.py"),
+    *("callbacks/memory/profiler.py", "cli/generate.py", "memory/chunked_loss.py", "memory/recompute.py"),
+    *(
+        "memory/token_chunks.py",
+        "models/blocks.py",
+        "models/module.py",
+        "models/pooled_model.py",
+        "models/transformer.py",
+    ),
+    *("planning/counting/compiled.py", "planning/counting/dry_run.py", "planning/counting/memory_tracker.py"),
+    *("planning/gpus.py", "sequence/consensus.py", "sequence/group.py"),
+)
+#: names that begin with an underscore, and are documented as public
+DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 
 
 class Finding(NamedTuple):
@@ -118,6 +135,87 @@ def circles(modules: dict[str, Module]) -> Iterator[Finding]:
         yield Finding(modules[circle[0]].path, 1, f"circle of imports: {' <- '.join(circle)}")
 
 
+def is_private(name: str) -> bool:
+    """Whether a name begins with one underscore, and is more than that."""
+    return name.startswith("_") and not name.startswith("__") and name.strip("_") != "" and name not in DOCUMENTED
+
+
+def own_names(modules: dict[str, Module]) -> set[str]:
+    """Private names that the package defines: functions, classes, and what is assigned in a module, a class or on `self`."""
+    names: set[str] = set()
+    for node in (node for module in modules.values() for node in ast.walk(module.tree)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and dotted(node.value) == "self":
+            names.add(node.attr)
+    return names
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of nested attributes, calls and subscripts, without arguments; "" for other expressions."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    if isinstance(node, ast.Call):
+        return dotted(node.func)
+    return dotted(node.value) if isinstance(node, ast.Subscript) else ""
+
+
+def imported_from(module: Module) -> dict[str, str]:
+    """{name in the file: the package that it was imported from}, wherever in the file."""
+    packages = {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            packages |= {(a.asname or a.name).split(".")[0]: a.name.split(".")[0] for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            packages |= {a.asname or a.name: node.module.split(".")[0] for a in node.names}
+    return packages
+
+
+def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
+    """Lines that import or use a private name of another package.
+
+    An attribute of what was imported is its package's. One of another object, such as an argument, is its class's, which is
+    known by the name only: the package's own where the package defines it, unless the object is reached from a trainer and
+    is no strategy.
+    """
+    root, packages, lines = module.name.split(".")[0], imported_from(module), {}
+    for node in ast.walk(module.tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            source = f"{node.module or ''}." if isinstance(node, ast.ImportFrom) else ""
+            for name in (f"{source}{alias.name}" for alias in node.names):
+                if name.split(".")[0] != root and any(map(is_private, name.split("."))):
+                    lines.setdefault(node.lineno, name)
+            continue
+        owner, name = attribute(node)
+        first = owner.split(".")[0]
+        if name is None or not is_private(name) or owner in ("self", "cls", "super"):
+            continue
+        parts = owner.split(".")
+        unknown = name not in own or ("trainer" in parts and "strategy" not in parts)
+        if packages[first] != root if first in packages else unknown:
+            lines.setdefault(node.lineno, f"{owner}.{name}")
+    file = "/".join(module.path.parts[-module.name.count(".") :])
+    if file not in PRIVATE:
+        for line, name in lines.items():
+            yield Finding(module.path, line, f"{name} is private; put it behind a function of _compat")
+    elif not lines:
+        yield Finding(module.path, 1, "uses no private names any more; remove it from PRIVATE of .ci/lint.py")
+
+
+def attribute(node: ast.AST) -> tuple[str, str | None]:
+    """(the object, the name) of `object.name` and `getattr(object, "name")`; the name is None for other nodes."""
+    if isinstance(node, ast.Attribute):
+        return dotted(node.value), node.attr
+    if isinstance(node, ast.Call) and dotted(node.func) in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
+        name = node.args[1]
+        return dotted(node.args[0]), str(name.value) if isinstance(name, ast.Constant) else None
+    return "", None
+
+
 def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
     """Folders with more files than can be looked over."""
     folders = Counter(module.path.parent for module in modules.values())
@@ -131,9 +229,11 @@ def too_many_files(modules: dict[str, Module]) -> Iterator[Finding]:
 def findings(root: Path) -> list[Finding]:
     """Everything that is wrong in a package, by file and line."""
     modules = read(root)
-    found = [*circles(modules), *too_many_files(modules)]
+    found, own = [*circles(modules), *too_many_files(modules)], own_names(modules)
     for module in modules.values():
         found += wrong_imports(module, modules)
+        if module.folder != "_compat":
+            found += private_names(module, own)
     return sorted(found)
 
 

@@ -17,6 +17,24 @@ ROOT = Path(ld.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 # -- the lint ----------------------------------------------------------------------------------------------------------
+PRIVATE = """\
+import argparse, os
+import torch as t, torch._dynamo
+from lightning.fabric import _private
+from lightning_dilated.pattern.first import _own, Own
+from torch.nn._inner import function
+class A:
+    __slots__ = ("_a",)
+    def __init__(self, trainer, other):
+        self._b = other.__class__
+        super()._anything(), self._anything(), A._b, Own()._x
+        trainer.loop._b()
+        other._b, other[0]._actions
+        os._exit(other._replace(_fields=1))
+        getattr(other, "_anything", None)
+        getattr(self, "_anything"), getattr(t, "public")
+        t._C._f().x._g
+"""
 PLANTED = {
     "__init__.py": "from lightning_dilated import cli\n",
     "cli/__init__.py": "",
@@ -30,6 +48,11 @@ PLANTED = {
     ),
     "pattern/near.py": "from . import first\n",
     "elsewhere/__init__.py": "",
+    "_compat/__init__.py": "import torch\nf = torch._C._f\n",
+    "strategy/__init__.py": "",
+    "strategy/private.py": PRIVATE,
+    "planning/__init__.py": "",
+    "planning/gpus.py": "",
     **{f"kernels/{i}.py": "" for i in range(16)},
 }
 FOUND = """\
@@ -38,7 +61,15 @@ elsewhere/__init__.py:1 elsewhere is not in ORDER
 kernels:1 16 files; a folder has at most 15
 pattern/first.py:1 circle of imports: lightning_dilated.pattern.first <- lightning_dilated.pattern.second
 pattern/near.py:1 relative import
-pattern/up.py:2 imports lightning_dilated.models, which stands above pattern"""
+pattern/up.py:2 imports lightning_dilated.models, which stands above pattern
+planning/gpus.py:1 uses no private names any more; remove it from PRIVATE
+strategy/private.py:2 torch._dynamo is private; put it behind
+strategy/private.py:3 lightning.fabric._private is private
+strategy/private.py:5 torch.nn._inner.function is private
+strategy/private.py:11 trainer.loop._b is private
+strategy/private.py:12 other._actions is private
+strategy/private.py:14 other._anything is private
+strategy/private.py:16 t._C._f.x._g is private"""
 
 
 def test_lint_finds_planted_faults(tmp_path):

@@ -18,15 +18,12 @@ def test_on_the_cpu_as_it_is():
 
 def test_by_pinned_memory_only_outside_of_traces():
     x = torch.arange(3)
-    assert not transfer._plainly(x, GPU)
-    assert transfer._plainly(x, CPU) and transfer._plainly(x[:0], GPU)
-    assert torch.compile(lambda x: x + int(transfer._plainly(x, GPU)), fullgraph=True, backend="eager")(x).tolist() == [
-        1,
-        2,
-        3,
-    ]
+    assert not transfer._copies_directly(x, GPU)
+    assert transfer._copies_directly(x, CPU) and transfer._copies_directly(x[:0], GPU)
+    traced = torch.compile(lambda x: x + int(transfer._copies_directly(x, GPU)), fullgraph=True, backend="eager")
+    assert traced(x).tolist() == [1, 2, 3]
     with FakeTensorMode():
-        assert transfer._plainly(torch.arange(3), GPU)
+        assert transfer._copies_directly(torch.arange(3), GPU)
 
 
 def test_scalars():

@@ -1,7 +1,7 @@
 """CommunicationProfiler: bytes and time of attention's exchanges in training, exposed or hidden, against the plan.
 
-No step waits for a GPU: a step's events are read once the GPU has passed them, some steps later, and what the other ranks
-found comes through their hosts.
+No step waits for a GPU: a step's events are read once the GPU has passed them, some steps later, and the hosts exchange what
+they measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
 
+from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.sequence.consensus import Asked, Quiet
 from lightning_dilated.sequence.exchange.transport import Clock
@@ -29,37 +30,36 @@ COLUMNS = (
     *("pass", "what", "collectives", "received MB", "planned MB"),
     *("in flight ms", "exposed ms", "hidden %", "planned ms"),
 )
-#: of a rank's batches and rows with other bytes than planned, how many are told
+#: how many of a rank's batches and rows with other bytes than planned are reported
 FEW = 4
 _fits = itertools.count()
 
 
 class CommunicationProfiler(pl.Callback):
-    """Logs what attention exchanges in a training batch, and prints a table at the end of fit, beside the plan's numbers.
+    """Logs what attention exchanges in a training batch, and prints a table at the end of fit, next to the plan's numbers.
 
-    Logged, as the most of any rank of the sequence, at the step they belong to:
+    Logged, as the maximum over the ranks of the sequence, at the step they belong to:
     `comm/received_mb_forward` and `comm/received_mb_backward`, of 1e6 bytes; `comm/planned_mb`, their sum by the plan
-    (without what head groups trade); `comm/in_flight_ms`, in which rows were under way; `comm/exposed_ms`, in which what
-    computes stood still for them (on a GPU the compute stream, on CPUs the host); `comm/agreeing_ms`, in which the host
-    waited for other hosts to agree; and `comm/hidden_fraction`, the part of all ranks' time in flight in which nothing
-    stood still (1 if nothing flew).
+    (without what head groups exchange); `comm/in_flight_ms`, in which rows were being sent; `comm/exposed_ms`, in which
+    computation waited for them (on a GPU the compute stream, on CPUs the host); `comm/agreeing_ms`, in which the host waited
+    for control messages; and `comm/hidden_fraction`, the part of all ranks' time in flight in which nothing waited (1 if
+    nothing was sent).
 
-    Where gradients accumulate over several batches, the first that is measured stands for the step.
+    Where gradients accumulate over several batches, the first that is measured represents the step.
 
-    Not seen: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of a
-    recomputed forward count as forward. Bytes that are not those of the plan are a warning. A step that is not measured
-    notes nothing, and what a measured one noted is forgotten once it is read.
+    Not measured: gradients that DDP or FSDP average, and `sequence_sum`, `sequence_mean` and `sequence_gather`. Rows of a
+    recomputed forward count as forward. Bytes other than planned are a warning.
 
     Args:
-        every_n_steps: of so many training batches one is measured.
+        every_n_steps: one of so many training batches is measured.
         table: print the means of the measured batches at the end of fit.
         path: of a file that gets the table as Markdown.
         warmup: training batches before the first that is measured: they make communicators and compile kernels.
 
     Attributes:
         latest: the numbers read last, on every rank.
-        rows: after fit, on every rank: the table's `Sums`, of a mean batch, each the most of any rank of the sequence.
-        unlike: after fit: where bytes were not those of the plan, in words.
+        rows: after fit, on every rank: the table's `Sums`, of a mean batch, each the maximum over the ranks of the sequence.
+        unlike: after fit: where bytes were not those of the plan, as sentences.
         steps: how many batches were measured.
 
     Raises:
@@ -85,7 +85,7 @@ class CommunicationProfiler(pl.Callback):
         self._clock: Clock | None = None
         self._unread: deque[tuple[int, Clock]] = deque()
         self._asked: deque[tuple[int, Asked]] = deque()
-        self._found = _Found()
+        self._measured = _Measured()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -102,29 +102,29 @@ class CommunicationProfiler(pl.Callback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew. Every fit has its own connection between hosts: an earlier one may have ended with words unheard."""
+        """Begin anew. Every fit has a channel of its own: an earlier one may have ended with messages unread."""
         self._reset()
         self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
         self._quiet = Quiet(group.group, group.timeout, channel) if group.ranks > 1 else None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Have a clock note what this batch exchanges, if its turn has come."""
+        """Attach a clock to the exchanges of this batch, if it is to be measured."""
         number, self._batches = self._batches - self.warmup, self._batches + 1
         self._clock = Clock() if number >= 0 and number % self.every_n_steps == 0 else None
         self._group.watch(self._clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Put the clock aside, and log those of earlier batches that can be read by now."""
+        """Detach the clock, and log those of earlier batches that can be read by now."""
         if self._clock is not None:
             self._group.watch(None)
             # the number that Lightning logs this batch's own values with
-            self._unread.append((trainer.fit_loop.epoch_loop._batches_that_stepped, self._clock))
+            self._unread.append((logged_step(trainer), self._clock))
             self._clock = None
         self._read(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Log what is left: a rank that asked now would wait as long as the validation takes, maybe beyond the timeout."""
+        """Log what is left: a rank that waited for the others later could wait as long as the validation takes."""
         if self._group is not None:
             self._read(trainer, last=True)
 
@@ -135,26 +135,26 @@ class CommunicationProfiler(pl.Callback):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compare the ranks, and print and write the table on the first."""
-        self.steps, found = self._found.steps, [self._found]
+        self.steps, ranks = self._measured.steps, [self._measured]
         if self._group.ranks > 1:
-            found = [self._found] * self._group.ranks
-            dist.all_gather_object(found, self._found, group=self._group.group)
-        self.rows, self.unlike = _merged(found), [f"rank {i}, {x}" for i, told in enumerate(found) for x in told.unlike]
+            ranks = [self._measured] * self._group.ranks
+            dist.all_gather_object(ranks, self._measured, group=self._group.group)
+        self.rows, self.unlike = _merged(ranks), [f"rank {i}, {x}" for i, rank in enumerate(ranks) for x in rank.unlike]
         if self.unlike and self._group.rank == 0:
-            warnings.warn(f"CommunicationProfiler: {_told(self.unlike)}", stacklevel=2)
+            warnings.warn(f"CommunicationProfiler: {_unlike_plan(self.unlike)}", stacklevel=2)
         if trainer.is_global_zero:
-            self._show(found)
-        self._let_go()
+            self._show(ranks)
+        self._detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Note nothing any more."""
-        self._let_go()
+        """Stop measuring."""
+        self._detach()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """The same."""
-        self._let_go()
+        """Stop measuring."""
+        self._detach()
 
-    def _let_go(self) -> None:
+    def _detach(self) -> None:
         if self._group is not None:
             self._group.watch(None)
         self._group = self._quiet = self._clock = None  # type: ignore[assignment]
@@ -163,18 +163,18 @@ class CommunicationProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Read what can be read without waiting, or all of it. All ranks ask each other about each batch, in order; when
-        a rank does so is its own affair."""
+        """Read what can be read without waiting, or all of it. Ranks exchange each batch's numbers in order, each when its
+        own are there."""
         while self._unread and (last or reached(self._unread[0][1])):
             step, clock = self._unread.popleft()
             reach(clock)
             rows = summary(clock, self._group.links)
-            self._found.add(rows, clock)
-            mine = torch.tensor(_numbers(rows, clock.agreeing), dtype=torch.float64)
+            self._measured.add(rows, clock)
+            numbers = torch.tensor(_numbers(rows, clock.agreeing), dtype=torch.float64)
             if self._quiet is None:
-                self._log(trainer, step, mine[None])
+                self._log(trainer, step, numbers[None])
             else:
-                self._asked.append((step, self._quiet.ask(mine)))
+                self._asked.append((step, self._quiet.ask(numbers)))
         while self._asked and (last or self._asked[0][1].done()):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))
@@ -182,11 +182,11 @@ class CommunicationProfiler(pl.Callback):
     def _log(self, trainer: pl.Trainer, step: int, numbers: torch.Tensor) -> None:
         """Log (ranks, numbers) of a batch."""
         forward, backward, *planned, in_flight, exposed, _, agreeing = numbers.amax(0).tolist()
-        flown, hidden = (numbers[:, i].sum().item() for i in (4, 6))
+        in_flight_sum, hidden = (numbers[:, i].sum().item() for i in (4, 6))
         values = {
             **{"received_mb_forward": forward, "received_mb_backward": backward, "planned_mb": sum(planned)},
             **{"in_flight_ms": in_flight, "exposed_ms": exposed, "agreeing_ms": agreeing},
-            "hidden_fraction": hidden / flown if flown else 1.0,
+            "hidden_fraction": hidden / in_flight_sum if in_flight_sum else 1.0,
         }
         self.latest = {f"comm/{name}": x for name, x in values.items()}
         for logger in trainer.loggers if step > self._logged else ():
@@ -194,10 +194,10 @@ class CommunicationProfiler(pl.Callback):
         self._logged = step
 
     # -- the table ---------------------------------------------------------------------------------------------------
-    def _show(self, found: list[_Found]) -> None:
+    def _show(self, ranks: list[_Measured]) -> None:
         """Print and write the table."""
-        title, notes = "attention's exchange in a training batch, most of any rank", _notes(found, self.unlike)
-        cells = [_cells(x) for x in self.rows] if _flew(found) else []
+        title, notes = "attention's exchange in a training batch, most of any rank", _notes(ranks, self.unlike)
+        cells = [_cells(x) for x in self.rows] if _sent_any(ranks) else []
         if self.table:
             shown = Table(title=title, title_justify="left")
             for i, name in enumerate(COLUMNS):
@@ -213,7 +213,7 @@ class CommunicationProfiler(pl.Callback):
 
 
 @dataclass
-class _Found:
+class _Measured:
     """What one rank measured in all batches together."""
 
     steps: int = 0
@@ -240,52 +240,54 @@ class _Found:
 
 
 def _numbers(rows: list[Sums], agreeing: float) -> list[float]:
-    """A batch on this rank: MB received forward and backward, the same by the plan, and ms in flight, exposed, hidden and
-    of agreeing."""
+    """Of a batch on this rank: MB received forward and backward, the same by the plan, ms in flight, exposed and hidden, and
+    ms of control messages."""
     of = lambda name: [sum(getattr(x, name) for x in rows if x.run == y) / 1e6 for y in ("forward", "backward")]  # noqa: E731
     total = rows[-1]
     times = [1e3 * x for x in (total.in_flight, total.exposed, total.hidden, agreeing)]
     return [*of("received"), *of("planned_received"), *times]
 
 
-def _merged(found: list[_Found]) -> list[Sums]:
-    """A mean batch: the most of any rank; hidden is as large a part of the time in flight as on all ranks together."""
-    keys = dict.fromkeys((x.run, x.what) for rank in found for x in rank.rows)
+def _merged(ranks: list[_Measured]) -> list[Sums]:
+    """A mean batch: maxima over ranks; hidden is the same fraction of the time in flight as on all ranks together."""
+    keys = dict.fromkeys((x.run, x.what) for rank in ranks for x in rank.rows)
     merged = []
     for key in sorted(keys, key=lambda x: x[0] == "both"):  # the total stays last
-        rows = [x for rank in found for x in rank.rows if (x.run, x.what) == key]
+        rows = [x for rank in ranks for x in rank.rows if (x.run, x.what) == key]
         most = {
-            name: max(getattr(x, name) for x in rows) / found[0].steps for name in list(Sums.__dataclass_fields__)[2:]
+            name: max(getattr(x, name) for x in rows) / ranks[0].steps for name in list(Sums.__dataclass_fields__)[2:]
         }
-        flown = sum(x.in_flight for x in rows)
-        most["hidden"] = most["in_flight"] * sum(x.hidden for x in rows) / flown if flown else 0.0
+        in_flight = sum(x.in_flight for x in rows)
+        most["hidden"] = most["in_flight"] * sum(x.hidden for x in rows) / in_flight if in_flight else 0.0
         merged.append(Sums(*key, **most))
     return merged
 
 
-def _told(unlike: list[str]) -> str:
+def _unlike_plan(unlike: list[str]) -> str:
     return f"Bytes are NOT those of the plan. {'; '.join(unlike)}."
 
 
-def _flew(found: list[_Found]) -> bool:
-    return any(x.collectives for x in found[0].rows)  # all ranks enter a collective
+def _sent_any(ranks: list[_Measured]) -> bool:
+    return any(x.collectives for x in ranks[0].rows)  # all ranks enter a collective
 
 
-def _notes(found: list[_Found], unlike: list[str]) -> list[str]:
-    """What the table is of."""
-    steps, exchanges = found[0].steps, found[0].exchanges
+def _notes(ranks: list[_Measured], unlike: list[str]) -> list[str]:
+    """What the table was measured on."""
+    steps, exchanges = ranks[0].steps, ranks[0].exchanges
     if not steps:
         return ["No training batch was measured: the fit ended before warmup and every_n_steps let one be."]
-    agreeing = max(x.agreeing for x in found) / steps * 1e3
-    if not _flew(found):
-        why = "no segment crosses a shard" if len(found) > 1 else "one rank holds the sequence"
+    agreeing = max(x.agreeing for x in ranks) / steps * 1e3
+    if not _sent_any(ranks):
+        why = "no segment crosses a shard" if len(ranks) > 1 else "one rank holds the sequence"
         return [f"Nothing was exchanged: {why}. {steps} batches measured, {agreeing:.3f} ms of agreeing in each."]
     how = ", ".join(exchanges) or "no exchange beside that of heads"
     lines = [
-        f"{how}; {len(found)} ranks of a sequence; {steps} batches measured, {agreeing:.3f} ms of agreeing in each."
+        f"{how}; {len(ranks)} ranks of a sequence; {steps} batches measured, {agreeing:.3f} ms of agreeing in each."
     ]
     if unlike or exchanges:
-        lines.append(_told(unlike) if unlike else "Bytes are those of the plan, sent and received, on every rank.")
+        lines.append(
+            _unlike_plan(unlike) if unlike else "Bytes are those of the plan, sent and received, on every rank."
+        )
     return lines
 
 

@@ -153,7 +153,7 @@ class AttentionWriter(pl.Callback):
             raise TypeError(f"AttentionWriter is for a SlideEncoder, got {type(pl_module).__name__}: leave it out.")
         strategy = trainer.strategy
         shared = getattr(getattr(strategy, "sequence", None), "ranks", 1)
-        if shared > 1 or getattr(strategy, "deals_parameters", False):
+        if shared > 1 or getattr(strategy, "shards_parameters", False):
             why = f"{shared} ranks share each slide" if shared > 1 else "the ranks shard the model's parameters"
             raise ValueError(
                 f"AttentionWriter takes whole slides and whole weights on a rank, but {why}: predict with strategy "

@@ -1,4 +1,4 @@
-"""ShardedCheckpoint: each rank writes its part of a checkpoint beside the training, whole or not at all."""
+"""ShardedCheckpoint: each rank writes its part of a checkpoint while training goes on."""
 
 from __future__ import annotations
 
@@ -20,46 +20,53 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, say_damaged, write
+from lightning_dilated._compat.lightning import resume_from, writes_one_file
+from lightning_dilated.checkpoint.folder import Background, FolderIO, checked, load_folder_with, warn_of_skipped, write
 from lightning_dilated.checkpoint.folder_lock import FolderLock
-from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_whole, nothing_good
+from lightning_dilated.checkpoint.manifest import clean, listed, name_of, newest_valid, none_valid
 from lightning_dilated.checkpoint.ranks import Peers, reason
 from lightning_dilated.checkpoint.reader import ALONE
-from lightning_dilated.checkpoint.state import HostCopies, alike, plain_sizes, shares, taken
-from lightning_dilated.strategy.preemption import Ending, requeue_job
+from lightning_dilated.checkpoint.state import (
+    HostStager,
+    assign_writers,
+    replicated_sizes,
+    replication_digest,
+    trainer_state,
+)
+from lightning_dilated.strategy.preemption import Preemption, requeue_job
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 #: how long ranks wait for the slowest one's disk; a rank that died is noticed at once
 _PATIENCE = timedelta(hours=1)
-#: seconds that a job which failed gives a checkpoint under way
+#: seconds for which a run that failed waits for a checkpoint under way
 _LAST = 60.0
 
 
 class ShardedCheckpoint(Checkpoint):
     """Saves all that Lightning's own checkpoints hold into `FOLDER/step-00001000` and the like, every rank its part.
 
-    Training waits for the copy to the host only; the files are written beside it (one that is due meanwhile waits for
-    them). A checkpoint bears its name when all of it is on disk, and its `manifest.json` holds a checksum of each file,
-    compared when it is loaded: a damaged one is passed over for the one before, with a warning that names the file.
+    Training waits for the copy to the host only; a thread writes the files (a checkpoint that is due meanwhile waits for
+    them). A checkpoint gets its name when all of it is on disk, and its `manifest.json` holds a checksum of each file, which
+    is compared on loading: a damaged one is passed over for the one before, with a warning that names the file.
 
-    Any number of ranks goes on from it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads
-    the newest whole one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
+    Any number of ranks can load it, with parameters sharded (`ring_dilated_fsdp`) or not: `fit(ckpt_path=FOLDER)` loads the
+    newest valid one, `fit(ckpt_path=FOLDER/step-00001000)` that one. All ranks have to see the folder.
 
     **Preemption.** SIGTERM, SIGINT (Ctrl-C) or SLURM's requeue signal (SIGUSR1) to any rank, or to all of them, ends a fit
     on all ranks after the same optimizer step (a validation under way is finished first). Then a checkpoint is written,
     and the process exits with 128 and the signal's number:
 
-    - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a whole checkpoint. After SIGUSR1 rank 0 has called
+    - 143 (SIGTERM), 130 (SIGINT), 138 (SIGUSR1): the last step is in a complete checkpoint. After SIGUSR1 rank 0 has called
       `scontrol requeue`, once. (A second SIGINT ends a process at once, with 130, too; then nothing may be saved.)
-    - 1: that checkpoint could not be written, or SLURM refused; a warning says why. The ones before are whole.
+    - 1: that checkpoint could not be written, or SLURM refused; a warning says why. The ones before are complete.
     - 0: the fit had ended before the signal came.
 
     Under torchrun these are the workers' own; torchrun gives them 30 s, and reports a status of its own. A job that ends
     so is started again with resume="auto".
 
-    **One run at a time.** A folder is held by one run, which the file `.in-use` names. A second one is refused before it
-    touches anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of
-    life for 60 s, for which the newcomer waits.
+    **One run at a time.** One run holds a folder; the file `.in-use` names it. A second run is refused before it changes
+    anything, unless the holder is dead: its process is gone from this host, or on another host it gave no sign of life for
+    60 s, for which the second run waits.
 
     Args:
         folder: of the checkpoints; None is `checkpoints` in the Trainer's `default_root_dir`.
@@ -67,20 +74,20 @@ class ShardedCheckpoint(Checkpoint):
         every_n_minutes: minutes between two of them, counted by rank 0; None: not by time.
         at_end: save at the end of fit, too.
         keep: how many of the newest stay.
-        resume: "never"; "auto": go on from the newest whole one in the folder, if there is any; "must": there has to be
-            one. A ckpt_path of fit goes before it.
+        resume: "never"; "auto": go on from the newest valid one in the folder, if there is any; "must": there has to be
+            one. A ckpt_path of fit takes precedence.
         asynchronous: False waits for the files.
         keep_finite: checkpoints with a parameter that is NaN or infinite, as after a NaN loss, do not count among the `keep`
-            newest: they never push out good ones, only the newest of all stays if it is one, and resuming passes over
-            it, with a warning, unless a ckpt_path names it. Ranks look at the copies on the host, while they write them.
+            newest: they never displace valid ones, and stay only where they are the newest of all. Resuming passes over
+            such a one, with a warning, unless a ckpt_path names it. The copies on the host are checked, by the thread.
 
     Raises:
         TypeError, ValueError: when made, for settings that are not allowed.
         OSError: in setup, where the folder cannot be written by rank 0 or read by all, or is in use by another run; at the
-            next checkpoint or at the end, on every rank, where a checkpoint could not be written, with the room that is
-            left and needed where the disk is full, or where another run took the folder over.
+            next checkpoint or at the end, on every rank, where a checkpoint could not be written (with the space that is
+            left and needed where the disk is full), or where another run took the folder over.
         FileNotFoundError: in setup, for resume="must" without a checkpoint.
-        ValueError: in setup, where no checkpoint in the folder is whole and finite, and for other strategies; before the
+        ValueError: in setup, where no checkpoint in the folder is valid and finite, and for other strategies; before the
             first step, where the folder holds checkpoints of another run.
     """
 
@@ -116,29 +123,29 @@ class ShardedCheckpoint(Checkpoint):
         self.folder, self.keep, self.resume = folder, keep, resume
         self.every_n_train_steps, self.every_n_minutes, self.at_end = every_n_train_steps, every_n_minutes, at_end
         self.asynchronous, self.keep_finite = asynchronous, keep_finite
-        self._start_apart()
-        self._found: Path | None = None
-        self._wrote: Path | None = None  # the folder that holds checkpoints of this object's
-        self._saved = self._seen = -1  # steps: the last one saved, and that of the batch before
+        self._init_process_state()
+        self._resumed_from: Path | None = None
+        self._wrote: Path | None = None  # the folder that this object wrote checkpoints to
+        self._saved_step = self._last_step = -1  # the last step that was saved, and that of the batch before
         self._clock = 0.0
         self._training = False
 
-    def _start_apart(self) -> None:
-        """What belongs to one process."""
+    def _init_process_state(self) -> None:
+        """Attributes that belong to one process, and are not copied with the callback."""
         self._peers = self._writers = Peers()
-        self._world: Any = None  # the default process group that the groups of these were made beside
-        self._background, self._copies = Background(), HostCopies()
+        self._world: Any = None  # the default process group when the groups of these were made
+        self._background, self._stager = Background(), HostStager()
         self._lock: FolderLock | None = None  # rank 0's, while a fit runs
-        self._ending: Ending | None = None  # of the fit that runs
+        self._preemption: Preemption | None = None  # of the fit that runs
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: a copy meets its ranks, and takes the folder, when it fits."""
-        own = ("_peers", "_writers", "_world", "_background", "_copies", "_lock", "_ending")
-        return {name: value for name, value in self.__dict__.items() if name not in own}
+        """Without what belongs to this process: a copy makes its groups, and locks the folder, when it fits."""
+        local = ("_peers", "_writers", "_world", "_background", "_stager", "_lock", "_preemption")
+        return {name: value for name, value in self.__dict__.items() if name not in local}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self._start_apart()
+        self._init_process_state()
 
     # -- before training -----------------------------------------------------------------------------------------------
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -146,35 +153,37 @@ class ShardedCheckpoint(Checkpoint):
         warnings.filterwarnings("ignore", message=ALONE)
         strategy = trainer.strategy
         _refuse(strategy)
-        self._meet(trainer)
+        self._make_groups(trainer)
         late = strategy.restore_checkpoint_after_setup
         if not isinstance(strategy, SequenceStrategy):  # ours read folders by themselves
-            self._teach(strategy, late)
+            self._add_folder_reading(strategy, late)
         if stage != "fit" or _is_dev_run(trainer):
             return
         folder = self._peers.gather(str(Path(self.folder or Path(trainer.default_root_dir) / "checkpoints")))[0]
-        self._target, self._found, self._training = Path(folder).absolute(), None, False
-        self._ending = strategy.ending if isinstance(strategy, SequenceStrategy) else Ending(trainer, _PATIENCE)
+        self._target, self._resumed_from, self._training = Path(folder).absolute(), None, False
+        self._preemption = (
+            strategy.preemption if isinstance(strategy, SequenceStrategy) else Preemption(trainer, _PATIENCE)
+        )
         self._try_folder()
         if self.resume != "never":
-            self._find()
-            if self._found is not None and not late:
-                trainer._checkpoint_connector.resume_start(self._found)
+            self._find_resumable()
+            if self._resumed_from is not None and not late:
+                resume_from(trainer, self._resumed_from)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Load where the strategy deals the parameters first."""
-        if self._found is not None and trainer.strategy.restore_checkpoint_after_setup:
-            trainer._checkpoint_connector.resume_start(self._found)
+        """Load where the strategy shards the parameters first."""
+        if self._resumed_from is not None and trainer.strategy.restore_checkpoint_after_setup:
+            resume_from(trainer, self._resumed_from)
 
-    def _teach(self, strategy: Any, late: bool) -> None:
-        """Have one of Lightning's strategies read folders as ours do: whole ones only, and without running code in them."""
+    def _add_folder_reading(self, strategy: Any, late: bool) -> None:
+        """Have one of Lightning's strategies read folders as ours do: valid ones only, and without running code in them."""
         if late:
             strategy.load_checkpoint = partial(load_folder_with, strategy, partial(checked, peers=self._peers))
         elif not isinstance(strategy.checkpoint_io, FolderIO):
             strategy.checkpoint_io = FolderIO(strategy.checkpoint_io, partial(checked, peers=self._peers))
 
-    def _meet(self, trainer: pl.Trainer) -> None:
-        """Process groups of our own, once: the files' thread must not get between the collectives of the training."""
+    def _make_groups(self, trainer: pl.Trainer) -> None:
+        """Process groups of our own, once: collectives of the writing thread must not mix with those of the training."""
         if trainer.world_size == 1:
             self._peers = self._writers = Peers()
         elif self._world is not dist.group.WORLD:
@@ -183,7 +192,7 @@ class ShardedCheckpoint(Checkpoint):
             self._peers, self._writers = (Peers(rank, size, group) for group in groups)
 
     def _make_folder(self) -> Path | None:
-        """Rank 0 makes it, takes it for this run, removes what a killed job left, and writes a file for all to see."""
+        """Rank 0 makes and locks it, removes what a killed job left, and writes a file for all ranks to see."""
         if self._peers.rank > 0:
             return None
         self._target.mkdir(parents=True, exist_ok=True)
@@ -204,38 +213,43 @@ class ShardedCheckpoint(Checkpoint):
         if self._peers.rank == 0 and probe is not None:
             probe.unlink()
 
-    def _find(self) -> None:
+    def _find_resumable(self) -> None:
         """The checkpoint to go on from, the same on all ranks."""
-        saved, told = newest_whole(self._target, self._peers)
-        if saved is None and told:
-            raise ValueError(nothing_good(self._target, told))
+        saved, problems = newest_valid(self._target, self._peers)
+        if saved is None and problems:
+            raise ValueError(none_valid(self._target, problems))
         if saved is None and self.resume == "must":
             raise FileNotFoundError(
                 f'resume="must", but there is no checkpoint in {self._target}. Take resume="auto" to start anew, or name '
                 "the folder of the run."
             )
         if saved is not None:
-            say_damaged(told, saved.path)
-            self._found = saved.path
+            warn_of_skipped(problems, saved.path)
+            self._resumed_from = saved.path
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse what would lose checkpoints of another run, and a disk that is too small for the parameters alone."""
-        self._saved = self._seen = trainer.global_step
+        """Refuse a folder with checkpoints of another run, and a disk that is too small for the parameters alone."""
+        self._saved_step = self._last_step = trainer.global_step
         self._clock = time.monotonic()
         if _is_dev_run(trainer):
             return
         self._training = True
-        if self._ending is not None:
-            self._ending.saves = True
-        there = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
-        loaded = self._found if trainer.ckpt_path is None else Path(trainer.ckpt_path)
+        if self._preemption is not None:
+            self._preemption.saves = True
+        existing = self._peers.gather([saved.path.name for saved in listed(self._target)])[0]
+        loaded = self._resumed_from if trainer.ckpt_path is None else Path(trainer.ckpt_path)
         known = loaded is not None and self._target.resolve() in (loaded.resolve(), loaded.resolve().parent)
-        if there and not known and self._wrote != self._target:
+        if existing and not known and self._wrote != self._target:
             raise ValueError(
-                f"{self._target} holds checkpoints of another run ({', '.join(there[:3])}), which new ones would replace: "
+                f"{self._target} holds checkpoints of another run ({', '.join(existing[:3])}), which new ones would "
+                "replace: "
                 'choose another folder, go on from them with resume="auto", or remove them.'
             )
-        if self._found is not None and trainer.ckpt_path is not None and Path(trainer.ckpt_path) != self._found:
+        if (
+            self._resumed_from is not None
+            and trainer.ckpt_path is not None
+            and Path(trainer.ckpt_path) != self._resumed_from
+        ):
             rank_zero_warn(f"ckpt_path {trainer.ckpt_path} was loaded, so resume={self.resume!r} had no effect.")
         self._peers.together("training does not begin", self._check_room, sum(p.nbytes for p in pl_module.parameters()))
 
@@ -249,11 +263,11 @@ class ShardedCheckpoint(Checkpoint):
 
     # -- in training ---------------------------------------------------------------------------------------------------
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """Save where it is time to, after an optimizer step: gradients that wait for further batches are not saved."""
+        """Save when it is due, after an optimizer step: gradients that wait for further batches are not saved."""
         step = trainer.global_step
-        if step == self._seen or _is_dev_run(trainer):
+        if step == self._last_step or _is_dev_run(trainer):
             return
-        self._seen = step
+        self._last_step = step
         due = self.every_n_train_steps is not None and step % self.every_n_train_steps == 0
         if self.every_n_minutes is not None:
             late = time.monotonic() - self._clock >= 60 * self.every_n_minutes
@@ -265,107 +279,107 @@ class ShardedCheckpoint(Checkpoint):
         """Save the last step, and wait until all files are written."""
         if _is_dev_run(trainer):
             return
-        if self.at_end and trainer.global_step != self._saved:
+        if self.at_end and trainer.global_step != self._saved_step:
             self._save(trainer, trainer.global_step)
-        self._settle()
-        self._copies = HostCopies()  # their memory may be of use
-        self._ask(trainer)
+        self._wait_for_files()
+        self._stager = HostStager()  # frees its buffers
+        self._end_if_signalled(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A validation does not begin where a signal came in the batch before it."""
-        self._ask(trainer)
+        """For a signal that came in the batch before it."""
+        self._end_if_signalled(trainer)
 
-    def _ask(self, trainer: pl.Trainer) -> None:
-        """For strategies that do not ask by themselves."""
-        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
-            self._ending.ask()
+    def _end_if_signalled(self, trainer: pl.Trainer) -> None:
+        """For strategies that do not do so by themselves."""
+        if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._preemption.end_if_signalled()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let other runs have the folder."""
-        self._let_go(trainer)
+        """Release the folder."""
+        self._release(trainer)
 
-    def _let_go(self, trainer: pl.Trainer) -> None:
-        if self._ending is not None and not isinstance(trainer.strategy, SequenceStrategy):
-            self._ending.close()
-        self._ending, self._training = None, False
-        # a thread that still writes goes on to hold the folder, until the process ends
+    def _release(self, trainer: pl.Trainer) -> None:
+        if self._preemption is not None and not isinstance(trainer.strategy, SequenceStrategy):
+            self._preemption.close()
+        self._preemption, self._training = None, False
+        # while a thread still writes, the folder stays locked until the process ends
         if self._lock is not None and not self._background.running:
             self._lock.release()
             self._lock = None
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Save where a signal ended the fit on all ranks; let other runs have the folder."""
+        """Save where a signal ended the fit on all ranks; release the folder."""
         try:
-            ending = self._ending if self._training else None
-            if ending is not None and ending.signal is not None and isinstance(exception, SIGTERMException):
-                self._save_last(trainer, ending, exception)
+            preemption = self._preemption if self._training else None
+            if preemption is not None and preemption.signal is not None and isinstance(exception, SIGTERMException):
+                self._save_last(trainer, preemption, exception)
             else:
                 self._wait_a_while()
         finally:
-            self._let_go(trainer)
+            self._release(trainer)
 
-    def _save_last(self, trainer: pl.Trainer, ending: Ending, exception: SIGTERMException) -> None:
-        """Have the step before the signal in a checkpoint, and then the job in SLURM's queue if the signal was for that."""
+    def _save_last(self, trainer: pl.Trainer, preemption: Preemption, exception: SIGTERMException) -> None:
+        """Save the step before the signal, and then requeue the job if the signal was for that."""
         try:
-            if trainer.global_step != self._saved:
+            if trainer.global_step != self._saved_step:
                 self._save(trainer, trainer.global_step)
-            self._settle()
-            if ending.requeue and self._peers.rank == 0:
+            self._wait_for_files()
+            if preemption.requeue and self._peers.rank == 0:
                 requeue_job()
         except (OSError, RuntimeError) as error:
             exception.code = 1
             rank_zero_warn(f"a signal ended the fit, which will not simply go on: {reason(error)}")
 
     def _wait_a_while(self) -> None:
-        """For a checkpoint under way; ranks that are gone are not waited for longer."""
+        """For a checkpoint under way, but not for ever for ranks that are gone."""
         try:
             if not self._background.wait(_LAST):
                 rank_zero_warn("the run failed while a checkpoint was written, which did not become whole.")
         except BaseException as error:  # the run ends by its own exception
             rank_zero_warn(f"the run failed, and so did its last checkpoint: {reason(error)}")
 
-    def _settle(self) -> None:
-        """Wait for the files of the checkpoint before; its failure is raised by all ranks."""
+    def _wait_for_files(self) -> None:
+        """Wait for the files of the last checkpoint; all ranks raise its failure."""
         if self._background.busy:
             self._peers.together("training stops, as a checkpoint failed", self._background.wait)
 
     def _save(self, trainer: pl.Trainer, step: int) -> None:
-        """Copy this rank's part of the state to the host, and have it written."""
-        self._settle()
+        """Copy this rank's part of the state to the host, and start the writing."""
+        self._wait_for_files()
         self._peers.together(f"training stops, as {self._target} is not this run's", self._check_lock)
         path = self._target / name_of(step)
         what = f"the checkpoint {path} could not be begun"
-        state, rest = self._peers.together(what, taken, trainer)
-        sizes = plain_sizes(state)
-        # where every rank holds the same, each writes a share; else torch settles who writes what
-        found = self._peers.gather(alike(sizes, state))
-        same = found[0] is not None and len(set(found)) == 1
+        state, rest = self._peers.together(what, trainer_state, trainer)
+        sizes = replicated_sizes(state)
+        # where every rank holds the same, each writes a part; else torch.distributed.checkpoint decides who writes what
+        digests = self._peers.gather(replication_digest(sizes, state))
+        replicated = digests[0] is not None and len(set(digests)) == 1
         module = trainer.lightning_module
-        dealt = shares(sizes, self._peers.size, module) if same else []
-        others = set().union(*(names for rank, names in enumerate(dealt) if rank != self._peers.rank))
-        state, meta = self._peers.together(what, self._copy, state, rest, others, trainer.strategy.root_device)
+        writers = assign_writers(sizes, self._peers.size, module) if replicated else []
+        others = set().union(*(names for rank, names in enumerate(writers) if rank != self._peers.rank))
+        state, meta = self._peers.together(what, self._stage, state, rest, others, trainer.strategy.root_device)
         names = [name for name, _ in module.named_parameters(remove_duplicate=False)] if self.keep_finite else []
         job = partial(write, state, meta, path, step, self.keep, self._writers, names)
         if self.asynchronous:
             self._background.start(job, trainer.strategy.root_device)
         else:
             job()
-        self._saved, self._clock, self._wrote = step, time.monotonic(), self._target
+        self._saved_step, self._clock, self._wrote = step, time.monotonic(), self._target
         rank_zero_info(f"the checkpoint {path} is being written")
 
     def _check_lock(self) -> None:
         if self._lock is not None:
             self._lock.check()
 
-    def _copy(self, state: Any, rest: Any, others: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
+    def _stage(self, state: Any, rest: Any, others: set[str], device: torch.device) -> tuple[dict[str, Any], bytes]:
         """(the state on the host without what other ranks write, the bytes of `meta.pt` on rank 0)."""
-        copied = self._copies.of(state, lambda name: name not in others)
+        staged = self._stager.stage(state, others)
         if device.type == "cuda":
             torch.cuda.current_stream().synchronize()
         file = io.BytesIO()
         if self._peers.rank == 0:
             torch.save(rest, file)
-        return copied, file.getvalue()
+        return staged, file.getvalue()
 
 
 def _refuse(strategy: Any) -> None:
@@ -375,7 +389,7 @@ def _refuse(strategy: Any) -> None:
             f"ShardedCheckpoint does not know how {type(strategy).__name__} keeps its state. Take 'ring_dilated', "
             "'ring_dilated_fsdp', 'ddp' or one device; or Lightning's ModelCheckpoint."
         )
-    if not getattr(strategy, "_save_distributed_checkpoint", True):
+    if writes_one_file(strategy):
         raise ValueError(
             f"{type(strategy).__name__}(save_distributed_checkpoint=False) assembles every checkpoint on rank 0, where "
             "ShardedCheckpoint has each rank write its part: leave that option out. `lightning-dilated consolidate` makes "
@@ -384,7 +398,6 @@ def _refuse(strategy: Any) -> None:
 
 
 def _is_dev_run(trainer: pl.Trainer) -> bool:
-    """Whether the run only tries a few batches and saves nothing."""
     return bool(trainer.fast_dev_run)  # type: ignore[attr-defined]  # Lightning sets it without declaring it
 
 

@@ -14,24 +14,25 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.trainer.states import RunningStage
 from typing_extensions import override
 
+from lightning_dilated._compat.lightning import logs_this_step
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.transformer import step_flops
 
-#: FLOP/s of dense products in 16 bits that Lightning's table lacks, or gives for sparse ones
+#: peak FLOP/s of dense products in 16 bits, where Lightning's table has none or that of sparse products
 PEAKS = {"NVIDIA H200": 989.4e12}
 
 
 class ThroughputMonitor(callbacks.ThroughputMonitor):
     """Logs `train/items_per_sec` (tokens), `train/samples_per_sec` (sequences) and `train/batches_per_sec`, also of the
-    other stages, and each `device/...`: the same divided by the ranks.
+    other stages, and each as `device/...`: divided by the ranks.
 
     Tokens are those of whole sequences, padding included. Lightning's own multiplies what one rank sees by all ranks, and so
     counts a sequence once for each rank that holds a part of it.
 
-    On a GPU batches are timed by its own clock, and only one that is logged is waited for; Lightning's own waits for each.
+    On a GPU, batches are timed by events, and the host waits only for a batch that is logged; Lightning's waits for each.
 
-    With blocks of this package also `device/flops_per_sec`, from counted pairs (see `models.flops`), and on a GPU whose peak
-    is known `device/mfu`, model FLOPs utilisation; a LightningModule with `flops_per_batch` says its own.
+    With blocks of this package it also logs `device/flops_per_sec`, from counted pairs (`models.transformer.step_flops`),
+    and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. A LightningModule may define `flops_per_batch`.
 
     Args:
         window_size: batches that an average runs over.
@@ -42,7 +43,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     def __init__(self, window_size: int = 10) -> None:
         super().__init__(batch_size_fn=self.samples_of, length_fn=self.tokens_of, window_size=window_size)
-        #: on a GPU: batches whose end has not come there, and the end of the one before them, on it and on the host's clock
+        #: on a GPU: batches that have not ended there, and the end of the one before them, as an event and in seconds
         self._under_way: deque[tuple[RunningStage, torch.cuda.Event, dict[str, Any]]] = deque()
         self._last: tuple[torch.cuda.Event, float] | None = None
 
@@ -54,9 +55,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Lightning's, with a sequence counted once."""
         super().setup(trainer, pl_module, stage)
-        self._under_way.clear()  # what a run before left, whose clock is another
-        found = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
-        spec = next((x for x in found if x is not None), None)
+        self._under_way.clear()  # of an earlier run, with another clock
+        specs = [getattr(x, "sequence_spec", None) for x in (trainer.datamodule, pl_module)]  # type: ignore[attr-defined]
+        spec = next((x for x in specs if x is not None), None)
         if spec is None:
             raise ValueError(
                 "ThroughputMonitor counts tokens by `sequence_spec`: set it on the LightningModule, such as "
@@ -67,7 +68,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         self._own_flops = hasattr(pl_module, "flops_per_batch")
         ranks = 1 if self._sequence is None else self._sequence.ranks
         for name in self._throughputs:
-            self._throughputs[name] = _Shared(
+            self._throughputs[name] = _SequenceThroughput(
                 ranks,
                 available_flops=_peak(trainer) or self.available_flops,
                 world_size=trainer.world_size // ranks,
@@ -100,7 +101,7 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
             self._throughputs[stage].update(time=time.perf_counter() - self._t0s[stage], **counts)
             return
         self._under_way.append((stage, _now(), counts))
-        self._note(wait=trainer._logger_connector.should_update_logs)
+        self._note(wait=logs_this_step(trainer))
 
     @override
     def on_validation_end(self, trainer: pl.Trainer, *unused: Any) -> None:
@@ -127,16 +128,16 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
 
     def _documents(self, batch: Any, tokens: int) -> list[int]:
         """Tokens of each document or unpadded sample."""
-        given = batch if isinstance(batch, Mapping) else {}
-        if given.get("cu_seqlens") is not None:
-            return given["cu_seqlens"].diff().tolist()
-        if given.get("lengths") is not None:
-            return torch.as_tensor(given["lengths"]).tolist()
+        entries = batch if isinstance(batch, Mapping) else {}
+        if entries.get("cu_seqlens") is not None:
+            return entries["cu_seqlens"].diff().tolist()
+        if entries.get("lengths") is not None:
+            return torch.as_tensor(entries["lengths"]).tolist()
         samples = self.samples_of(batch)
         return [tokens // samples] * samples if samples else []
 
     def _entry(self, batch: Any) -> tuple[torch.Tensor, int]:
-        """(an entry that runs over the tokens, its dimension that does)."""
+        """(an entry with a dimension of tokens, that dimension)."""
         entries = dict(enumerate(batch)) if isinstance(batch, (list, tuple)) else batch
         for name, dim in self._dims.items():
             if name in entries:
@@ -154,12 +155,12 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         length = x.shape[dim]
         if self._sequence is not None and self._sequence.ranks > 1:
             agreed = self._sequence.agreed  # of the step's last call: exact for ragged sequences, too
-            mine = agreed is not None and agreed.lengths[self._sequence.rank] == length
-            length = agreed.seq_len if mine else length * self._sequence.ranks
+            fits = agreed is not None and agreed.lengths[self._sequence.rank] == length
+            length = agreed.seq_len if fits else length * self._sequence.ranks
         return self.samples_of(batch) * length
 
 
-class _Shared(Throughput):
+class _SequenceThroughput(Throughput):
     """Counts of one data rank whose sequences `ranks` devices share."""
 
     def __init__(self, ranks: int, **options: Any) -> None:
@@ -167,25 +168,25 @@ class _Shared(Throughput):
         self.ranks = ranks
 
     def compute(self) -> dict[str, float]:
-        """Lightning's rates of all data ranks; what is a device's own is a part of its sequence's."""
-        found = super().compute()
-        own = f"device{self.separator}"
-        for name in [x for x in found if x.startswith(own)]:
-            if self.world_size == 1 and name != f"{own}mfu":  # Lightning leaves these out for a world of one
-                found[name.removeprefix(own)] = found[name]
-            found[name] /= self.ranks
-        return found
+        """Lightning's rates of all data ranks; those of a device are its part of the sequence's."""
+        rates = super().compute()
+        prefix = f"device{self.separator}"
+        for name in [x for x in rates if x.startswith(prefix)]:
+            if self.world_size == 1 and name != f"{prefix}mfu":  # Lightning leaves these out for a world of one
+                rates[name.removeprefix(prefix)] = rates[name]
+            rates[name] /= self.ranks
+        return rates
 
 
 def _now() -> torch.cuda.Event:
-    """What the GPU has done once all that was asked of it is done."""
+    """An event after everything that was launched on the GPU so far."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _peak(trainer: pl.Trainer) -> float | None:
-    """FLOP/s of the device in 16 bits, where that is what the run computes in and Lightning's own number is wrong."""
+    """Peak FLOP/s of the device, where the run computes in 16 bits and Lightning's number is wrong."""
     device, precision = trainer.strategy.root_device, str(getattr(trainer.precision_plugin, "precision", ""))
     narrow = device.type == "cuda" and precision.startswith(("bf16", "16"))
     return PEAKS.get(torch.cuda.get_device_name(device)) if narrow else None

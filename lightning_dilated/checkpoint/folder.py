@@ -1,12 +1,8 @@
-"""Peers: the ranks that save and load together, what one knows told to all, and a failure of one raised on all.
+"""A Trainer's state in a folder, written (in a thread, if wanted) and read with torch.distributed.checkpoint.
 
-Background: one job at a time in a thread, whose failure is raised where it is waited for.
-
-A Trainer's state in a folder, written and read with torch.distributed.checkpoint.
-
-The folder is that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and "optimizer_0",
-..., whose states bear the parameters' names; `meta.pt` holds the rest. So strategies with and without sharded parameters
-read each other's.
+The folder is laid out as that of Lightning's ModelParallelStrategy: `.metadata` and `.distcp` files hold "state_dict" and
+"optimizer_0", ..., whose states have the parameters' names as keys; `meta.pt` holds the rest. So strategies with and without
+sharded parameters read each other's.
 """
 
 from __future__ import annotations
@@ -36,14 +32,22 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from typing_extensions import override
 
-from lightning_dilated.checkpoint.manifest import NOT_FINITE, facts, finish, partial, prune, remove, to_load
+from lightning_dilated.checkpoint.manifest import (
+    NOT_FINITE,
+    commit,
+    file_entries,
+    find_valid,
+    prune,
+    remove,
+    unfinished,
+)
 from lightning_dilated.checkpoint.ranks import Peers, reason
 from lightning_dilated.checkpoint.reader import METADATA, load_file, load_into, read_metadata
-from lightning_dilated.checkpoint.state import are_finite, by_number, nbytes, put_together, read_to_host
+from lightning_dilated.checkpoint.state import are_finite, nbytes, read_to_host, to_numbers, unflatten_low_bit
 
 
 class Background:
-    """Runs jobs beside the training, one after the other.
+    """Runs one job at a time in a thread; its failure is raised by `wait`.
 
     The thread is a daemon: a job that waits for ranks that are gone does not keep a process from ending.
     """
@@ -54,7 +58,7 @@ class Background:
 
     @property
     def busy(self) -> bool:
-        """Whether a job was started and not waited for."""
+        """Whether a job was started and `wait` was not called."""
         return self._thread is not None
 
     @property
@@ -63,7 +67,7 @@ class Background:
         return self._thread is not None and self._thread.is_alive()
 
     def start(self, job: Callable[[], None], device: torch.device) -> None:
-        """Begin `job`, with `device` as the thread's GPU if it is one; the one before has to have been waited for."""
+        """Begin `job`, with `device` as the thread's GPU if it is one; `wait` has to have been called for the one before."""
         assert self._thread is None
         self._thread = threading.Thread(target=self._run, args=(job, device), name="checkpoint", daemon=True)
         self._thread.start()
@@ -99,23 +103,23 @@ META = "meta.pt"
 def write(
     tensors: dict[str, Any], meta: bytes, path: Path, step: int, keep: int, peers: Peers, parameters: Iterable[str] = ()
 ) -> None:
-    """Write a checkpoint, make it `path` when it is whole, and remove older ones; every rank calls, with its own part.
+    """Write a checkpoint, rename it to `path` once it is complete, and remove older ones; every rank calls with its part.
 
     Args:
-        tensors: nested, on the CPU; what several ranks give under one name is written once.
+        tensors: nested, on the CPU; what several ranks pass under one name is written once.
         meta: the bytes of `meta.pt`, from rank 0.
         parameters: names in the state dict of what has to be finite for the checkpoint to count among the `keep`.
 
     Raises:
         OSError: on every rank, with the reason; what was written is removed.
     """
-    what, folder, entries = f"the checkpoint {path} could not be written", partial(path), {}
+    what, folder, entries = f"the checkpoint {path} could not be written", unfinished(path), {}
     try:
-        peers.together(what, _make_way, folder, peers)
-        for part in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
-            entries.update(part)
+        peers.together(what, _clear, folder, peers)
+        for written in peers.gather(peers.together(what, _write_files, tensors, meta, folder, peers)):
+            entries.update(written)
         finite = all(peers.gather(peers.together(what, are_finite, tensors["state_dict"], parameters)))
-        peers.together(what, _make_whole, path, step, entries, keep, peers, finite)
+        peers.together(what, _commit, path, step, entries, keep, peers, finite)
     except OSError as error:
         full = _full_disk(str(error), path.parent, sum(peers.gather(nbytes(tensors) + len(meta))), peers)
         if peers.rank == 0:
@@ -125,14 +129,14 @@ def write(
         raise OSError(f"{error}. {full}") from error
 
 
-def _make_way(folder: Path, peers: Peers) -> None:
-    """Remove what others put where a checkpoint is to be written: through a link, files would be written elsewhere."""
+def _clear(folder: Path, peers: Peers) -> None:
+    """Remove anything that is where a checkpoint is to be written: through a link, files would be written elsewhere."""
     if peers.rank == 0 and os.path.lexists(folder):
         remove(folder)
 
 
 def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | None:
-    """That the disk is full, if that is why ranks failed to write `needed` bytes in all, and the same on all ranks."""
+    """A message, equal on all ranks, if a full disk is why ranks failed to write `needed` bytes in all; else None."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError:
@@ -148,7 +152,7 @@ def _full_disk(error: str, folder: Path, needed: int, peers: Peers) -> str | Non
 
 
 def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peers) -> dict[str, dict[str, Any]]:
-    """This rank's files, and what the manifest says of them."""
+    """Write this rank's files; what the manifest says of them."""
     writer = dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)  # or the thread would look for a GPU
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)  # rank 0's, where ranks differ
     dcp.save(tensors, storage_writer=writer, planner=planner, process_group=peers.group, no_dist=peers.size == 1)
@@ -159,47 +163,45 @@ def _write_files(tensors: dict[str, Any], meta: bytes, folder: Path, peers: Peer
             file.flush()
             os.fsync(file.fileno())
         names += [META, ".metadata"]
-    return facts(folder, names)
+    return file_entries(folder, names)
 
 
-def _make_whole(
-    path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers, finite: bool
-) -> None:
+def _commit(path: Path, step: int, entries: dict[str, dict[str, Any]], keep: int, peers: Peers, finite: bool) -> None:
     if peers.rank == 0:
-        finish(path, step, entries, peers.size, finite)
+        commit(path, step, entries, peers.size, finite)
         prune(path.parent, keep)
 
 
 # -- reading -----------------------------------------------------------------------------------------------------------
 def checked(path: Path, peers: Peers) -> Path:
-    """The whole checkpoint that a folder is or holds (`saved_files.to_load`); newer ones that are damaged are told of."""
-    found, told = to_load(path, peers)
-    say_damaged(told, found)
-    return found
+    """The valid checkpoint that a folder is or holds (`manifest.find_valid`), with a warning of damaged newer ones."""
+    folder, problems = find_valid(path, peers)
+    warn_of_skipped(problems, folder)
+    return folder
 
 
-def say_damaged(told: list[str], instead: Path) -> None:
-    """Warn of checkpoints that were passed over."""
-    if told:
-        kind = "checkpoints" if all(words.endswith(NOT_FINITE) for words in told) else "damaged checkpoints"
-        rank_zero_warn(f"{kind} were passed over, and {instead} is loaded: {'; '.join(told)}.")
+def warn_of_skipped(problems: list[str], loaded: Path) -> None:
+    """Warn of checkpoints that were passed over, and what is wrong with them."""
+    if problems:
+        kind = "checkpoints" if all(problem.endswith(NOT_FINITE) for problem in problems) else "damaged checkpoints"
+        rank_zero_warn(f"{kind} were passed over, and {loaded} is loaded: {'; '.join(problems)}.")
 
 
 def read_tensors(folder: Path, below: str = "") -> dict[str, Any]:
-    """The nested contents of the `.distcp` files, whole, on the CPU; with `below` only what lies under that name.
+    """The nested contents of the `.distcp` files, gathered on the CPU; with `below` only what lies under that name.
 
     Raises:
         FileNotFoundError, ValueError: where files are missing or cannot be read.
     """
-    listed = read_metadata(folder)
-    paths = listed.planner_data or {}
+    metadata = read_metadata(folder)
+    paths = metadata.planner_data or {}
     flat: dict[str, Any] = {}
-    for key, about in listed.state_dict_metadata.items():
+    for key, entry in metadata.state_dict_metadata.items():
         if key.startswith(below):
             if key not in paths:
                 raise ValueError(f"{folder / METADATA} does not say where {key} belongs. Use an earlier checkpoint.")
-            holds = isinstance(about, TensorStorageMetadata)
-            flat[key] = torch.empty(about.size, dtype=about.properties.dtype) if holds else io.BytesIO()
+            is_tensor = isinstance(entry, TensorStorageMetadata)
+            flat[key] = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else io.BytesIO()
     load_into(flat, folder, alone=True)
     return _nested({paths[key]: value for key, value in flat.items()})
 
@@ -211,9 +213,9 @@ def _nested(flat: dict[tuple[Any, ...], Any]) -> Any:
     groups: dict[Any, dict[tuple[Any, ...], Any]] = {}
     for path, value in flat.items():
         groups.setdefault(path[0], {})[path[1:]] = value
-    found = {key: _nested(part) for key, part in groups.items()}
-    # parameters' states have numbers as keys only in lists: `by_name` saw to that
-    return [found[i] for i in sorted(found)] if found and all(isinstance(k, int) for k in found) else found
+    nested = {key: _nested(group) for key, group in groups.items()}
+    # only lists have numbers as keys: states have names (`to_names`)
+    return [nested[i] for i in sorted(nested)] if nested and all(isinstance(k, int) for k in nested) else nested
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
@@ -227,7 +229,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no {META}.")
     try:
         stored = load_file(path)
-    except Exception as error:  # whatever a file made by somebody may raise
+    except Exception as error:  # a file of unknown origin may raise anything
         raise ValueError(f"{path} cannot be read ({reason(error)}). Or use an earlier checkpoint.") from None
     if not isinstance(stored, dict):
         raise ValueError(f"{path} holds {type(stored).__name__}, no checkpoint. Use an earlier one.")
@@ -235,7 +237,7 @@ def read_meta(folder: Path) -> dict[str, Any]:
 
 
 def read_whole(folder: Path) -> dict[str, Any]:
-    """A folder as the dict of a Lightning checkpoint of one file, tensors on the CPU.
+    """A folder as the dict of a Lightning checkpoint in one file, tensors on the CPU.
 
     Raises:
         FileNotFoundError, ValueError: where files are missing or cannot be read.
@@ -245,7 +247,7 @@ def read_whole(folder: Path) -> dict[str, Any]:
     if not isinstance(tensors.get("state_dict", {}), dict):
         raise ValueError(f"{folder} holds a state_dict of no names. Use an earlier checkpoint.")
     try:
-        states = [by_number(put_together(tensors[f"optimizer_{i}"])) for i in numbers]
+        states = [to_numbers(unflatten_low_bit(tensors[f"optimizer_{i}"])) for i in numbers]
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"the optimizer states in {folder} are damaged ({reason(error)}). Use an earlier one."
@@ -256,7 +258,7 @@ def read_whole(folder: Path) -> dict[str, Any]:
 def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict: bool = True) -> dict[str, Any]:
     """Load a folder into a module whose parameters are sharded, and into its optimizers; every rank calls.
 
-    Lightning's strategy would have torch unpickle the folder.
+    The strategy's own method would have torch unpickle the folder.
 
     Returns:
         Lightning's checkpoint without these tensors.
@@ -279,7 +281,7 @@ def load_sharded(folder: Path, module: nn.Module, optimizers: list[Any], strict:
 def load_folder_with(
     strategy: ModelParallelStrategy, find: Callable[[Path], Path], checkpoint_path: Any, *args: Any, **kwargs: Any
 ) -> dict[str, Any]:
-    """Stands in for the `load_checkpoint` of Lightning's strategy, which would have torch unpickle a folder.
+    """Replaces the `load_checkpoint` of ModelParallelStrategy, which would have torch unpickle a folder.
 
     Args:
         find: the folder of one checkpoint, checked, of a path that is a folder.
@@ -291,10 +293,10 @@ def load_folder_with(
 
 
 class FolderIO(CheckpointIO):
-    """Another CheckpointIO that also reads folders.
+    """Adds the reading of folders to a CheckpointIO.
 
     Args:
-        inner: does everything else.
+        inner: that CheckpointIO.
         find: the folder of one checkpoint, checked, of a path that is a folder.
     """
 
@@ -303,12 +305,10 @@ class FolderIO(CheckpointIO):
 
     @override
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """The inner one's."""
         self.inner.save_checkpoint(*args, **kwargs)
 
     @override
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The inner one's, or a folder's."""
         if not Path(path).is_dir():
             read_to_host(self.inner)
             return self.inner.load_checkpoint(path, *args, **kwargs)
@@ -316,10 +316,8 @@ class FolderIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """The inner one's."""
         self.inner.remove_checkpoint(*args, **kwargs)
 
     @override
     def teardown(self) -> None:
-        """The inner one's."""
         self.inner.teardown()

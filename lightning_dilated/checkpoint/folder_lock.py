@@ -1,9 +1,9 @@
-"""A folder is used by one run at a time: a file in it names the process that holds it, and shows that it lives.
+"""A lock file: a folder is used by one run at a time, and a run that died does not keep it.
 
-Whether a holder lives is asked of the operating system where it runs on this host: a process of that number that began at
-that time. Of a holder on another host only the file is seen. Its clock is not compared with ours, nor with the file
-server's: whoever comes second watches the file, and takes the folder over when nothing was written to it for 60 s of their
-own clock. So a run waits for a minute only where one on another host died and left its file behind.
+The file names the process that holds the folder. Where that process ran on this host, the operating system says whether it
+lives: there is a process of that number which began at that time. Of a process on another host only the file is visible.
+Clocks of different hosts are not compared: the second run watches the file, and takes the folder over when nothing was
+written to it for 60 s of its own clock. So a run waits for a minute only where one on another host died and left its file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 NAME = ".in-use"
-#: seconds between two signs of life, and without one after which a holder on another host counts as dead
+#: seconds between two signs of life, and seconds without one after which a holder on another host counts as dead
 _BEAT, _DEAD = 10.0, 60.0
 
 
@@ -32,10 +32,10 @@ class FolderInUse(OSError):
 
 
 class FolderLock:
-    """Held from `acquire` to `release` by one process: neither its forks nor other processes release it.
+    """Held from `acquire` to `release` by one process; its forks and other processes do not release it.
 
     Args:
-        folder: which exists.
+        folder: an existing one.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -45,7 +45,7 @@ class FolderLock:
         self._lost: str | None = None
 
     def acquire(self) -> None:
-        """Take the folder, also from a holder that is dead.
+        """Lock the folder, also if a dead process holds it.
 
         Raises:
             FolderInUse: naming the process that holds it, and its host.
@@ -60,35 +60,35 @@ class FolderLock:
             if _is_dead(holder, self.path):
                 if self._end(token, successor=True):
                     break
-                time.sleep(0.01)  # another one takes it over, and will be seen, unless it died just then
+                time.sleep(0.01)  # another run is taking it over, unless that one died just now
                 if time.monotonic() - waits_since > 2 * _DEAD:
                     self._claim(token).unlink(missing_ok=True)
             elif self.path.exists():  # else it was released while we watched it
                 raise FolderInUse(
-                    f"it is in use by {_words(holder)}. Wait until that run ends, stop it, or name another"
+                    f"it is in use by {_described(holder)}. Wait until that run ends, stop it, or name another"
                 )
         threading.Thread(target=self._beat, name="folder in use", daemon=True).start()
 
     def check(self) -> None:
-        """See that the folder is still ours.
+        """Check that this run still holds the folder.
 
         Raises:
-            FolderInUse: where another run took it over, as this one had shown no life.
+            FolderInUse: where another run took it over, as this one gave no sign of life.
         """
         if self._lost is not None:
             raise FolderInUse(f"it was taken over by {self._lost}, as this run showed no life for {_DEAD:.0f} s")
 
     def release(self) -> None:
-        """Let others have the folder; of no effect in a fork, and a second time."""
+        """Unlock the folder; without effect in a fork, and a second time."""
         if os.getpid() != self._process or self._over.is_set():
             return
         with self._one:
             self._over.set()
-            with contextlib.suppress(OSError):  # whoever comes next sees that this process is gone
+            with contextlib.suppress(OSError):  # the next run will find that this process is gone
                 self._end(self._token)
 
     def _create(self) -> bool:
-        """Whether the file could be made, with all its words at once; False where there is one."""
+        """Create the file with all its contents at once; False where there is one."""
         draft = self._draft()
         try:
             os.link(draft, self.path)
@@ -113,10 +113,10 @@ class FolderLock:
         return self.path.with_name(f"{NAME}-end-{hashlib.blake2b(repr(token).encode(), digest_size=8).hexdigest()}")
 
     def _end(self, token: Any, successor: bool = False) -> bool:
-        """Remove the file of the holder with this token, or put our own in its place; whether it was still there.
+        """Remove the file of the holder with this token, or replace it by our own; False if it was no longer there.
 
-        Of several only the one that could make a further file, named after that holder, does so: the others would remove
-        the file of its successor.
+        Of several runs only the one that creates a further file, named after that holder, may do so: the others would remove
+        the file of the holder's successor.
         """
         claim = self._claim(token)
         try:
@@ -145,21 +145,21 @@ class FolderLock:
     def _show_life(self) -> None:
         holder = _read(self.path)
         if holder is None:
-            self._create()  # somebody cleaned up
+            self._create()  # the file was deleted
         elif holder.get("token") == self._token:
             os.utime(self.path)
         else:
-            self._lost = _words(holder)
+            self._lost = _described(holder)
 
 
 def _this_process() -> dict[str, Any]:
     pid = os.getpid()
     since = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    return {"host": socket.gethostname(), "pid": pid, "since": since, "table": _table(), "began": _began(pid)}
+    return {"host": socket.gethostname(), "pid": pid, "since": since, "table": _process_table(), "began": _began(pid)}
 
 
-def _table() -> str | None:
-    """What tells this host's process numbers from those of other hosts, containers and boots; None if unknown."""
+def _process_table() -> str | None:
+    """Identifies the host, container and boot that a process number belongs to; None if unknown."""
     try:
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
@@ -167,7 +167,7 @@ def _table() -> str | None:
 
 
 def _exists(pid: int) -> bool:
-    """Whether there is a process of that number, also one that cannot be looked at."""
+    """Whether there is a process of that number, also one of another user."""
     try:
         os.kill(pid, 0)
     except PermissionError:
@@ -178,9 +178,9 @@ def _exists(pid: int) -> bool:
 
 
 def _began(pid: int) -> str | None:
-    """When a process began, in ticks since boot, or that it ended; None if it is gone or may not be looked at.
+    """When a process began, in ticks since boot, or "ended"; None if it is gone or not visible.
 
-    A number that is used again differs in it.
+    It differs where the operating system used a number again.
     """
     try:
         # the name, in parentheses, may hold anything
@@ -191,8 +191,8 @@ def _began(pid: int) -> str | None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What the file says of the holder; None where there is no file, nothing where it cannot be understood."""
-    if path.is_symlink():  # nobody made it here
+    """The holder that the file names; None where there is no file, {} where it cannot be read."""
+    if path.is_symlink():  # it was not made by a run
         return {}
     try:
         holder = json.loads(path.read_bytes())
@@ -204,8 +204,8 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _is_dead(holder: dict[str, Any], path: Path) -> bool:
-    """Whether the holder is gone; for one on another host this takes as long as it takes to see it."""
-    table = _table()
+    """Whether the holder is gone; for one on another host this waits for a sign of life, up to `_DEAD` seconds."""
+    table = _process_table()
     if table is not None and holder.get("table") == table:
         pid = holder.get("pid")
         if not isinstance(pid, int):
@@ -214,21 +214,21 @@ def _is_dead(holder: dict[str, Any], path: Path) -> bool:
             return began != holder.get("began")
         if not _exists(pid):
             return True
-        # another user's process, of which this host shows nothing
-    begin, last = time.monotonic(), _seen(path)
+        # another user's process, which this host does not show
+    begin, last = time.monotonic(), _contents(path)
     rank_zero_info(
-        f"{path.parent} is held by {_words(holder)}. Watching it for up to {_DEAD:g} seconds: without a sign of life in "
+        f"{path.parent} is held by {_described(holder)}. Watching it for up to {_DEAD:g} seconds: without a sign of life in "
         "that time this run takes the folder over."
     )
     while time.monotonic() - begin < _DEAD:
         time.sleep(min(1.0, _DEAD / 10))
-        if _seen(path) != last:
+        if _contents(path) != last:
             return False
     return True
 
 
-def _seen(path: Path) -> Any:
-    """What changes with each sign of life; the file is opened, as network file systems ask the server only then."""
+def _contents(path: Path) -> Any:
+    """What changes with each sign of life; the file is opened, since only then network file systems ask the server."""
     if path.is_symlink():
         return "a link"
     try:
@@ -238,7 +238,7 @@ def _seen(path: Path) -> Any:
         return type(error).__name__
 
 
-def _words(holder: dict[str, Any]) -> str:
+def _described(holder: dict[str, Any]) -> str:
     if "pid" not in holder:
         return "a run that cannot be read"
     return f"process {holder['pid']} on {holder.get('host')} (since {holder.get('since')})"

@@ -1,7 +1,7 @@
-"""Checkpoint folders as files: a manifest of checksums, a rename that makes them whole, and the newest one that is good.
+"""Checkpoint folders as files: the manifest of checksums, the rename that commits a folder, and the newest valid one.
 
-A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed; so what bears a name of
-its own is whole, and what a killed job left is known by the dot. Nothing here reads a tensor.
+A checkpoint is written under a name that begins with a dot, its manifest last, and then renamed; so a folder with its own
+name is complete, and what a killed job left has the dot. Nothing here reads a tensor.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def partial(path: Path) -> Path:
-    """Where the checkpoint `path` is written before it is whole."""
+def unfinished(path: Path) -> Path:
+    """Where the checkpoint `path` is written before it is complete."""
     return path.with_name(f".{path.name}.partial")
 
 
 def checksum(path: Path) -> str:
     """blake2b of a file, 16 bytes in hexadecimals."""
-    found = hashlib.blake2b(digest_size=16)
+    digest = hashlib.blake2b(digest_size=16)
     with path.open("rb") as file:
         while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
-def facts(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+def file_entries(path: Path, names: Iterable[str]) -> dict[str, dict[str, Any]]:
     """{name: size and checksum} of files in a folder."""
     return {name: {"size": (path / name).stat().st_size, "blake2b": checksum(path / name)} for name in sorted(names)}
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A checkpoint's folder and what its manifest says; `broken` tells why that cannot be read.
+class SavedFolder:
+    """A checkpoint's folder and its manifest; `broken` says why that cannot be read.
 
     Args:
         written: when, in nanoseconds since 1970; later ones are newer, whatever their step.
-        finite: whether all parameters were finite numbers, as far as that was looked at.
+        finite: whether all parameters were finite numbers, where that was checked.
     """
 
     path: Path
@@ -69,17 +69,17 @@ class Saved:
     finite: bool = True
 
     @classmethod
-    def read(cls, path: Path) -> Saved:
+    def read(cls, path: Path) -> SavedFolder:
         """From the manifest; without one, from the folder's name and time."""
         manifest = path / MANIFEST
         try:
             if manifest.exists() and not manifest.is_file():  # a pipe would be waited for
                 raise ValueError("it is no regular file")
-            told = json.loads(manifest.read_text())
-            if told.pop("blake2b") != _seal(told):
+            entries = json.loads(manifest.read_text())
+            if entries.pop("blake2b") != manifest_digest(entries):
                 raise ValueError("its own checksum differs")
-            _check(told)
-            return cls(path, told["step"], told["written"], told["files"], finite=told.get("finite", True))
+            _check(entries)
+            return cls(path, entries["step"], entries["written"], entries["files"], finite=entries.get("finite", True))
         except FileNotFoundError:
             broken = f"{manifest} is missing"
         except RecursionError:
@@ -90,25 +90,25 @@ class Saved:
         written = path.stat().st_mtime_ns if path.exists() else 0
         return cls(path, int(named[1]) if named else 0, written, broken=broken)
 
-    def seen(self) -> str | None:
-        """What is wrong with the folder as far as names and sizes show it, naming the file; None if nothing."""
+    def quick_damage(self) -> str | None:
+        """What names and sizes show to be wrong with the folder, naming the file; None if nothing."""
         if self.broken:
             return self.broken
-        for name, told in self.files.items():
+        for name, entry in self.files.items():
             path = self.path / name
             if not path.is_file():
                 return f"{path} is missing"
-            if path.stat().st_size != told["size"]:
-                return f"{path} has {path.stat().st_size:,} bytes in place of {told['size']:,}"
+            if path.stat().st_size != entry["size"]:
+                return f"{path} has {path.stat().st_size:,} bytes in place of {entry['size']:,}"
         return None
 
     def damage(self, peers: Peers) -> str | None:
         """What is wrong with the folder, its bytes included; each rank reads a share of the files, all must call."""
-        return next((words for words in peers.gather(self._damage(peers)) if words), None)
+        return next((problem for problem in peers.gather(self._damage(peers)) if problem), None)
 
     def _damage(self, peers: Peers) -> str | None:
         try:
-            wrong = self.seen()
+            wrong = self.quick_damage()
             for name in sorted(self.files)[peers.rank :: peers.size] if wrong is None else ():
                 if checksum(self.path / name) != self.files[name]["blake2b"]:
                     return f"{self.path / name} has other bytes than were written (its checksum differs)"
@@ -117,56 +117,55 @@ class Saved:
             return f"{self.path} cannot be read ({reason(error)})"
 
 
-def _check(told: dict[str, Any]) -> None:
-    """Raise ValueError for values of another kind than `finish` writes."""
+def _check(manifest: dict[str, Any]) -> None:
+    """Raise ValueError for values of other types than `commit` writes."""
     for name in ("step", "written"):
-        if type(told[name]) is not int:
-            raise ValueError(f"{name} is {told[name]!r:.60}, not a number")
-    if type(told.get("finite", True)) is not bool:
-        raise ValueError(f"finite is {told['finite']!r:.60}, not true or false")
-    if not isinstance(told["files"], dict):
+        if type(manifest[name]) is not int:
+            raise ValueError(f"{name} is {manifest[name]!r:.60}, not a number")
+    if type(manifest.get("finite", True)) is not bool:
+        raise ValueError(f"finite is {manifest['finite']!r:.60}, not true or false")
+    if not isinstance(manifest["files"], dict):
         raise ValueError("files is no mapping")
-    for name, facts_of in told["files"].items():
+    for name, entry in manifest["files"].items():
         if Path(name).name != name:
             raise ValueError(f"files names {name!r:.60}, which is not in this folder")
-        kinds = (int, str) if isinstance(facts_of, dict) else ()
-        if not kinds or any(type(facts_of[x]) is not kind for x, kind in zip(("size", "blake2b"), kinds, strict=True)):
+        if not isinstance(entry, dict) or type(entry["size"]) is not int or type(entry["blake2b"]) is not str:
             raise ValueError(f"files does not give size and blake2b of {name}")
 
 
-def listed(folder: Path) -> list[Saved]:
+def listed(folder: Path) -> list[SavedFolder]:
     """The checkpoints in a folder, damaged ones too, the newest first; none if there is no such folder."""
     if not folder.is_dir():
         return []
-    found = [Saved.read(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
-    return sorted(found, key=lambda saved: (saved.written, saved.step), reverse=True)
+    saved = [SavedFolder.read(path) for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.is_dir()]
+    return sorted(saved, key=lambda saved: (saved.written, saved.step), reverse=True)
 
 
-def newest_whole(folder: Path, peers: Peers) -> tuple[Saved | None, list[str]]:
-    """(the newest checkpoint without damage and with finite parameters, what is wrong with those newer than it).
+def newest_valid(folder: Path, peers: Peers) -> tuple[SavedFolder | None, list[str]]:
+    """(the newest checkpoint without damage and with finite parameters, what is wrong with newer ones).
 
-    All ranks must call, and agree.
+    All ranks must call, and get the same.
     """
-    told = []
+    problems = []
     for saved in peers.gather(listed(folder) if peers.rank == 0 else None)[0] or []:
-        wrong = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
-        if wrong is None:
-            return saved, told
-        told.append(wrong)
-    return None, told
+        problem = saved.damage(peers) or (None if saved.finite else f"{saved.path} {NOT_FINITE}")
+        if problem is None:
+            return saved, problems
+        problems.append(problem)
+    return None, problems
 
 
 def is_checkpoint(path: Path) -> bool:
     """Whether a folder is one checkpoint, or was one before it was damaged, and not a folder of several."""
-    held = any((path / name).exists() for name in (MANIFEST, ".metadata", "meta.pt"))
-    return path.is_dir() and (held or _NAME.fullmatch(path.name) is not None)
+    has_files = any((path / name).exists() for name in (MANIFEST, ".metadata", "meta.pt"))
+    return path.is_dir() and (has_files or _NAME.fullmatch(path.name) is not None)
 
 
-def to_load(path: Path, peers: Peers) -> tuple[Path, list[str]]:
+def find_valid(path: Path, peers: Peers) -> tuple[Path, list[str]]:
     """(the checkpoint that a path means, what is wrong with newer ones); all ranks must call.
 
-    A folder of one checkpoint is itself: it has to be whole, unless another program wrote it, without a manifest. A folder
-    of several is the newest whole one.
+    A folder of one checkpoint means itself: it has to be valid, unless another program wrote it, without a manifest. A
+    folder of several means the newest valid one.
 
     Raises:
         FileNotFoundError: for a folder that holds no checkpoint.
@@ -175,73 +174,73 @@ def to_load(path: Path, peers: Peers) -> tuple[Path, list[str]]:
     if peers.gather(is_checkpoint(path))[0]:
         if not peers.gather((path / MANIFEST).exists() or _NAME.fullmatch(path.name) is not None)[0]:
             return path, []
-        wrong = Saved.read(path).damage(peers)
-        if wrong is None:
+        problem = SavedFolder.read(path).damage(peers)
+        if problem is None:
             return path, []
-        raise ValueError(f"the checkpoint {path} is damaged: {wrong}. {_beside(path, peers)}")
-    saved, told = newest_whole(path, peers)
-    if saved is None and not told:
+        raise ValueError(f"the checkpoint {path} is damaged: {problem}. {_alternative(path, peers)}")
+    saved, problems = newest_valid(path, peers)
+    if saved is None and not problems:
         raise FileNotFoundError(f"{path} is no checkpoint, and holds none ({name_of(100)} and the like).")
     if saved is None:
-        raise ValueError(nothing_good(path, told))
-    return saved.path, told
+        raise ValueError(none_valid(path, problems))
+    return saved.path, problems
 
 
-def nothing_good(folder: Path, told: list[str]) -> str:
-    """The words for a folder in which every checkpoint is damaged."""
+def none_valid(folder: Path, problems: list[str]) -> str:
+    """The error for a folder in which every checkpoint is damaged or not finite."""
     kind, remedy = "whole", "Restore the files, or take"
-    if any(words.endswith(NOT_FINITE) for words in told):
+    if any(problem.endswith(NOT_FINITE) for problem in problems):
         kind, remedy = "whole and finite", "A ckpt_path that names one of them loads it nevertheless; or take"
     return (
-        f"none of the {len(told)} checkpoints in {folder} is {kind}: {'; '.join(told)}. {remedy} another folder to start "
-        "anew."
+        f"none of the {len(problems)} checkpoints in {folder} is {kind}: {'; '.join(problems)}. {remedy} another folder to "
+        "start anew."
     )
 
 
-def _beside(path: Path, peers: Peers) -> str:
+def _alternative(path: Path, peers: Peers) -> str:
     """What may be taken in place of a damaged checkpoint."""
-    good = newest_whole(path.parent, peers)[0]
-    return f"The newest whole one beside it is {good.path}." if good else "There is no whole one beside it."
+    valid = newest_valid(path.parent, peers)[0]
+    return f"The newest whole one beside it is {valid.path}." if valid else "There is no whole one beside it."
 
 
-def finish(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, finite: bool = True) -> None:
-    """Write the manifest of the checkpoint that lies under `partial(path)`, and make it `path`."""
+def commit(path: Path, step: int, files: dict[str, dict[str, Any]], ranks: int, finite: bool = True) -> None:
+    """Write the manifest of the checkpoint under `unfinished(path)`, and rename that folder to `path`."""
     newest = max((saved.written for saved in listed(path.parent)), default=0)
-    told: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files, "finite": finite}
-    told["written"] = max(time.time_ns(), newest + 1)  # whatever clocks say, this one is newer
-    told["blake2b"] = _seal(told)
-    with (partial(path) / MANIFEST).open("w") as file:
-        file.write(json.dumps(told, indent=1) + "\n")
+    manifest: dict[str, Any] = {"format": 1, "step": step, "ranks": ranks, "files": files, "finite": finite}
+    manifest["written"] = max(time.time_ns(), newest + 1)  # newer than all others, whatever clocks say
+    manifest["blake2b"] = manifest_digest(manifest)
+    with (unfinished(path) / MANIFEST).open("w") as file:
+        file.write(json.dumps(manifest, indent=1) + "\n")
         file.flush()
         os.fsync(file.fileno())
-    _sync(partial(path))
+    _sync(unfinished(path))
     if path.is_symlink():
         path.unlink()
-    elif path.is_file():  # nothing of ours: it makes room, and stays
+    elif path.is_file():  # not a checkpoint: it is renamed, and stays
         path.rename(path.with_name(f"{path.name}.file"))
-    elif path.exists():  # of an earlier run: a folder in use cannot be replaced in one go
+    elif path.exists():  # of an earlier run: a folder cannot be replaced in one operation
         remove(_aside(path, "replaced"))
         path.rename(_aside(path, "replaced"))
-    partial(path).rename(path)
+    unfinished(path).rename(path)
     _sync(path.parent)
     with contextlib.suppress(OSError):
         remove(_aside(path, "replaced"))
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove what is older than the `keep` newest checkpoints that look whole.
+    """Remove what is older than the `keep` newest checkpoints that look complete.
 
-    Those whose parameters are not finite do not count, and only the newest of all checkpoints may be one.
+    Those whose parameters are not finite do not count, and stay only where they are the newest of all.
     """
-    whole = 0
+    complete = 0
     for i, saved in enumerate(listed(folder)):
-        if whole >= keep or (i > 0 and not saved.finite):
-            gone = _aside(saved.path, "removed")  # half removed it would look damaged
+        if complete >= keep or (i > 0 and not saved.finite):
+            removed = _aside(saved.path, "removed")  # half removed it would look damaged
             with contextlib.suppress(OSError):
-                remove(gone)
-                saved.path.rename(gone)  # a link itself, not what it leads to
-                remove(gone)
-        whole += saved.finite and saved.seen() is None
+                remove(removed)
+                saved.path.rename(removed)  # a link itself, not what it leads to
+                remove(removed)
+        complete += saved.finite and saved.quick_damage() is None
 
 
 def remove(path: Path) -> None:
@@ -257,28 +256,29 @@ def clean(folder: Path) -> list[str]:
 
     Returns the names of those that were half written.
     """
-    unfinished = []
+    half_written = []
     for path in sorted(folder.iterdir()):
         left = _LEFT.fullmatch(path.name)
-        whole = path.is_dir() and not path.is_symlink()
-        if left and left[2] == "replaced" and whole and not os.path.lexists(folder / left[1]):
+        is_folder = path.is_dir() and not path.is_symlink()
+        if left and left[2] == "replaced" and is_folder and not os.path.lexists(folder / left[1]):
             path.rename(folder / left[1])
         elif left:
             remove(path)
-            unfinished += [left[1]] if left[2] == "partial" and whole else []
-    return unfinished
+            half_written += [left[1]] if left[2] == "partial" and is_folder else []
+    return half_written
 
 
 def _aside(path: Path, why: str) -> Path:
     return path.with_name(f".{path.name}.{why}")
 
 
-def _seal(told: dict[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=16).hexdigest()
+def manifest_digest(entries: dict[str, Any]) -> str:
+    """The checksum of a manifest's other entries."""
+    return hashlib.blake2b(json.dumps(entries, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 def _sync(folder: Path) -> None:
-    """Have the operating system write a folder's entries down; some file systems know no such thing."""
+    """Have the operating system write a folder's entries to disk, where the file system can."""
     number = os.open(folder, os.O_RDONLY)
     try:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Peers: the ranks that save and load together, what one knows told to all, and a failure of one raised on all."""
+"""Peers: the ranks that save and load together; a failure of one is raised on all."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Peers:
         """The values of all ranks, in their order, on every rank."""
         if self.size == 1:
             return [value]
-        found: list[Any] = [None] * self.size
-        dist.all_gather_object(found, value, group=self.group)
-        return found
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def any(self, value: bool) -> bool:
-        """Whether it is so on any rank, on every rank."""
+        """Whether it is true on any rank; the same on every rank."""
         return any(self.gather(value))
 
     def together(self, what: str, call: Callable[..., T], *args: Any) -> T:
@@ -42,19 +42,17 @@ class Peers:
         Raises:
             OSError: `what`, with the ranks that failed and why; the cause is this rank's own error.
         """
-        value, error, told = None, None, None
+        value, error, local_reason = None, None, None
         try:
             value = call(*args)
         except (Exception, CheckpointException) as raised:  # the latter is no Exception
-            error, told = raised, reason(raised)
+            error, local_reason = raised, reason(raised)
         failed: dict[str, list[int]] = {}
-        for rank, words in enumerate(self.gather(told)):
-            if words is not None:
-                failed.setdefault(words, []).append(rank)
+        for rank, why in enumerate(self.gather(local_reason)):
+            if why is not None:
+                failed.setdefault(why, []).append(rank)
         if failed:
-            each = [
-                words if len(ranks) == self.size else f"rank {ranks[0]}: {words}" for words, ranks in failed.items()
-            ]
+            each = [why if len(ranks) == self.size else f"rank {ranks[0]}: {why}" for why, ranks in failed.items()]
             raise OSError(f"{what}: {'; '.join(each)}") from error
         return value  # type: ignore[return-value]
 
@@ -63,7 +61,6 @@ def reason(error: BaseException) -> str:
     """What went wrong, in one line; of a failure that torch.distributed.checkpoint gathered, the ranks' own reasons."""
     failures = getattr(error, "failures", None)
     if isinstance(failures, dict) and failures:
-        own = [f"rank {rank}: {reason(found)}" for rank, (found, _) in sorted(failures.items())]
-        return "; ".join(own)
+        return "; ".join(f"rank {rank}: {reason(failure)}" for rank, (failure, _) in sorted(failures.items()))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else 'no reason given'}"

@@ -1,8 +1,7 @@
-"""Files of torch.save from anywhere: read without running code, and without the memory that they merely declare.
+"""Files and folders of unknown origin, read without running code, and without allocating memory that they merely declare.
 
-Readers for torch.distributed.checkpoint that trust nothing in a folder: neither its pickles nor its sizes and names.
-
-torch unpickles `.metadata`, and every entry that is no tensor, by a pickle that may run code. These do not.
+torch.distributed.checkpoint unpickles `.metadata`, and every entry that is no tensor, by a pickle that may run code. The
+readers here do not, and check sizes and names against the files.
 """
 
 from __future__ import annotations
@@ -24,12 +23,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as kinds
-from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.serialization import _get_layout
 
+from lightning_dilated._compat.torch import MemoryFormatEncoding, StorageInfo, set_nested, stored_layout
 from lightning_dilated.checkpoint.ranks import reason
 
 _NAMED = re.compile(r"GLOBAL ([\w.]+)")
@@ -74,7 +71,7 @@ def _load(source: Any, mapped: bool) -> Any:
 
 
 def words_of(error: UnpicklingError) -> str:
-    """The class that a file names, out of torch's page of advice (which is to let it run code)."""
+    """One line out of torch's page of advice (which is to let the file run code), with the class that the file names."""
     named, cause = _NAMED.search(str(error)), _CAUSE.search(str(error))
     if named is None:
         return cause[1].strip() if cause else "it is no file of torch.save"
@@ -85,7 +82,7 @@ def words_of(error: UnpicklingError) -> str:
 
 
 def _check_archive(source: Any) -> int:
-    """The bytes of a file. torch.save compresses nothing, so an archive that would grow when it is read is refused."""
+    """The size of a file. torch.save compresses nothing, so an archive that would grow when it is read is refused."""
     if isinstance(source, (str, Path)):
         size = Path(source).stat().st_size
     else:
@@ -123,34 +120,34 @@ def check_sizes(stored: Any, size: int) -> None:
 
 
 METADATA = ".metadata"
-#: torch's words for one rank that writes or reads alone, as was meant
+#: torch's warning where one rank writes or reads alone, which is meant here
 ALONE = "torch.distributed is disabled, unavailable or uninitialized"
 #: elements that a byte may hold: an optimizer's state of 4 bits is stored under the dtype that it stands for
 DENSEST = 2
 #: the records that a `.metadata` file is made of
 _RECORDS = (
     *(Metadata, MetadataIndex, TensorStorageMetadata, kinds.BytesStorageMetadata, kinds.ChunkStorageMetadata),
-    *(kinds.TensorProperties, kinds.StorageMeta, _StorageInfo),
+    *(kinds.TensorProperties, kinds.StorageMeta, StorageInfo),
 )
 
 
-def _let_in() -> dict[tuple[str, str], Any]:
-    """Each name that a `.metadata` file may use, and what stands for it.
+def _allowed_names() -> dict[tuple[str, str], Any]:
+    """Each name that a `.metadata` file may use, and what replaces it.
 
-    Classes are new ones for each file, derived from torch's, as a pickle may change those that it names.
+    Classes are derived from torch's anew for each file, as a pickle may change those that it names.
     """
-    ours = {(c.__module__, c.__qualname__): type(c.__name__, (c,), {}) for c in _RECORDS}
-    formats = kinds._MEM_FORMAT_ENCODING
+    records = {(c.__module__, c.__qualname__): type(c.__name__, (c,), {}) for c in _RECORDS}
+    formats = MemoryFormatEncoding
     paths = {
         (module, f"{system}Path"): pure
         for module in ("pathlib", "pathlib._local")
         for system, pure in (("Posix", PurePosixPath), ("Windows", PureWindowsPath))
     }
     return {
-        **ours,
+        **records,
         **paths,
         (formats.__module__, formats.__qualname__): lambda value: formats(value),
-        ("torch.serialization", "_get_layout"): lambda name: _get_layout(name),
+        ("torch.serialization", "_get_layout"): lambda name: stored_layout(name),
         ("torch", "Size"): torch.Size,
         ("collections", "OrderedDict"): OrderedDict,
         ("builtins", "set"): set,
@@ -160,12 +157,12 @@ def _let_in() -> dict[tuple[str, str], Any]:
 class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
-        self._known = _let_in()
+        self._allowed = _allowed_names()
 
     def find_class(self, module: str, name: str) -> Any:
-        """What stands for a name in the file; nothing is imported."""
-        if (module, name) in self._known:
-            return self._known[module, name]
+        """What replaces a name in the file; nothing is imported."""
+        if (module, name) in self._allowed:
+            return self._allowed[module, name]
         kind = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
         if isinstance(kind, (torch.dtype, torch.layout, torch.memory_format)):
             return kind
@@ -184,12 +181,12 @@ def read_metadata(folder: Path) -> Metadata:
         raise FileNotFoundError(f"{folder} is no sharded checkpoint: it has no {METADATA}.")
     try:
         return _checked(_Unpickler(path.read_bytes()).load(), Path(folder))
-    except Exception as error:  # whatever a pickle made by somebody may raise
+    except Exception as error:  # a pickle of unknown origin may raise anything
         raise ValueError(f"{path} cannot be read ({reason(error)}). Use an earlier checkpoint.") from None
 
 
 def _checked(stored: Any, folder: Path) -> Metadata:
-    """The same records made anew, of plain values that fit each other and the files."""
+    """The same records, made anew of plain values that are consistent with each other and with the files."""
     if not isinstance(stored, Metadata):
         raise ValueError(f"it holds {type(stored).__name__}, not the metadata of a checkpoint")
     entries = _entries(dict(stored.storage_data), folder)
@@ -204,10 +201,10 @@ def _checked(stored: Any, folder: Path) -> Metadata:
     return Metadata(tensors, paths, entries, kinds.StorageMeta(), version)
 
 
-def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, _StorageInfo]:
-    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no two together."""
+def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, StorageInfo]:
+    """Where each part of a tensor and each value lies: inside a regular file of the folder, and no more than it has."""
     sizes: dict[str, int] = {}
-    entries, held = {}, 0
+    entries, listed = {}, 0
     for index, info in stored.items():
         name = _text(info.relative_path)
         if name not in sizes:
@@ -217,12 +214,12 @@ def _entries(stored: dict[Any, Any], folder: Path) -> dict[MetadataIndex, _Stora
             raise ValueError(f"{index.fqn} ends at byte {offset + length:,} of {name}, which has {sizes[name]:,}")
         if getattr(info, "transform_descriptors", None):
             raise ValueError(f"{index.fqn} is stored in a transformed way")
-        held += length
+        listed += length
         place = None if index.offset is None else _shape(index.offset)
         hint = None if index.index is None else _count(index.index)
-        entries[MetadataIndex(_text(index.fqn), place, hint)] = _StorageInfo(name, offset, length)
-    if held > sum(sizes.values()):
-        raise ValueError(f"it lists {held:,} bytes in files of {sum(sizes.values()):,}")
+        entries[MetadataIndex(_text(index.fqn), place, hint)] = StorageInfo(name, offset, length)
+    if listed > sum(sizes.values()):
+        raise ValueError(f"it lists {listed:,} bytes in files of {sum(sizes.values()):,}")
     return entries
 
 
@@ -238,7 +235,7 @@ def _file_size(folder: Path, name: str) -> int:
     return path.stat().st_size
 
 
-def _described(key: Any, about: Any, entries: dict[MetadataIndex, _StorageInfo]) -> Any:
+def _described(key: Any, about: Any, entries: dict[MetadataIndex, StorageInfo]) -> Any:
     """The record of a tensor or of another value; a tensor's parts are no larger than what the files hold of them."""
     if isinstance(about, kinds.BytesStorageMetadata):
         return kinds.BytesStorageMetadata()
@@ -284,15 +281,15 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As the function `read_metadata`."""
         try:
-            found = read_metadata(Path(self.path))
+            metadata = read_metadata(Path(self.path))
         except Exception as error:
             self.failure = error
             raise
-        found.storage_meta.load_id = self.load_id
-        return found
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
     def read_data(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's, which reads tensors with `weights_only=True`; its advice to do without is left out of the error."""
+        """torch's, which reads tensors with `weights_only=True`, without its advice to set that to False."""
         try:
             return super().read_data(*args, **kwargs)
         except pickle.UnpicklingError as error:
@@ -306,10 +303,10 @@ class Planner(dcp.DefaultLoadPlanner):
         """Put a value where it belongs."""
         name = read_item.dest_index.fqn
         try:
-            found = load_file(value)
+            stored = load_file(value)
         except Exception as error:
             raise ValueError(f"the entry {name}: {reason(error)}") from None
-        set_element(self.original_state_dict, self.mappings[name], found)
+        set_nested(self.original_state_dict, self.mappings[name], stored)
 
 
 def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
@@ -328,9 +325,10 @@ def load_into(state: dict[str, Any], folder: Path, alone: bool = False) -> None:
 
 
 def _translated(reader: Reader, load: Callable[[], Any]) -> None:
-    """Call; CheckpointException, which is no Exception, becomes an error that names the folder and the causes."""
+    """Call `load`; CheckpointException, which is no Exception, becomes an error that names the folder and the causes."""
     try:
         load()
     except CheckpointException as error:
-        words = f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
-        raise ValueError(words) from error
+        raise ValueError(
+            f"{reader.path} cannot be loaded ({reason(reader.failure or error)}). Use an earlier checkpoint."
+        ) from error

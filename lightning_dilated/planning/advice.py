@@ -116,7 +116,7 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
     sequence = _sequence(trainer)
     shares = hasattr(type(trainer.strategy), "sequence")
     ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1
-    deals = getattr(trainer.strategy, "deals_parameters", False)
+    deals = getattr(trainer.strategy, "shards_parameters", False)
     ddp = isinstance(trainer.strategy, pl.strategies.DDPStrategy)
     optimizers = [type(x).__name__.lower() for x in trainer.optimizers or ()]
     return Setup(

@@ -1,6 +1,5 @@
-"""The strategies by name: ring_dilated (DDP), ring_dilated_fsdp and ring_dilated_notebook.
-
-Lightning strategies that shard every sequence over ranks; importing the package registers them by name.
+"""Lightning strategies that shard every sequence over ranks; importing the package registers their names: ring_dilated
+(DDP), ring_dilated_fsdp and ring_dilated_notebook.
 """
 
 from __future__ import annotations
@@ -30,6 +29,3 @@ def register() -> None:
 
 
 register()
-
-
-__all__ = ["RingDilatedFSDPStrategy", "RingDilatedStrategy"]

@@ -1,8 +1,5 @@
-"""check_first_batch: the head of the first batch on one rank against many, before anything is trained.
-
-Finds what no list of modules can: user code that mixes tokens, forgets global positions, or takes a mean over its own shard.
-
-Checks before training: data and batches alike on all ranks, callbacks and modules that go wrong on shards.
+"""Checks before training: one rank against many on the first batch, equal data on all ranks, callbacks and modules that
+would go wrong on shards.
 """
 
 from __future__ import annotations
@@ -21,10 +18,11 @@ from lightning.pytorch import callbacks
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules import batchnorm, conv, instancenorm, pooling
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from lightning_dilated._compat.lightning import set_update_count
+from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS
 from lightning_dilated.sequence import Place, SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.strategy.mesh import MeshSizes
 
@@ -39,10 +37,12 @@ def check_first_batch(
 ) -> None:
     """Raise on every rank where loss or gradients of many ranks are not those of one.
 
+    Finds what no list of modules can: user code that mixes tokens, uses local positions, or takes a mean over its own shard.
+
     Args:
         module: it is run in eval mode, so dropout plays no part; nothing is logged.
         batch: this rank's part, a mapping.
-        spec: its sequences.
+        spec: which entries are sequences.
         group: the ranks of the sequence.
         dtype: that the module computes in.
 
@@ -60,15 +60,15 @@ def check_first_batch(
         )
     head = _head(batch, spec, group)
     place = Place(group.ranks, group.rank, group.layout)
-    with _aside(module, group):
+    with _without_effects(module, group):
         one = _losses(module, head)
         with group.active():
             many = _losses(module, SequenceSpec(spec.dims, spec.whole).cut(head, place))
     tokens = head[next(n for n in spec.dims if n in head)].shape
-    found = _differences(one, many, group)
-    largest = max((size for name, (_, size) in found.items() if name != "loss"), default=0.0)
-    for name, (worst, size) in found.items():
-        # gradients that are 0 but for rounding, such as that of a key's bias, are as exact as the largest lets them be
+    differences = _differences(one, many, group)
+    largest = max((size for name, (_, size) in differences.items() if name != "loss"), default=0.0)
+    for name, (worst, size) in differences.items():
+        # a gradient that is 0 but for rounding, such as that of a key's bias, is measured against the largest gradient
         if not worst <= ALLOWED[dtype] * max(size, 1e-6, 0.0 if name == "loss" else 1e-3 * largest):
             raise RuntimeError(
                 f"{group.ranks} ranks do not compute what one rank does: the {name} of the first {tuple(tokens)} tokens "
@@ -82,15 +82,15 @@ def _differences(
     one: dict[str, Tensor], many: dict[str, Tensor], group: SequenceGroup
 ) -> dict[str, tuple[float, float]]:
     """{name: (largest difference, largest value)}, the same on all ranks of the job, so that all of them raise or none."""
-    found = []
+    pairs = []
     for name, want in one.items():
         got = many[name]
-        if isinstance(want, DTensor):  # dealt: the mean over all ranks of what each computed, and each holds a part
+        if isinstance(want, DTensor):  # sharded: the mean over all ranks of what each computed
             got, want = got.to_local() * group.ranks, want.to_local()
         else:
             dist.all_reduce(got, group=group.group)
-        found.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
-    worst = torch.tensor(found, dtype=torch.float64, device=one["loss"].device)
+        pairs.append([x.abs().max().item() if x.numel() else 0.0 for x in (got - want, want)])
+    worst = torch.tensor(pairs, dtype=torch.float64, device=one["loss"].device)
     worst = worst.nan_to_num(nan=torch.inf)  # a maximum over ranks may lose it
     dist.all_reduce(worst, dist.ReduceOp.MAX, group=group.loss_group)
     return {name: (float(a), float(b)) for name, (a, b) in zip(one, worst.tolist(), strict=True)}
@@ -111,18 +111,18 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
 
 
 def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:
-    """The first tokens along `dim` of the whole sequence, of which each rank gives those that it holds."""
-    mine = x.movedim(dim, 0)
-    facts = {"call": "check_first_batch", "shape": tuple(mine.shape[1:]), "dim": dim, "dtype": x.dtype}
-    shard = group.shard(group.agree(facts, len(mine)).seq_len)
-    found, at = mine.new_zeros(min(HEAD, shard.seq_len), *mine.shape[1:]), 0
-    for piece in shard.ranges(group.rank):
-        count = min(len(piece), len(range(piece.start, len(found), piece.step)))
-        found[piece.start :: piece.step][:count] = mine[at : at + count]
-        at += len(piece)
-    # by bytes, which sums of any dtype leave as they are
-    whole = sequence_sum(found.reshape(-1).view(torch.uint8), group)
-    return whole.view(x.dtype).view(found.shape).movedim(0, dim).contiguous()
+    """The first tokens along `dim` of the whole sequence, to which each rank contributes those that it holds."""
+    local = x.movedim(dim, 0)
+    facts = {"call": "check_first_batch", "shape": tuple(local.shape[1:]), "dim": dim, "dtype": x.dtype}
+    shard = group.shard(group.agree(facts, len(local)).seq_len)
+    head, start = local.new_zeros(min(HEAD, shard.seq_len), *local.shape[1:]), 0
+    for positions in shard.ranges(group.rank):
+        count = min(len(positions), len(range(positions.start, len(head), positions.step)))
+        head[positions.start :: positions.step][:count] = local[start : start + count]
+        start += len(positions)
+    # bytes of any dtype can be summed, since all but one rank add zeros
+    whole = sequence_sum(head.reshape(-1).view(torch.uint8), group)
+    return whole.view(x.dtype).view(head.shape).movedim(0, dim).contiguous()
 
 
 def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
@@ -134,18 +134,18 @@ def _losses(module: pl.LightningModule, batch: Any) -> dict[str, Tensor]:
     grads = _gradients(loss, [p for _, p in named])
     if all(g is None for g in grads):
         raise RuntimeError(f"check_first_batch: the loss of {type(module).__name__} has no gradient for any parameter.")
-    found = {"loss": loss.detach()}
-    found |= {
+    results = {"loss": loss.detach()}
+    results |= {
         f"gradient of {n}": torch.zeros_like(p) if g is None else g for (n, p), g in zip(named, grads, strict=True)
     }
     return {
-        name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for name, x in found.items()
+        name: x.to(torch.promote_types(x.dtype, torch.float32), copy=True).contiguous() for name, x in results.items()
     }
 
 
 def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
-    """Of one loss. Dealt parameters are gathered for the step, so theirs come by `backward` only, averaged over all ranks;
-    for others DDP must not see one."""
+    """Of one loss. Those of sharded parameters come by `backward` only, averaged over all ranks; of others, DDP must not see
+    a backward."""
     if not any(isinstance(p, DTensor) for p in parameters):
         return list(torch.autograd.grad(loss, parameters, allow_unused=True))
     loss.backward()
@@ -156,8 +156,8 @@ def _gradients(loss: Tensor, parameters: list[Tensor]) -> list[Tensor | None]:
 
 
 @contextmanager
-def _aside(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
-    """Eval mode, no logging, losses of this sequence only; all as before afterwards, random numbers too."""
+def _without_effects(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
+    """Within: eval mode, no logging, losses of this sequence only. Afterwards all is as before, random numbers too."""
     modes = {m: m.training for m in module.modules()}
     metrics = [(m, copy.deepcopy(m.metric_state), m.update_count) for m in module.modules() if isinstance(m, Metric)]
     silent: Callable[..., None] = lambda *args, **kwargs: None  # noqa: E731
@@ -175,7 +175,7 @@ def _aside(module: pl.LightningModule, group: SequenceGroup) -> Iterator[None]:
         for m, state, count in metrics:
             for name, value in state.items():
                 setattr(m, name, value)
-            m._update_count, m._computed = count, None
+            set_update_count(m, count)
 
 
 def computed_in(module: torch.nn.Module, device: str) -> torch.dtype:
@@ -190,9 +190,9 @@ SHOWN = 16
 
 
 def loader_facts(loader: Any) -> dict[str, str]:
-    """What has to be equal for the ranks of a sequence to hold parts of the same one, as far as it can be known at once.
+    """What has to be equal on all ranks of a sequence, as far as it is known without reading samples.
 
-    A dataset's own `fingerprint()` counts, where it has one: a string that differs where its samples do.
+    A dataset may have a `fingerprint()`: a string that differs where its samples do.
     """
     if not isinstance(loader, DataLoader):
         return {"loader": type(loader).__name__}
@@ -208,21 +208,21 @@ def loader_facts(loader: Any) -> dict[str, str]:
 
 
 def batch_facts(batch: Any, spec: SequenceSpec) -> dict[str, str]:
-    """The entries of a batch that every rank of a sequence has whole."""
+    """The entries of a batch of which every rank of a sequence has the whole."""
     entries = (
         batch if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, (tuple, list)) else {}
     )
-    return {str(name): _words(entries[name]) for name in spec.whole if name in entries}
+    return {str(name): _described(entries[name]) for name in spec.whole if name in entries}
 
 
-def _words(value: Any) -> str:
-    """A value in words that are equal where it is; of an object of unknown kind, the kind."""
+def _described(value: Any) -> str:
+    """A string that is equal where the value is; of an object of unknown type, the type's name."""
     if value is None or isinstance(value, (str, bytes, bool, int, float, complex)):
         return repr(value)
     if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_words, value))}]"
+        return f"[{', '.join(map(_described, value))}]"
     if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_words(k)}: {_words(v)}' for k, v in value.items())}}}"
+        return f"{{{', '.join(f'{_described(k)}: {_described(v)}' for k, v in value.items())}}}"
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return type(value).__name__
     if value.numel() <= SHOWN:
@@ -231,54 +231,79 @@ def _words(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype} {hashlib.blake2b(raw, digest_size=8).hexdigest()}"
 
 
+def compare_loader(
+    loader: Any, shard: Callable[[], Any], trainer: Any, stage: str, sizes: MeshSizes, shards_parameters: bool
+) -> tuple[Any, str | None]:
+    """Shard a loader and compare it over all ranks of the job, also where `shard` fails on this one.
+
+    Returns:
+        The sharded loader, and why losses cannot be added over ranks in each step of the stage; None where they can.
+
+    Raises:
+        ValueError: on every rank, as `compare_loaders` and `unlike_batches`; on a rank where `shard` raised, its error.
+    """
+    sharded, facts, error = loader, {}, None
+    try:
+        facts, sharded = loader_facts(loader), shard()
+    except Exception as raised:  # the other ranks, who wait to compare, have to know
+        facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
+    try:
+        batches = compare_loaders(facts, number_of_batches(sharded, trainer, stage), sizes)
+    except ValueError as differs:
+        raise (error or differs) from None
+    # how many batches several training loaders make together shows at the first step
+    compared = stage != "train" or 0 in batches
+    return sharded, unlike_batches(batches, stage, sizes, shards_parameters) if compared else None
+
+
 def compare_loaders(facts: dict[str, str], batches: int | None, sizes: MeshSizes) -> list[int | None]:
-    """The numbers of batches of all ranks of the job, after a look at what they read; `facts` may hold an "error".
+    """The numbers of batches of all ranks of the job, once their facts are compared; `facts` may hold an "error".
 
     Raises:
         ValueError: on every rank of the job, naming the ranks of a sequence that read different data, or the rank in error.
     """
-    found: list[Any] = [None] * sizes.world
-    dist.all_gather_object(found, (facts, batches))
-    errors = [f"rank {rank}: {told['error']}" for rank, (told, _) in enumerate(found) if "error" in told]
+    gathered: list[Any] = [None] * sizes.world
+    dist.all_gather_object(gathered, (facts, batches))
+    errors = [f"rank {rank}: {other['error']}" for rank, (other, _) in enumerate(gathered) if "error" in other]
     if errors:
         raise ValueError(f"a loader could not be shared. {'; '.join(errors)}")
     for first in range(0, sizes.world, sizes.sequence_size):
         ranks = range(first, first + sizes.sequence_size)
         for name in facts:
-            values = [found[rank][0].get(name) for rank in ranks]
+            values = [gathered[rank][0].get(name) for rank in ranks]
             if len(set(values)) > 1:
-                told = ", ".join(f"rank {rank} has {value}" for rank, value in zip(ranks, values, strict=True))
+                listed = ", ".join(f"rank {rank} has {value}" for rank, value in zip(ranks, values, strict=True))
                 raise ValueError(
-                    f"the ranks of a sequence read different data, so nothing was computed. {name}: {told}. Give every rank "
-                    "the same dataset; the strategy hands out the parts."
+                    f"the ranks of a sequence read different data, so nothing was computed. {name}: {listed}. Give every "
+                    "rank the same dataset; the strategy shards it."
                 )
-    return [batches for _, batches in found]
+    return [batches for _, batches in gathered]
 
 
 def number_of_batches(loader: Any, trainer: Any, stage: str) -> int | None:
-    """How many batches of a loader a Trainer takes in a stage; None where nobody knows."""
+    """How many batches of a loader a Trainer takes in a stage; None where the loader has no length."""
     batches, limit = sized_len(loader), getattr(trainer, f"limit_{stage}_batches", None)
     if batches is None or limit is None:
         return batches
     return min(batches, limit) if isinstance(limit, int) else int(batches * limit)
 
 
-def unlike_batches(found: list[Any], stage: str, sizes: MeshSizes, deals_parameters: bool) -> str | None:
+def unlike_batches(batches: list[Any], stage: str, sizes: MeshSizes, shards_parameters: bool) -> str | None:
     """Why losses cannot be added over all ranks in each step of a stage, as some have fewer batches; None if they can.
 
     Raises:
         ValueError: where all ranks meet in each step: in training, and with sharded parameters in every stage; and where
-            some have no batch of an evaluation at all, for Lightning would leave them out where the others add up metrics.
+            some have no batch of an evaluation: Lightning would leave them out where the others reduce metrics.
     """
-    if len(set(found)) == 1:
+    if len(set(batches)) == 1:
         return None
-    text = f"the ranks have {found} batches of the stage {stage!r}"
+    text = f"the ranks have {batches} batches of the stage {stage!r}"
     multiple = f"Let the number of samples be a multiple of batch_size x {sizes.data} data ranks"
-    if deals_parameters:
+    if shards_parameters:
         raise ValueError(f"{text}, but with sharded parameters all need as many. {multiple}, or use 'ring_dilated'.")
     if stage == "train":
         raise ValueError(f"{text}, but each step takes all ranks. {multiple}, or drop the last batch.")
-    if stage != "predict" and 0 in found:
+    if stage != "predict" and 0 in batches:
         raise ValueError(
             f"{text}, and ranks without any would be waited for at its end in vain. Give the stage at least batch_size x "
             f"{sizes.data} samples, or none (limit_{stage}_batches=0)."
@@ -289,8 +314,8 @@ def unlike_batches(found: list[Any], stage: str, sizes: MeshSizes, deals_paramet
     )
 
 
-def compare_training(trainer: Any, sizes: MeshSizes, deals_parameters: bool) -> None:
-    """Unlike numbers of training batches, at the first step: those of all loaders together, up to the last step.
+def compare_training(trainer: Any, sizes: MeshSizes, shards_parameters: bool) -> None:
+    """Compare numbers of training batches at the first step: those of all loaders together, up to the last step.
 
     Raises:
         ValueError: on every rank.
@@ -298,47 +323,44 @@ def compare_training(trainer: Any, sizes: MeshSizes, deals_parameters: bool) -> 
     left = float("inf")
     if trainer.max_steps >= 0:
         left = (trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches
-    found: list[Any] = [None] * sizes.world
-    dist.all_gather_object(found, min(trainer.num_training_batches, left))
-    unlike_batches(found, "train", sizes, deals_parameters)
+    batches: list[Any] = [None] * sizes.world
+    dist.all_gather_object(batches, min(trainer.num_training_batches, left))
+    unlike_batches(batches, "train", sizes, shards_parameters)
 
 
 def batches_of_loaders(trainer: Any, batch: Any) -> list[Any]:
     """The batches of several training loaders, each as its own; that of one loader as it is."""
-    combined = getattr(trainer.fit_loop, "_combined_loader", None) if trainer.training else None
-    several = getattr(combined, "iterables", None)
-    if isinstance(several, Mapping):
-        return [batch[name] for name in several if batch[name] is not None]
-    return [x for x in batch if x is not None] if isinstance(several, (list, tuple)) else [batch]
+    loaders = trainer.train_dataloader if trainer.training else None
+    if isinstance(loaders, Mapping):
+        return [batch[name] for name in loaders if batch[name] is not None]
+    return [x for x in batch if x is not None] if isinstance(loaders, (list, tuple)) else [batch]
 
 
-def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, dealt: bool) -> None:
-    """Raise for a callback that would wait for other ranks, copy parts of parameters, or count a sequence once a rank.
+def refuse_callbacks(trainer: pl.Trainer, strategy: str, sizes: MeshSizes, shards_parameters: bool) -> None:
+    """Raise for a callback that would wait for other ranks, copy shards of parameters, or count a sequence once a rank.
 
     Args:
-        trainer: with its callbacks.
         strategy: its name, for the message.
-        sizes: the ranks.
-        dealt: whether each rank holds a part of the parameters only.
+        shards_parameters: whether each rank holds a shard of the parameters only.
 
     Raises:
         ValueError: naming the callback, and what to take instead.
     """
     for callback in list(trainer.callbacks):  # type: ignore[attr-defined]
-        reason = _callback_reason(callback, sizes.world, sizes.sequence_size, dealt)
+        reason = _callback_reason(callback, sizes.world, sizes.sequence_size, shards_parameters)
         if reason:
             trainer.callbacks.remove(callback)  # type: ignore[attr-defined]  # or the error would set it off
             raise ValueError(f"the callback {type(callback).__name__} does not go with {strategy} here: {reason}")
 
 
-def _callback_reason(callback: Any, world: int, sequence_size: int, dealt: bool) -> str | None:
-    saves = isinstance(callback, getattr(callbacks, "OnExceptionCheckpoint", ()))
+def _callback_reason(callback: Any, world: int, sequence_size: int, shards_parameters: bool) -> str | None:
+    saves = isinstance(callback, callbacks.OnExceptionCheckpoint)
     if world > 1 and (saves or getattr(callback, "save_on_exception", False)):
         return (
             "a rank that raised would wait for all others to save with it, until the timeout. Take "
             "ModelCheckpoint(every_n_train_steps=..., save_last=True), and torchrun --max-restarts to go on from it."
         )
-    if isinstance(callback, getattr(callbacks, "WeightAveraging", ())) and dealt:
+    if isinstance(callback, callbacks.WeightAveraging) and shards_parameters:
         return (
             "it averages a copy of the whole model, while every rank trains a part of the parameters. Take "
             "strategy='ring_dilated', or average over module.parameters() in on_train_batch_end."
@@ -361,16 +383,16 @@ ATTENTION = "use lightning_dilated.MultiheadDilatedAttention (DilatedPattern.den
 NORM = "use LayerNorm or RMSNorm, which look at one token"
 #: (kinds of modules, why, what to do)
 MIXING: tuple[tuple[tuple[type, ...], str, str], ...] = (
-    ((batchnorm._BatchNorm, instancenorm._InstanceNorm, nn.GroupNorm), "takes statistics over tokens", NORM),
+    (TOKEN_NORMS, "takes statistics over tokens", NORM),
     ((nn.MultiheadAttention, nn.Transformer), "attends to this rank's tokens only", ATTENTION),
     ((nn.RNNBase,), "runs along the sequence", GATHER),
-    ((pooling._MaxPoolNd, pooling._AvgPoolNd, pooling._LPPoolNd), "pools neighbouring tokens", GATHER),
-    ((pooling._AdaptiveAvgPoolNd, pooling._AdaptiveMaxPoolNd), "pools over this rank's tokens only", MEAN),
+    (POOLS, "pools neighbouring tokens", GATHER),
+    (ADAPTIVE_POOLS, "pools over this rank's tokens only", MEAN),
 )
 
 
 def _mixing_reason(module: nn.Module) -> tuple[str, str] | None:
-    wide = isinstance(module, conv._ConvNd) and any(size > 1 for size in module.kernel_size)
+    wide = isinstance(module, CONVOLUTION) and any(size > 1 for size in module.kernel_size)
     if wide and not isinstance(module, SequenceConv1d):
         return "reaches over the edge of a shard", HALO
     for kinds, why, remedy in MIXING:
@@ -383,20 +405,20 @@ def refuse_mixing(root: nn.Module, allow: tuple[str, ...]) -> None:
     """Raise for modules below `root` that would silently compute something else on a part of the sequence.
 
     Args:
-        allow: names of modules (with everything below them) that are known not to see tokens of a cut sequence.
+        allow: names of modules (with everything below them) that see no tokens of a sharded sequence.
 
     Raises:
         ValueError: naming every such module.
     """
-    found = []
+    refused = []
     for name, module in root.named_modules():
         reason = _mixing_reason(module)
         allowed = any(name == a or name.startswith(a + ".") for a in allow)
         if reason and not allowed:
-            found.append(f"{name or 'the module'} ({type(module).__name__}) {reason[0]}: {reason[1]}")
-    if found:
+            refused.append(f"{name or 'the module'} ({type(module).__name__}) {reason[0]}: {reason[1]}")
+    if refused:
         raise ValueError(
             "modules that mix tokens or samples cannot run on parts of a sequence. "
-            + "; ".join(found)
+            + "; ".join(refused)
             + ". One that never sees a cut sequence may be named in the strategy's allow=[...]."
         )

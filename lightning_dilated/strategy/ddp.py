@@ -1,4 +1,4 @@
-"""ring_dilated: every sequence on several ranks, the parameters on each."""
+"""ring_dilated: every sequence on several ranks, with all parameters on each of them."""
 
 from __future__ import annotations
 
@@ -8,44 +8,41 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from lightning_dilated._compat.torch import whole_graphs_in_ddp
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.checkpoint.folder import checked, read_whole
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.checkpoint.state import read_to_host
 from lightning_dilated.strategy.fsdp import Exchange, Layout
-from lightning_dilated.strategy.mesh import gradient_group
+from lightning_dilated.strategy.parallelize import parallelize
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
-
-#: MiB of a bucket that takes all gradients
-ONE_BUCKET = 2**20
 
 
 class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
-    """Every sequence on several ranks, the parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
+    """Every sequence on several ranks, all parameters on each (DDP). `Trainer(strategy="ring_dilated")` takes the defaults.
 
     Args:
         sequence_size: ranks that share a sequence; "auto": all of them. The others hold other samples (data parallel).
-        head_size: of these, neighbours that trade tokens for heads.
+        head_size: how many neighbours of these exchange tokens for heads.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
         layout: which positions a rank holds.
         ranks_per_node: ranks with fast links; None: those of a node.
         timeout: seconds after which a rank that waits in vain for another gives up.
-        allow: names of modules that mix tokens or samples and are right nevertheless.
-        process_group_backend: "nccl" or "gloo"; None fits the device.
+        allow: names of modules that mix tokens or samples and are correct nevertheless.
+        process_group_backend: "nccl" or "gloo"; None: by the device.
         start_method: how further processes are started: "popen" runs the script again.
-        check_first_batch: compare one rank with all on the head of the first batch (see `strategy.first_batch`).
+        check_first_batch: compare one rank with all on the head of the first batch (see `strategy.checks`).
         find_unused_parameters: for models some of whose parameters take no part in a step.
         links: a file that `lightning-dilated bench links` wrote, for exchange="auto"; None: this machine's, else defaults.
-        bucket_cap_mb: MiB of gradients that are summed at a time, while the backward goes on (DDP's). None: on GPUs of one
-            node all at once when it is done, which costs less than sums beside it; else DDP's own, 25.
-        cpu_offload: not for a strategy that holds all parameters on every GPU; False is the same as not asking.
+        bucket_cap_mb: MiB of gradients that are summed at a time during the backward (DDP's). None: on GPUs of one node all
+            at once after it, which costs less than sums that overlap with it; else DDP's default, 25.
+        cpu_offload: only False: this strategy holds all parameters on every GPU.
 
     Raises:
         OSError: when made, where the file of links is not there.
@@ -81,7 +78,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         buckets: dict[str, Any] = {} if bucket_cap_mb is None else {"bucket_cap_mb": bucket_cap_mb}
         super().__init__(
             process_group_backend=process_group_backend,
-            timeout=self._seconds,
+            timeout=self._rank_timeout,
             start_method=start_method,
             find_unused_parameters=find_unused_parameters,
             **buckets,
@@ -92,7 +89,7 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         super()._configure_launcher()
         interactive = hasattr(sys, "ps1")
         if interactive and self.launcher is not None and not self.launcher.is_interactive_compatible:
-            # Lightning would send users to a strategy of its own, which shares no sequence
+            # Lightning would advise a strategy of its own, which shares no sequence
             raise MisconfigurationException(
                 "an interactive session cannot be run again on every rank: use strategy='ring_dilated_notebook', or "
                 "RingDilatedStrategy(start_method='fork', ...), before CUDA is first used; or run a script."
@@ -100,27 +97,18 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
 
     @override
     def _setup_model(self, model: Module) -> DistributedDataParallel:
-        """Lightning's; on GPUs with a communicator of its own for the gradients, and those of one node's in one bucket.
-
-        Why one: sums beside the backward wait for the slowest rank again and again, in kernels that take multiprocessors
-        from the backward (benchmarks/results/2026-11-22_h200_scaling.md).
-        """
-        if self._get_process_group_backend() == "nccl" and "process_group" not in self._ddp_kwargs:
-            beside = "bucket_cap_mb" in self._ddp_kwargs or self.num_nodes > 1
-            if not beside:
-                self._ddp_kwargs["bucket_cap_mb"] = ONE_BUCKET
-            self._ddp_kwargs["process_group"] = gradient_group(self._seconds, beside)
-        return super()._setup_model(model)
+        """Lightning's; on GPUs with a communicator of its own for the gradients; see `parallelize`."""
+        return parallelize(self, "_setup_model", super()._setup_model, model)
 
     @override
     @contextmanager
     def _within(self, *args: Any) -> Iterator[None]:
         """As for every strategy; compiled blocks stay whole.
 
-        Within DDP's forward torch.compile cuts graphs wherever a bucket is full, so that gradients leave in between. A block
-        is short enough to be waited for, and no kernel or buffer can serve two of its pieces.
+        Within DDP's forward torch.compile cuts graphs wherever a bucket is full, so that gradients can be sent in between.
+        A block is short enough to wait for, and a cut through it would keep kernels from fusing and buffers from reuse.
         """
-        with torch._dynamo.config.patch(optimize_ddp=False), super()._within(*args):
+        with whole_graphs_in_ddp(), super()._within(*args):
             yield
 
     @override
@@ -130,16 +118,15 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         Folders are read without running code, whatever `weights_only` says.
         """
         peers = Peers(self.global_rank, self.world_size)
-        if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it would not come to the checks
+        if not peers.any(Path(checkpoint_path).is_dir()):  # a rank that does not see it has to enter the checks, too
             read_to_host(self.checkpoint_io)
             return super().load_checkpoint(checkpoint_path, *args, **kwargs)
         return read_whole(checked(Path(checkpoint_path), peers))
 
 
-def _refuse_offload(name: str, asked: Any) -> None:
-    """Who asks for `cpu_offload` is told where it is."""
-    if asked is not False:
+def _refuse_offload(name: str, value: Any) -> None:
+    if value is not False:
         raise TypeError(
             f"{name} holds all parameters on every GPU and takes no cpu_offload: use RingDilatedFSDPStrategy("
-            f"cpu_offload={asked!r})."
+            f"cpu_offload={value!r})."
         )

@@ -1,8 +1,7 @@
-"""Sharding along the data loader: each worker hands over this rank's tokens only, in the order that the loader says.
+"""Sharding along the data loader: each worker yields this rank's tokens only, in the loader's own order.
 
 Datasets that can read ranges (`read_ranges`) read nothing else; samples of others are cut when a batch was collated, still
-in the worker, before it is pinned and copied. Lightning's sampler shuffles the training data of every strategy for several
-processes, also where the loader was made with shuffle=False or a sampler of its own; `keep_order` prevents that.
+in the worker, before it is pinned and copied.
 """
 
 from __future__ import annotations
@@ -15,38 +14,34 @@ from typing import Any, Protocol, runtime_checkable
 import lightning.pytorch as pl
 from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
+from lightning_dilated._compat.lightning import replace_sampler_choice
+from lightning_dilated._compat.torch import set_dataset
 from lightning_dilated.data.module import detached, sendable
 from lightning_dilated.sequence.shard import Place, SequenceSpec
-from lightning_dilated.strategy.preemption import LeavesSignals
+from lightning_dilated.strategy.preemption import IgnoresSignals
 
 
 def keep_order(trainer: pl.Trainer) -> None:
-    """Have the samplers that Lightning puts into training loaders shuffle only where the loader did."""
-    connector = trainer._data_connector
-    usual = getattr(connector, "_resolve_sampler", None)
-    if usual is None:
-        rank_zero_warn(
-            "this version of lightning shuffles training data although a loader has shuffle=False. If the order matters, "
-            "pass Trainer(use_distributed_sampler=False), and samplers that deal samples to the data ranks themselves."
-        )
-    elif not isinstance(usual, functools.partial):
-        connector._resolve_sampler = functools.partial(_resolve, usual)
+    """Have the samplers that Lightning puts into training loaders shuffle only where the loader did.
+
+    With several processes Lightning passes shuffle=True for every training loader, also for one that was made with
+    shuffle=False or with a sampler of its own.
+    """
+    replace_sampler_choice(trainer, lambda choose: functools.partial(_choose, choose))
 
 
-def _resolve(usual: Callable[..., Any], dataloader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Any:
-    """Lightning's sampler; its `shuffle` is True for every training loader."""
-    asked = shuffles(dataloader) if mode == RunningStage.TRAINING else shuffle
-    return usual(dataloader, shuffle=asked, mode=mode)
+def _choose(choose: Callable[..., Any], dataloader: DataLoader, shuffle: bool, mode: RunningStage | None = None) -> Any:
+    wanted = shuffles(dataloader) if mode == RunningStage.TRAINING else shuffle
+    return choose(dataloader, shuffle=wanted, mode=mode)
 
 
 def shuffles(dataloader: DataLoader) -> bool:
     """Whether a loader was made with shuffle=True, or an equal sampler.
 
-    Samplers of other kinds have an order of their own, which is kept. A batch sampler that shows no sampler is not known to
-    have one: it counts as shuffling.
+    Samplers of other kinds have an order of their own, which is kept. A batch sampler without a `sampler` may have any
+    order: it counts as shuffling.
     """
     if dataloader.batch_sampler is None:
         return isinstance(dataloader.sampler, RandomSampler)
@@ -68,8 +63,8 @@ class RangeDataset(Protocol):
 class RaggedDataset(Protocol):
     """A map-style dataset of sequences of unequal lengths that can read some positions of one.
 
-    The positions that a rank is asked for are those of the longest sample of its batch: beyond a sample's own length they
-    are padding, which `read_ranges` fills in. So the samples of a batch are equally long on a rank.
+    A rank requests positions of the longest sample of its batch: beyond a sample's own length they are padding, which
+    `read_ranges` fills in. So the samples of a batch are equally long on a rank.
     """
 
     def length_of(self, index: int) -> int:
@@ -132,14 +127,14 @@ class RankIterable:
 
 
 class Loaders:
-    """Shards the loaders of a run, and gives them back at its end as they were."""
+    """Shards the loaders of a run, and restores them at its end."""
 
     def __init__(self, place: Place, data_rank: int) -> None:
         self.place, self.data_rank = place, data_rank
         self._before: list[tuple[DataLoader, dict[str, Any]]] = []
 
     def shard(self, loader: Any, spec: SequenceSpec | None) -> Any:
-        """The loader (the same object, for a DataLoader), handing over this rank's part.
+        """The loader (the same object, for a DataLoader), which now yields this rank's part.
 
         Raises:
             ValueError: if it is not known which entries are sequences.
@@ -159,23 +154,22 @@ class Loaders:
         if isinstance(loader.dataset, (RangeDataset, RaggedDataset)) and not isinstance(
             loader.dataset, IterableDataset
         ):
-            # torch forbids to set it, for the sake of its sampler; the number of samples stays what it was
-            vars(loader)["dataset"] = RankDataset(loader.dataset, self.place)
+            set_dataset(loader, RankDataset(loader.dataset, self.place))
         else:
             loader.collate_fn = RankCollate(loader.collate_fn, _known(spec), self.place)
         if int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
             # Lightning would seed by the global rank: one sequence's ranks would then augment it differently
             loader.worker_init_fn = functools.partial(pl_worker_init_function, rank=self.data_rank)
-        loader.worker_init_fn = LeavesSignals(loader.worker_init_fn)
+        loader.worker_init_fn = IgnoresSignals(loader.worker_init_fn)
         return loader
 
     def _restore(self, loader: DataLoader) -> None:
-        for found, before in self._before:
-            if found is loader:
+        for changed, before in self._before:
+            if changed is loader:
                 vars(loader).update(before)
 
     def restore(self) -> None:
-        """Undo everything: outside of the strategy a loader gives whole sequences again."""
+        """Undo everything: outside of the strategy a loader yields whole sequences again."""
         for loader, before in self._before:
             vars(loader).update(before)
         self._before.clear()

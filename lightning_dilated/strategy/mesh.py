@@ -1,17 +1,14 @@
-"""MeshSizes: how many ranks hold different samples, and how many share one sequence; validated before anything starts.
-
-Random numbers that a run repeats, and that a resumed run continues: seeds of every step from (seed, stage, step, rank).
-
-Ranks of one sequence draw hidden dropout apart, since they hold different tokens, and what is decided once for the sequence
-together: outside of steps all generators are in step, and inside of them the CPU's is where the model is on a GPU. Attention
-dropout takes one seed a sequence, from its first rank, whatever their number.
-"""
+"""Ranks of a job: sizes of the mesh (data, ring, head), how processes find each other under torchrun, seeds of each step."""
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import json
 import os
 import random
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from lightning_dilated._compat.torch import flatten_mesh
 from lightning_dilated._validation import integer
 
 AXES = ("data", "ring", "head")
@@ -35,7 +33,7 @@ class MeshSizes:
     Args:
         world: ranks in all.
         sequence_size: ranks that share one sequence; "auto": all of them.
-        head_size: of these, ranks that trade tokens for heads.
+        head_size: of these, ranks that exchange tokens for heads.
 
     Raises:
         TypeError, ValueError: naming the option, with what is allowed.
@@ -79,30 +77,17 @@ class MeshSizes:
         A sequence that is the world has a group of its own, too, so that its rows do not queue behind gradients.
         """
         mesh = init_device_mesh(device_type, self.shape, mesh_dim_names=AXES)
-        sequence = mesh["ring", "head"]._flatten("sequence").get_group()
+        sequence = flatten_mesh(mesh["ring", "head"], "sequence").get_group()
         return mesh, dist.new_group(timeout=timeout) if self.data == 1 else sequence
 
 
-#: thread blocks of a communicator that sums gradients beside the backward: while it waits for a slower rank, its kernels
-#: keep these multiprocessors from the backward's own
-GRADIENT_BLOCKS = 4
-
-
-def gradient_group(timeout: timedelta, beside: bool) -> dist.ProcessGroup:
-    """All ranks, over NCCL, with few thread blocks where it works `beside` the backward; every rank has to call."""
-    options = dist.ProcessGroupNCCL.Options()
-    if beside:
-        options.config.max_ctas = GRADIENT_BLOCKS
-    return dist.new_group(backend="nccl", pg_options=options, timeout=timeout)
-
-
 def divisors(n: int) -> list[int]:
-    """All divisors, rising."""
     return [x for x in range(1, n + 1) if n % x == 0]
 
 
+# -- random numbers ----------------------------------------------------------------------------------------------------
 def run_seed(strategy: Any) -> int:
-    """The run's seed, equal on all ranks. Where nobody called `seed_everything`, every rank takes rank 0's state."""
+    """The run's seed, equal on all ranks; without `seed_everything`, that of rank 0."""
     if "PL_GLOBAL_SEED" in os.environ:
         return int(os.environ["PL_GLOBAL_SEED"])
     seed = strategy.broadcast(torch.initial_seed() % 2**32)
@@ -113,25 +98,147 @@ def run_seed(strategy: Any) -> int:
     return seed
 
 
-def key(*words: object) -> int:
-    """A 63-bit seed from words."""
-    return int.from_bytes(hashlib.blake2b(repr(words).encode(), digest_size=8).digest(), "big") >> 1
+def seed_of(*values: object) -> int:
+    """A 63-bit seed from values."""
+    return int.from_bytes(hashlib.blake2b(repr(values).encode(), digest_size=8).digest(), "big") >> 1
 
 
 @contextmanager
 def step_seeds(seed: int, stage: str, step: int, data_rank: int, rank: int, device: torch.device) -> Iterator[None]:
-    """Within, generators start from the seeds of a step of one rank of a sequence; after it the CPU's goes on as before.
+    """Within, generators start from the seeds of one step and rank of a sequence; afterwards the CPU's goes on as before.
 
-    On a GPU only its own generator differs between the ranks of a sequence.
+    Hidden dropout has to differ between the ranks of a sequence, which hold different tokens; what is decided once for the
+    sequence has to be equal. So outside of steps all generators are equal, and within steps on a GPU the CPU's is.
+    Attention dropout takes one seed a sequence, from its first rank.
     """
-    words = (seed, stage, step, data_rank)
+    values = (seed, stage, step, data_rank)
     before = torch.get_rng_state()
     if device.type == "cuda":
-        torch.default_generator.manual_seed(key(*words))
-        torch.cuda.default_generators[device.index or 0].manual_seed(key(*words, rank))
+        torch.default_generator.manual_seed(seed_of(*values))
+        torch.cuda.default_generators[device.index or 0].manual_seed(seed_of(*values, rank))
     else:
-        torch.default_generator.manual_seed(key(*words, rank))
+        torch.default_generator.manual_seed(seed_of(*values, rank))
     try:
         yield
     finally:
         torch.set_rng_state(before)
+
+
+# -- processes find each other -----------------------------------------------------------------------------------------
+#: seconds between two looks of rank 0 for ranks that arrived
+PAUSE = 0.05
+#: torch's agents remember the address of a store that died with its node
+SHARED = (
+    "If the first node was lost: the others go on only if TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is set for every agent."
+)
+#: how much longer the other ranks wait than rank 0, which reports the missing ranks
+MARGIN = timedelta(seconds=10)
+
+
+def join_under_torchrun(backend: str, timeout: timedelta, device: torch.device) -> None:
+    """Make the world's process group under torchrun; without effect under other launchers, or where there is a group.
+
+    torchrun's store may outlive its workers, with the addresses of the dead: under torch's usual keys, ranks of a later
+    attempt read those. No environment variable tells attempts apart: each node's agent counts its own restarts, and a node
+    that joins later counts from 0. So the ranks of an attempt agree on a token, and use keys that begin with it.
+
+    Raises:
+        RuntimeError: where ranks do not arrive within `timeout`, naming them.
+    """
+    if dist.is_initialized() or not dist.is_torchelastic_launched():
+        return
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = _store(rank, timeout)
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(agree_on_token(store, rank, world, timeout), store),
+        rank=rank,
+        world_size=world,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    if device.type == "cuda":
+        atexit.register(_leave)  # NCCL warns of groups that exist at the end of the process
+
+
+def _store(rank: int, timeout: timedelta) -> dist.Store:
+    """The store of the job: the agent's, else rank 0's own. `dist.rendezvous` would wait for ranks without naming them."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    served = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        return dist.TCPStore(host, port, is_master=served, timeout=timeout, wait_for_workers=False, multi_tenant=served)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {rank} of the job found no store at {host}:{port} within {timeout.total_seconds():g} seconds. "
+            "torchrun's agent of the first node, or rank 0, serves it: look at its output for an earlier error, and check "
+            f"that this host can reach that port. {SHARED}"
+        ) from error
+
+
+def agree_on_token(store: dist.Store, rank: int, world: int, timeout: timedelta) -> str:
+    """A new string that is the same on all ranks that call this together.
+
+    Rank 0 sends it to every other rank under a key that this rank made up, so nobody reads an answer of an earlier attempt.
+
+    Args:
+        store: shared by the ranks; it may hold keys of earlier attempts.
+        rank: of this process, of `world` ranks.
+        timeout: for which rank 0 waits for the others, and the others for rank 0.
+
+    Raises:
+        RuntimeError: on every rank that arrived, naming those that did not.
+    """
+    store = dist.PrefixStore(f"lightning-dilated/token/{world}", store)
+    return _send_token(store, world, timeout) if rank == 0 else _receive_token(store, rank, timeout)
+
+
+def _send_token(store: dist.Store, world: int, timeout: timedelta) -> str:
+    """Rank 0's part: answers every hello until all ranks have the token, then reports which are missing."""
+    token, end = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
+    missing = list(range(1, world))
+    while missing:
+        missing = [rank for rank in missing if not store.check([f"taken/{token}/{rank}"])]
+        for rank in missing:
+            if store.check([f"hello/{rank}"]):  # it may be of an earlier attempt, until this one's replaces it
+                store.set(f"answer/{store.get(f'hello/{rank}').decode()}", token)
+        if missing and time.monotonic() > end:
+            break
+        time.sleep(PAUSE if missing else 0)
+    store.set(f"missing/{token}", json.dumps(missing))
+    if missing:
+        raise RuntimeError(_never_came(0, missing, timeout))
+    return token
+
+
+def _receive_token(store: dist.Store, rank: int, timeout: timedelta) -> str:
+    """The other ranks' part."""
+    answer_key = uuid.uuid4().hex
+    store.set(f"hello/{rank}", answer_key)
+    token = _receive(store, f"answer/{answer_key}", rank, timeout).decode()
+    store.set(f"taken/{token}/{rank}", "")
+    missing = json.loads(_receive(store, f"missing/{token}", rank, timeout, MARGIN))
+    if missing:
+        raise RuntimeError(_never_came(rank, missing, timeout))
+    return token
+
+
+def _receive(store: dist.Store, key: str, rank: int, timeout: timedelta, margin: timedelta = timedelta(0)) -> bytes:
+    """A value that rank 0 sets."""
+    try:
+        store.wait([key], timeout + margin)
+        return store.get(key)
+    except dist.DistError as error:
+        raise RuntimeError(_never_came(rank, [0], timeout)) from error
+
+
+def _never_came(rank: int, missing: list[int], timeout: timedelta) -> str:
+    return (
+        f"rank {rank} of the job waited {timeout.total_seconds():g} seconds in vain for ranks {missing} of the job to say "
+        "hello. They did not start, died, or are slower than the strategy's timeout: look at the output of their nodes for "
+        f"an earlier error, or give the strategy a longer timeout. {SHARED}"
+    )
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,37 +1,47 @@
-"""A signal to end, to any rank, ends a fit on all ranks before the same batch: SIGTERM, SIGINT and SLURM's requeue signal.
+"""How jobs end early: a signal to any rank ends a fit on all ranks before the same batch, and where a rank is lost, the
+errors of the others name it.
 
 Lightning 2.6 has every rank read a number from its GPU before each batch, so that hosts wait for their GPUs between steps;
 its signal handlers broadcast that number, or save a checkpoint, whatever the rank is doing, which another rank may take for
-a collective of a step; and a fit that a signal ended exits with status 0. Here a handler notes the signal only, and hosts
-exchange what they noted before each batch.
+a collective of a step; and a fit that a signal ended exits with status 0. Here a handler only records the signal, and hosts
+exchange what they recorded before each batch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import re
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
+from lightning_dilated._compat.lightning import (
+    SignalHooks,
+    forget_launched_processes,
+    is_accumulating,
+    set_received_sigterm,
+)
+from lightning_dilated._compat.torch import default_store
+from lightning_dilated.checkpoint.ranks import reason
 from lightning_dilated.sequence.consensus import Quiet
 
 _log = logging.getLogger(__name__)
 
 
-class Ending:
-    """Whether some rank of the job was sent a signal to end; takes the place of Lightning's own way.
+class Preemption:
+    """Whether some rank of the job was sent a signal to end; replaces Lightning's handling.
 
     Args:
         trainer: whose fits end; before it registers its signal handlers.
@@ -42,81 +52,67 @@ class Ending:
         self._trainer, self._process = trainer, os.getpid()
         #: the signal that ended the fit, the same on all ranks; None until then
         self.signal: int | None = None
-        #: whether it asked to put the job back in SLURM's queue
+        #: whether it was SLURM's signal to requeue the job
         self.requeue = False
-        #: whether a callback saves when the fit ends, and puts the job back in the queue; else Lightning's handler does
+        #: whether a callback saves when the fit ends, and requeues the job; else Lightning's handler does
         self.saves = False
-        self._noted, self._asked_to_requeue, self._requeued = 0, False, False
+        self._recorded, self._requeue_requested, self._requeued = 0, False, False
         self._quiet = Quiet(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
-        self._second = SecondInterrupt(self._kill_at_once)
-        self._replaced: list[tuple[Any, str]] = []
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector
-        self._advance, self._register = type(loop).advance.__get__(loop), type(connector).register_signal_handlers
-        self._requeue_by_lightning = type(connector)._slurm_sigusr_handler_fn.__get__(connector)
-        self._replace(loop, "advance", self._ask_and_advance)
-        self._replace(loop, "_broadcast_sigterm_tensor", _nothing)
-        self._replace(connector, "register_signal_handlers", self._register_signal_handlers)
-        self._replace(connector, "_sigterm_notifier_fn", self.note)
-        self._replace(connector, "_slurm_sigusr_handler_fn", self.note_requeue)
-
-    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        setattr(owner, name, function)
-        self._replaced.append((owner, name))
+        self._second = OnSecondInterrupt(self._kill_at_once)
+        self._hooks = SignalHooks(trainer)
+        self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)
 
     def close(self) -> None:
         """Give the Trainer its own functions back."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
-        self._replaced.clear()
+        self._hooks.restore()
         self._second.close()
 
-    # -- signal handlers: they only note, as they may run anywhere ---------------------------------------------------
+    # -- signal handlers: they only record, as they may run anywhere ---------------------------------------------------
     def _register_signal_handlers(self) -> None:
-        """Lightning's handlers, which it removes at the end; in a fit SIGINT's too, unless the user has their own."""
-        connector = self._trainer._signal_connector
-        self._register(connector)
+        """Lightning's handlers, which it removes at the end; in a fit one for SIGINT too, unless the user has their own."""
+        self._hooks.register()
         usual = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if usual and self._fitting and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, self.interrupt)
             self._second.watch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the connection, which belongs to this process: a copy elsewhere asks nobody."""
+        """Without the channel to other ranks, which belongs to this process."""
         return {**self.__dict__, "_quiet": None}
 
-    def note(self, signum: int, frame: Any) -> None:
-        """SIGTERM: passes it on to the processes that this one started, as Lightning's handler does.
+    def record(self, signum: int, frame: Any) -> None:
+        """SIGTERM: pass it on to the processes that this one started, as Lightning's handler does.
 
-        In a fit what is under way, an optimizer step or a validation, is finished, so that all ranks end after it.
+        In a fit an optimizer step or a validation under way is finished, so that all ranks end after it.
         """
         if os.getpid() != self._process:  # a fork, such as a loader's worker
             return
-        first, self._noted = not self._noted, self._noted or signum
+        first, self._recorded = not self._recorded, self._recorded or signum
         if first and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         if not self._fitting:
-            self._trainer._signal_connector.received_sigterm = True
+            set_received_sigterm(self._trainer)
 
     def interrupt(self, signum: int, frame: Any) -> None:
-        """SIGINT: the first is noted; the second ends the process at once.
+        """SIGINT: the first is recorded; the second ends the process at once.
 
         It is not passed on: a terminal sends it to all processes, which would take it for their second.
         """
         if os.getpid() == self._process:
-            self._noted = signum
+            self._recorded = signum
             _log.warning("interrupted: all ranks end after this step; interrupt again to end at once")
 
-    def note_requeue(self, signum: int, frame: Any) -> None:
-        """SLURM's signal that time is nearly up; outside of a fit Lightning's handler does what it does."""
+    def record_requeue(self, signum: int, frame: Any) -> None:
+        """SLURM's signal that time is nearly up; outside of a fit, Lightning's handler runs."""
         if os.getpid() != self._process:
             return
         if not self._fitting:
-            self._requeue_by_lightning(signum, frame)
+            self._hooks.requeue(signum, frame)
             return
-        self._noted, self._asked_to_requeue = self._noted or signum, True
+        self._recorded, self._requeue_requested = self._recorded or signum, True
 
     def _kill_at_once(self) -> None:
-        """Not waiting for anything: ranks that this process started would wait for it."""
+        """Without waiting for anything, also for ranks that this process started, which may wait for it."""
         if self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signal.SIGKILL)
         os._exit(128 + signal.SIGINT)
@@ -126,11 +122,11 @@ class Ending:
         return self._trainer.state.fn == TrainerFn.FITTING
 
     # -- between steps -----------------------------------------------------------------------------------------------
-    def _ask_and_advance(self, *args: Any) -> None:
-        self.ask()
-        self._advance(*args)
+    def _check_and_advance(self, *args: Any) -> None:
+        self.end_if_signalled()
+        self._hooks.advance(*args)
 
-    def ask(self) -> None:
+    def end_if_signalled(self) -> None:
         """Before each batch of training, before a validation, and at the end; outside of fits nothing.
 
         Gradients that wait for further batches would be lost: all ranks go on until the optimizer's step.
@@ -141,27 +137,29 @@ class Ending:
         """
         if not self._fitting or self.signal is not None:
             return
-        noted = self._gather()
-        sent = {rank: signum for rank, (signum, _) in enumerate(noted) if signum}
-        if not sent or self._trainer.fit_loop.epoch_loop._should_accumulate():
+        recorded = self._gather()
+        sent = {rank: signum for rank, (signum, _) in enumerate(recorded) if signum}
+        if not sent or is_accumulating(self._trainer):
             return
-        requeue = [signum for signum, asked in noted if asked]
+        requeue = [signum for signum, requested in recorded if requested]
         if requeue and not self.saves:
             self._save_by_lightning(requeue[0])
             return
         self.requeue, self.signal = bool(requeue), requeue[0] if requeue else min(sent.values())
         name, step = signal.Signals(self.signal).name, self._trainer.global_step
         _log.warning("ranks %s were told to end (%s): all do, after step %d", sorted(sent), name, step)
-        self._trainer._signal_connector.received_sigterm = True
-        self._expect_ends()
+        set_received_sigterm(self._trainer)
+        # processes that this one started end with a status other than 0; their observer would kill this one, which may still
+        # have to wait for a logger or for SLURM
+        forget_launched_processes(self._trainer.strategy.launcher)
         raise SIGTERMException(128 + self.signal)
 
     def _gather(self) -> list[tuple[int, bool]]:
-        """What each rank noted: (signal or 0, whether it asks to requeue)."""
+        """What each rank recorded: (signal or 0, whether it was SLURM's to requeue)."""
         if self._quiet is None:
-            return [(self._noted, self._asked_to_requeue)]
+            return [(self._recorded, self._requeue_requested)]
         try:
-            told = self._quiet.gather(torch.tensor([self._noted, int(self._asked_to_requeue)], device="cpu"))
+            recorded = self._quiet.gather(torch.tensor([self._recorded, int(self._requeue_requested)], device="cpu"))
         except RuntimeError as error:
             rank = dist.get_rank()
             others = [r for r in range(dist.get_world_size()) if r != rank]
@@ -169,30 +167,19 @@ class Ending:
                 f"rank {rank} of the job waited in vain for the others, ranks {others} of the job, before a batch. One of "
                 "them died, raised, or had fewer batches."
             ) from error
-        return [(int(x[0]), bool(x[1])) for x in told]
+        return [(int(x[0]), bool(x[1])) for x in recorded]
 
     def _save_by_lightning(self, signum: int) -> None:
         """Lightning's own requeue, once and by all ranks at the same batch: it saves `hpc_ckpt_1.ckpt`, and training goes on
         until SLURM ends the job."""
-        self._noted, self._asked_to_requeue = 0, False
+        self._recorded, self._requeue_requested = 0, False
         if not self._requeued:
             self._requeued = True
-            self._requeue_by_lightning(signum, None)
-
-    def _expect_ends(self) -> None:
-        """Ranks that this process started end with a status other than 0, which their observer must not take for a death.
-
-        It would kill this process, which may still have to wait for a logger or for SLURM.
-        """
-        launcher = self._trainer.strategy.launcher
-        if isinstance(launcher, _SubprocessScriptLauncher):
-            started = list(launcher.procs)
-            launcher.procs.clear()  # the observer's own list
-            launcher.procs = started
+            self._hooks.requeue(signum, None)
 
 
-class SecondInterrupt:
-    """Calls `act` at the second SIGINT, in a thread: handlers run only when the main thread does not wait in a collective.
+class OnSecondInterrupt:
+    """Calls `act` at the second SIGINT, in a thread: while the main thread waits in a collective, no handler runs.
 
     The interpreter writes the numbers of signals into a pipe as they come.
     """
@@ -201,7 +188,7 @@ class SecondInterrupt:
         self._act, self._pipe = act, (-1, -1)
 
     def watch(self) -> None:
-        """Begin, in the main thread; of no effect where somebody else reads the signals, as asyncio does."""
+        """Begin, in the main thread; without effect where another reader has the pipe, as asyncio does."""
         if os.name != "posix" or self._pipe[0] >= 0:
             return
         read, write = os.pipe()
@@ -225,7 +212,7 @@ class SecondInterrupt:
         os.close(read)
 
     def close(self) -> None:
-        """End it."""
+        """End the thread."""
         write, self._pipe = self._pipe[1], (-1, -1)
         if write >= 0:
             _watched.discard(write)
@@ -247,44 +234,44 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_in_fork)
 
 
-class EndsTogether:
-    """To be inherited by a strategy, before Lightning's: asks where Lightning's loops do not."""
+class EndsOnSignal:
+    """A mixin for a strategy, before Lightning's: also ends a fit before a validation and at its end."""
 
-    _ending: Ending | None = None
+    _preemption: Preemption | None = None
 
     @property
-    def ending(self) -> Ending | None:
+    def preemption(self) -> Preemption | None:
         """What ends the fits of this strategy's Trainer; None before it runs."""
-        return self._ending
+        return self._preemption
 
     def on_validation_start(self) -> None:
-        """Told in the batch before it."""
-        if self._ending is not None:
-            self._ending.ask()
+        """For a signal that came in the batch before it."""
+        if self._preemption is not None:
+            self._preemption.end_if_signalled()
         super().on_validation_start()
 
     def on_train_end(self) -> None:
-        """Told in the last batch; after callbacks have saved."""
+        """For a signal that came in the last batch; after callbacks have saved."""
         super().on_train_end()
-        if self._ending is not None:
-            self._ending.ask()
+        if self._preemption is not None:
+            self._preemption.end_if_signalled()
 
     def on_exception(self, exception: BaseException) -> None:
-        """A validation, test or prediction that SIGTERM ends, exits with its status, too."""
+        """A validation, test or prediction that SIGTERM ends exits with that status, too."""
         if isinstance(exception, SIGTERMException) and exception.code is None:
             exception.code = 128 + signal.SIGTERM
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """The Trainer gets its own functions back."""
-        if self._ending is not None:
-            self._ending.close()
-            self._ending = None
+        """Lightning's; restores the Trainer's signal handling."""
+        if self._preemption is not None:
+            self._preemption.close()
+            self._preemption = None
         super().teardown()
 
 
 def requeue_job() -> None:
-    """Put this SLURM job (of an array: this task) back in the queue; of one rank.
+    """Requeue this SLURM job (of an array: this task); one rank calls.
 
     Raises:
         RuntimeError: where there is no job, or SLURM refuses.
@@ -303,11 +290,11 @@ def requeue_job() -> None:
 
 
 # -- workers of loaders ------------------------------------------------------------------------------------------------
-class LeavesSignals:
-    """A loader's `worker_init_fn`, and before it: the worker ends when the process that started it says so.
+class IgnoresSignals:
+    """A loader's `worker_init_fn` that first makes the worker ignore signals, but for SIGTERM of its parent process.
 
-    Schedulers and terminals signal whole groups of processes. A worker that ended by that would fail the fit, in the batch
-    that was to be finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
+    Schedulers and terminals signal whole groups of processes. A worker that ended by such a signal would fail the fit in the
+    batch that was to be finished. A program that a worker starts inherits the blocked SIGTERM: end it with `Popen.kill`.
     """
 
     def __init__(self, inner: Callable[[int], Any] | None) -> None:
@@ -332,4 +319,79 @@ def _end_by_parent() -> None:
 
 
 def _nothing(*args: Any) -> None:
-    """Stands in for Lightning's broadcast before a batch, and handles signals that are another process's."""
+    """Handles signals that are meant for another process."""
+
+
+# -- lost ranks --------------------------------------------------------------------------------------------------------
+#: seconds to wait for the reasons of other ranks, whose connections break at about the same time
+PATIENCE = 5.0
+#: numbers of the runs of this process, which are the same on all ranks
+_runs = itertools.count()
+
+
+class ReportsLostRanks:
+    """A mixin for a strategy, before Lightning's: after a collective failed, the error says which ranks ended and why.
+
+    gloo says "Connection reset by peer", and names only a port. So every rank that ends with an error leaves its reason in
+    the job's store, and a rank whose connection broke reads what the others left.
+    """
+
+    _run = -1
+
+    def _count_run(self) -> None:
+        """As a run begins, on every rank: reasons of an earlier run, after which a script went on, have another number."""
+        self._run = next(_runs)
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Lightning's; leaves this rank's reason, and adds to the message of a broken connection which rank is lost."""
+        super().on_exception(exception)  # type: ignore[misc]
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        broken = connection_broke(exception)
+        try:
+            reasons = dist.PrefixStore(f"lightning-dilated/reasons/{self._run}", default_store())
+            reasons.set(str(dist.get_rank()), "" if broken else reason(exception))
+            words = report_lost_ranks(reasons, dist.get_rank(), dist.get_world_size()) if broken else ""
+        except RuntimeError:
+            words = "Rank 0 of the job, or the node that serves the job's store, died or ended: the store is gone."
+        if broken:
+            exception.args = (f"{words}\n{exception}", *exception.args[1:])
+
+
+def connection_broke(error: BaseException | None) -> bool:
+    """Whether an error, or the one behind it, is that of a collective that lost another rank."""
+    while error is not None:
+        if isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "/gloo/" in str(error)):
+            return True
+        error = error.__cause__
+    return False
+
+
+def report_lost_ranks(reasons: Any, rank: int, world: int, patience: float = PATIENCE) -> str:
+    """Which ranks raised and what, and which gave no sign within `patience` seconds, in one line.
+
+    Args:
+        reasons: a store in which each rank that ended left its reason under its number, "" for a broken connection.
+        rank: of this process, of `world` ranks of the job.
+        patience: seconds to wait for the other ranks.
+
+    Raises:
+        RuntimeError: where the store is gone.
+    """
+    silent, end = [x for x in range(world) if x != rank], time.monotonic() + patience
+    ended: list[int] = []
+    while silent and time.monotonic() < end:
+        ended += [x for x in silent if reasons.check([str(x)])]
+        silent = [x for x in silent if x not in ended]
+        time.sleep(0.1 if silent else 0)
+    raised = {x: words for x in sorted(ended) if (words := reasons.get(str(x)).decode())}
+    sentences = [f"Rank {x} of the job raised {words}." for x, words in raised.items()]
+    if silent:
+        sentences.append(
+            f"Ranks {silent} of the job gave no sign within {patience:g} seconds after it: they died (look at their output, "
+            "and whether the system ended them for memory), or hang."
+        )
+    others = [x for x in range(world) if x != rank]
+    if not sentences:
+        sentences.append(f"Ranks {others} of the job lost a connection, too: look at the network between their nodes.")
+    return f"Rank {rank} of the job lost the connection to another rank. {' '.join(sentences)}"

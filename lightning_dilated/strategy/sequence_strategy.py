@@ -1,6 +1,6 @@
 """The mixin that makes a Lightning strategy hold one sequence on many ranks: mesh, loaders, active sequence, loss, RNG.
 
-Every hook does one thing and calls Lightning's own; one rank takes the same way as many.
+`parallelize` has the steps of set-up in order; the hooks of steps are here. One rank runs the same code as many.
 """
 
 from __future__ import annotations
@@ -10,32 +10,30 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as dist
 from lightning.fabric.utilities.rank_zero import rank_zero_debug
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import ReduceOp
 from typing_extensions import override
 
-from lightning_dilated._device import leave_room
 from lightning_dilated._validation import real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
-from lightning_dilated.sequence.shard import Place, SequenceSpec, check_layout
+from lightning_dilated.sequence.shard import SequenceSpec, check_layout
 from lightning_dilated.strategy import checks
-from lightning_dilated.strategy.checks import check_first_batch, computed_in, refuse_callbacks, refuse_mixing
-from lightning_dilated.strategy.loader import Loaders, keep_order
-from lightning_dilated.strategy.mesh import MeshSizes, run_seed, step_seeds
-from lightning_dilated.strategy.preemption import Ending, EndsTogether
-from lightning_dilated.strategy.restart import CallsTheRoll, join_under_torchrun
+from lightning_dilated.strategy.checks import check_first_batch, computed_in
+from lightning_dilated.strategy.loader import Loaders
+from lightning_dilated.strategy.mesh import MeshSizes, join_under_torchrun, step_seeds
+from lightning_dilated.strategy.parallelize import parallelize
+from lightning_dilated.strategy.preemption import EndsOnSignal, ReportsLostRanks
 
 
-class SequenceStrategy(EndsTogether, CallsTheRoll):
-    """To be inherited beside a Lightning strategy for many processes, and before it."""
+class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
+    """A mixin for a Lightning strategy of many processes; it comes before that strategy among the bases."""
 
-    #: whether each rank holds a part of the parameters only, and all of them meet in every step of every stage
-    deals_parameters = False
+    #: whether each rank holds a shard of the parameters only, so that all ranks meet in every step of every stage
+    shards_parameters = False
 
     def _configure_sequence(
         self,
@@ -50,17 +48,21 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         links: str | None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
-        self._asked = sequence_size, head_size
-        self._settings = {"exchange": check_exchange(exchange), "layout": check_layout(layout), "head_size": head_size}
-        self._settings["links"] = Links.of_this_machine() if links is None else Links.load(links)
-        self._ranks_per_node, self._seconds = ranks_per_node, timedelta(seconds=timeout)
+        self._requested_sizes = sequence_size, head_size
+        self._exchange_settings = {
+            "exchange": check_exchange(exchange),
+            "layout": check_layout(layout),
+            "head_size": head_size,
+            "links": Links.of_this_machine() if links is None else Links.load(links),
+        }
+        self._ranks_per_node, self._rank_timeout = ranks_per_node, timedelta(seconds=timeout)
         self._allow = tuple(allow or ())
         self._mesh: DeviceMesh | None = None
         self._sequence: SequenceGroup | None = None
         self._loaders: Loaders | None = None
-        self._unlike: dict[str, str] = {}  # {stage: why losses cannot be added there}
-        self._compared, self._shares, self._seed = False, 0, 0
-        self._unchecked = check_first_batch
+        self._why_unshared: dict[str, str] = {}  # {stage: why losses cannot be added over ranks there}
+        self._first_step, self._shares, self._seed = True, 0, 0
+        self._checks_first_batch = check_first_batch
 
     # -- sizes and groups --------------------------------------------------------------------------------------------
     @property
@@ -70,7 +72,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         Raises:
             ValueError: for sizes that do not divide the world.
         """
-        return MeshSizes(self.num_nodes * self.num_processes, *self._asked)
+        return MeshSizes(self.num_nodes * self.num_processes, *self._requested_sizes)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -96,12 +98,12 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
     @property
     def data_rank(self) -> int:
-        """Which of the sequences that are trained on at a time this rank holds a part of."""
+        """The number of this rank's sequence, of those that are trained on at a time."""
         return self.global_rank // self.sizes.sequence_size
 
     @property
     def is_first_of_sequence(self) -> bool:
-        """Whether this rank is the first of its sequence: the one to write what all of them know."""
+        """Whether this rank is the first of its sequence: the one to write what its ranks have in common."""
         return self.global_rank % self.sizes.sequence_size == 0
 
     @override
@@ -111,48 +113,33 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
     @override
     def setup_environment(self) -> None:
-        """Makes the mesh and the sequence's group, once, after the processes found each other."""
-        self._number_run()
-        refuse_callbacks(self.lightning_module.trainer, type(self).__name__, self.sizes, self.deals_parameters)
-        self.accelerator.setup_device(self.root_device)
-        join_under_torchrun(self._get_process_group_backend(), self._seconds, self.root_device)
-        self._find_processes()
-        self._seed = run_seed(self)
-        if self._mesh is None:  # Lightning calls this for every fit, validate, test and predict
-            self._mesh, sequence = self.sizes.make(self.root_device.type, self._seconds)
-            local = self._ranks_per_node or (self.num_processes if self.num_nodes > 1 else None)
-            self._sequence = SequenceGroup(
-                sequence,
-                ranks_per_node=local if local is None else min(local, self.sizes.sequence_size),
-                loss_group=dist.group.WORLD,
-                timeout=self._seconds,
-                **self._settings,
-            )
-        self._ending = Ending(self.lightning_module.trainer, self._seconds)
-        keep_order(self.lightning_module.trainer)
-        place = Place(self.sequence.ranks, self.sequence.rank, self.sequence.layout)
-        self._loaders, self._unlike, self._compared = Loaders(place, self.data_rank), {}, False
-        self.lightning_module._device_mesh = self._mesh
+        """Process groups, mesh and sequence group; see `parallelize`."""
+        self._count_run()
+        self._first_step = True
+        parallelize(self, "setup_environment", self._join_processes)
         rank_zero_debug(f"{type(self).__name__}: {self.sizes}")
 
-    def _find_processes(self) -> None:
-        """Lightning's own start of the process group."""
+    def _join_processes(self) -> None:
+        self.accelerator.setup_device(self.root_device)
+        join_under_torchrun(self._get_process_group_backend(), self._rank_timeout, self.root_device)
+        self._start_process_group()
+
+    def _start_process_group(self) -> None:
+        """By Lightning, where torchrun did not start the processes."""
         super().setup_environment()
 
     @override
     def setup(self, trainer: Any) -> None:
-        """Refuses modules that mix tokens before the model is wrapped."""
-        if self.sequence.ranks > 1:
-            refuse_mixing(self.lightning_module, self._allow)
-        super().setup(trainer)
+        """Parameters and optimizers; see `parallelize`."""
+        parallelize(self, "setup", super().setup, trainer)
 
     @override
     def teardown(self) -> None:
-        """Gives the loaders back as they were, and device memory of the sequence's routes."""
+        """Restores the loaders, and frees device memory of the sequence's routes."""
         if self._loaders is not None:
             self._loaders.restore()
         if self._sequence is not None:
-            self._sequence.was_active = False  # what is recomputed from now on is somebody else's
+            self._sequence.was_active = False  # a recomputation from now on belongs to another strategy
             self._sequence.forget()
         super().teardown()
 
@@ -172,8 +159,8 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         return stage.dataloader_prefix
 
     def __getstate__(self) -> dict[str, Any]:
-        """Lightning's, without what belongs to this process: groups of ranks, and loaders that are cut to its part."""
-        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_ending": None}
+        """Lightning's, without what belongs to this process: process groups and sharded loaders."""
+        state = {**super().__getstate__(), "_mesh": None, "_sequence": None, "_loaders": None, "_preemption": None}
         if "_ddp_kwargs" in state:
             state["_ddp_kwargs"] = {k: v for k, v in state["_ddp_kwargs"].items() if k != "process_group"}
         return state
@@ -187,34 +174,19 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """The loader, handing over this rank's tokens only.
+        """The loader with this rank's tokens only; see `parallelize`.
 
         Raises:
-            ValueError: on every rank, if the ranks of a sequence read different data, or ranks have unlike numbers of
+            ValueError: on every rank, if the ranks of a sequence read different data, or ranks have different numbers of
                 batches where each step takes all of them.
             RuntimeError: outside of a run.
         """
-        stage = self._stage()
-        loader, spec = super().process_dataloader(dataloader), self._spec()
-        sharded, facts, error = loader, {}, None
-        try:
-            facts, sharded = checks.loader_facts(loader), self._loaders.shard(loader, spec)
-        except Exception as raised:  # the other ranks, who wait to compare, have to know
-            facts, error = {"error": f"{type(raised).__name__}: {raised}"}, raised
-        batches = checks.number_of_batches(sharded, self.lightning_module.trainer, stage)
-        try:
-            found = checks.compare_loaders(facts, batches, self.sizes)
-        except ValueError as told:
-            raise (error or told) from None
-        # how many batches several training loaders make together shows at the first step
-        if stage != "train" or 0 in found:
-            unlike = checks.unlike_batches(found, stage, self.sizes, self.deals_parameters)
-            self._unlike |= {stage: unlike} if unlike else {}
-        return sharded
+        self._stage()
+        return parallelize(self, "process_dataloader", super().process_dataloader, dataloader)
 
     @override
     def batch_to_device(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Lightning's; before, while they are on the CPU, entries that each rank of a sequence has whole are compared.
+        """Lightning's; before, on the CPU, compares the entries of which every rank of a sequence has the whole.
 
         Raises:
             ValueError: on every rank of the sequence, naming the entry that differs.
@@ -227,19 +199,19 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
         return super().batch_to_device(batch, *args, **kwargs)
 
     def _spec(self) -> SequenceSpec | None:
-        """What the DataModule declares, else the LightningModule."""
+        """The `sequence_spec` of the DataModule, else of the LightningModule."""
         datamodule = getattr(self.lightning_module.trainer, "datamodule", None)
-        found = [x for x in (getattr(y, "sequence_spec", None) for y in (datamodule, self.lightning_module)) if x]
-        return found[0] if found else None
+        specs = (getattr(owner, "sequence_spec", None) for owner in (datamodule, self.lightning_module))
+        return next((spec for spec in specs if spec), None)
 
     # -- steps -------------------------------------------------------------------------------------------------------
     @contextmanager
     def _within(self, stage: str, batch_idx: int) -> Iterator[None]:
-        """The sequence is active, and random numbers are those of (seed, stage, step, this rank's part)."""
-        trainer, unlike = self.lightning_module.trainer, self._unlike.get(self._stage())
+        """The sequence is active, and random numbers are those of (seed, stage, step, this rank)."""
+        trainer, why_unshared = self.lightning_module.trainer, self._why_unshared.get(self._stage())
         step = trainer.fit_loop.total_batch_idx if stage == "training" else batch_idx
         seeds = step_seeds(self._seed, stage, step, self.data_rank, self.sequence.rank, self.root_device)
-        self.sequence.unshared = unlike
+        self.sequence.unshared = why_unshared
         try:
             with self.sequence.active(), seeds:
                 yield
@@ -249,24 +221,22 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """The module's, within the active sequence and with the seeds of the step."""
-        self._check_first_batch(kwargs.get("batch", args[0] if args else None))
-        if not self._compared:
-            self._compared = True
-            checks.compare_training(self.lightning_module.trainer, self.sizes, self.deals_parameters)
-            leave_room(self.root_device)  # after what NCCL has taken so far
+        if self._first_step:
+            self._first_step = False
+            parallelize(self, "training_step", super().training_step, kwargs.get("batch", args[0] if args else None))
         self._shares = self.sequence.shares
         with self._within("training", _batch_idx(args, kwargs)), self._trusting():
             return super().training_step(*args, **kwargs)
 
     def _trusting(self) -> AbstractContextManager[None]:
-        """Calls are compared after a backward only if nothing of it gets to other sequences or to an optimizer before."""
+        """Calls are compared after a backward only if no other sequence and no optimizer gets anything of it before."""
         module = self.lightning_module
         return self.sequence.trusting() if self.sizes.data == 1 and module.automatic_optimization else nullcontext()
 
     def _check_first_batch(self, batch: Any) -> None:
-        """One rank against many, where that was asked for and was not done yet."""
-        if self._unchecked:
-            self._unchecked = False
+        """One rank against many, where that is requested and was not done yet."""
+        if self._checks_first_batch:
+            self._checks_first_batch = False
             with self.precision_plugin.train_step_context():
                 dtype = computed_in(self.lightning_module, self.root_device.type)
                 check_first_batch(self.lightning_module, batch, self._spec(), self.sequence, dtype)
@@ -291,7 +261,7 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The gradient of the loss that all ranks' shares sum to; refuses a loss that is no share."""
+        """The gradient of the loss that the ranks' shares sum to; refuses a loss that is no share."""
         if self.sequence.shares == self._shares:
             raise RuntimeError(
                 f"the loss of {type(self.lightning_module).__name__}.training_step was not made by loss_share, so it is not "
@@ -316,5 +286,5 @@ class SequenceStrategy(EndsTogether, CallsTheRoll):
 
 def _batch_idx(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """The number of the batch among the arguments of a step; a step that takes none is numbered 0."""
-    given = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
-    return given if isinstance(given, int) else 0
+    number = kwargs.get("batch_idx", args[1] if len(args) > 1 else 0)
+    return number if isinstance(number, int) else 0

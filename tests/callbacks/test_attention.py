@@ -62,7 +62,7 @@ RUNS = {
     "another model": (lambda: LongNetClassifier(PATTERN, feature_dim=3, num_classes=2), {}, TypeError, "LongNetClass"),
     "layer": (encoder, {}, ValueError, "layer=5, but the model has 2 layers"),
     "shared": (encoder, {"sequence": SimpleNamespace(ranks=3)}, ValueError, "3 ranks share each slide"),
-    "dealt": (encoder, {"deals_parameters": True}, ValueError, "ranks shard the model's parameters: predict with"),
+    "dealt": (encoder, {"shards_parameters": True}, ValueError, "ranks shard the model's parameters: predict with"),
 }
 
 

@@ -113,7 +113,7 @@ def test_of_many_one_gets_it(tmp_path):
     """A fresh folder, and one whose holder is dead: all try at the same moment."""
     for round in range(20):
         if round % 2:
-            told = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._table()}
+            told = {"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()}
             (tmp_path / NAME).write_text(json.dumps(told))
         got, refused, gate = [], [], threading.Barrier(8)
 
@@ -195,7 +195,9 @@ def test_a_holder_elsewhere_that_ends_meanwhile(tmp_path, quick):
 
 @pytest.mark.parametrize("stale", [False, True])
 def test_a_newcomer_that_died_while_it_took_over(tmp_path, quick, stale):
-    (tmp_path / NAME).write_text(json.dumps({"token": "dead", "pid": 1, "began": "0", "table": folder_lock._table()}))
+    (tmp_path / NAME).write_text(
+        json.dumps({"token": "dead", "pid": 1, "began": "0", "table": folder_lock._process_table()})
+    )
     lock = FolderLock(tmp_path)
     lock._claim("dead" if stale else "another").touch()
     lock.acquire()

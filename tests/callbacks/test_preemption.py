@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.data import ByteDataModule
-from lightning_dilated.strategy import preemption as ending
+from lightning_dilated.strategy import preemption
 
 from ..strategy.runs import launched
 from ..strategy.test_failures import LIMIT, TORCHRUN, alive, losses
@@ -180,7 +180,7 @@ def test_the_trainer_gets_its_own_functions_back(text, tmp_path, monkeypatch, st
     (trainer,) = trainers
     assert "advance" not in vars(trainer.fit_loop.epoch_loop)
     assert not {x for x in vars(trainer._signal_connector) if x.endswith("_fn") or x.startswith("register")}
-    assert saver._lock is None and saver._ending is None
+    assert saver._lock is None and saver._preemption is None
 
 
 # -- SLURM's requeue ---------------------------------------------------------------------------------------------------
@@ -232,7 +232,7 @@ def test_requeue_of_no_job(monkeypatch, job):
     monkeypatch.setenv("SLURM_JOB_ID", job)
     monkeypatch.delenv("SLURM_ARRAY_JOB_ID", raising=False)
     with pytest.raises(RuntimeError, match="its number reads"):
-        ending.requeue_job()
+        preemption.requeue_job()
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

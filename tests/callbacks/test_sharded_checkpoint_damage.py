@@ -12,7 +12,7 @@ import torch
 import lightning_dilated
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.checkpoint.manifest import Saved
+from lightning_dilated.checkpoint.manifest import SavedFolder
 from lightning_dilated.checkpoint.ranks import Peers
 
 from .checkpoint_runs import STEPS, names, run
@@ -79,10 +79,10 @@ def test_every_byte_is_looked_at_by_one_rank(copied, ranks):
         whole = (path / name).read_bytes()
         for place in (0, len(whole) // 3, len(whole) - 1):
             (path / name).write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
-            found = [words for rank in range(ranks) if (words := Saved.read(path)._damage(Peers(rank, ranks)))]
+            found = [words for rank in range(ranks) if (words := SavedFolder.read(path)._damage(Peers(rank, ranks)))]
             assert found == [f"{path / name} has other bytes than were written (its checksum differs)"]
         (path / name).write_bytes(whole)
-    assert Saved.read(path).damage(Peers()) is None
+    assert SavedFolder.read(path).damage(Peers()) is None
 
 
 @pytest.mark.parametrize("resume", ["auto", "must"])
@@ -111,7 +111,7 @@ from lightning_dilated.checkpoint import folder as saved_folder
 from tests.callbacks.checkpoint_runs import run
 text, folder, where = sys.argv[1:]
 spot = {"bytes": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
-        "manifest": (saved_folder, "finish"), "rename": (saved_files, "_sync"), "old": (saved_folder, "prune")}[where]
+        "manifest": (saved_folder, "commit"), "rename": (saved_files, "_sync"), "old": (saved_folder, "prune")}[where]
 real, calls = getattr(*spot), []
 def dies(*args, **kwargs):
     calls.append(1)

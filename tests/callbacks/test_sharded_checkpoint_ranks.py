@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_dilated.checkpoint.folder import read_tensors
 from lightning_dilated.checkpoint.ranks import Peers
-from lightning_dilated.checkpoint.state import shares
+from lightning_dilated.checkpoint.state import assign_writers
 
 from ..distributed.pool import Pool
 from ..strategy.runs import launched
@@ -160,13 +160,15 @@ def test_all_ranks_refuse_a_damaged_one_that_was_named(request, pool, text, tmp_
 # -- failures of one rank ----------------------------------------------------------------------------------------------
 def failing(rank, group, text, saved, who, where, strategy):
     """What a run raises where one rank's disk is full, or rank 0 cannot finish."""
-    target = {"bytes": (dcp.FileSystemWriter, "write_data"), "copy": ("HostCopies", "of"), "finish": (None, "finish")}[
-        where
-    ]
+    target = {
+        "bytes": (dcp.FileSystemWriter, "write_data"),
+        "copy": ("HostStager", "stage"),
+        "commit": (None, "commit"),
+    }[where]
     from lightning_dilated.callbacks import sharded_checkpoint as module
     from lightning_dilated.checkpoint import folder as saved_folder
 
-    owner = {"copy": module.HostCopies, "finish": saved_folder}.get(where, target[0])
+    owner = {"copy": module.HostStager, "commit": saved_folder}.get(where, target[0])
     real = getattr(owner, target[1])
 
     def full(*args, **kwargs):
@@ -179,7 +181,7 @@ def failing(rank, group, text, saved, who, where, strategy):
 
 
 @pytest.mark.parametrize("strategy", [DDP, FSDP])
-@pytest.mark.parametrize("where, who", [("bytes", 1), ("copy", 1), ("finish", 0)])
+@pytest.mark.parametrize("where, who", [("bytes", 1), ("copy", 1), ("commit", 0)])
 def test_a_full_disk_of_one_rank_ends_all(pool, text, tmp_path, where, who, strategy):
     saved = {"folder": str(tmp_path), "every_n_train_steps": 1}
     for told in pool.run(2, failing, text, saved, who, where, strategy):
@@ -221,18 +223,21 @@ def test_a_folder_that_not_all_see(pool, text, tmp_path):
         assert "rank 1: FileNotFoundError: rank 0 writes it, and this rank does not see it" in told
 
 
-# -- shares ------------------------------------------------------------------------------------------------------------
-def test_shares_are_even_and_whole():
+# -- writers -----------------------------------------------------------------------------------------------------------
+def test_writers_have_even_loads():
     sizes = {f".optimizer_0.{i}": n for i, n in enumerate([50, 1, 30, 30, 20, 0, 7])}
     for ranks in (1, 2, 3, 5, 9):
-        dealt = shares(sizes, ranks, nn.Module())
-        assert sorted(name for part in dealt for name in part) == sorted(sizes)
-        assert max(sum(sizes[n] for n in part) for part in dealt) <= max(50, sum(sizes.values()) / ranks + 30)
+        writers = assign_writers(sizes, ranks, nn.Module())
+        assert sorted(name for part in writers for name in part) == sorted(sizes)
+        assert max(sum(sizes[n] for n in part) for part in writers) <= max(50, sum(sizes.values()) / ranks + 30)
 
 
 def test_buffers_are_rank_0s():
     sizes = {".state_dict.weight": 4, ".state_dict.running": 900, ".optimizer_0.weight": 5}
-    assert shares(sizes, 2, nn.Linear(1, 1)) == [{".state_dict.running"}, {".state_dict.weight", ".optimizer_0.weight"}]
+    assert assign_writers(sizes, 2, nn.Linear(1, 1)) == [
+        {".state_dict.running"},
+        {".state_dict.weight", ".optimizer_0.weight"},
+    ]
 
 
 def with_buffer(rank, group, text, folder, strategy):

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dilated import LongNetLM
 from lightning_dilated.callbacks import ShardedCheckpoint
 from lightning_dilated.checkpoint.folder import read_tensors, read_whole
-from lightning_dilated.checkpoint.manifest import MANIFEST, _seal, facts
+from lightning_dilated.checkpoint.manifest import MANIFEST, file_entries, manifest_digest
 from lightning_dilated.checkpoint.reader import read_metadata
 from lightning_dilated.cli.consolidate import run as consolidate
 from lightning_dilated.data import ByteDataModule
@@ -81,8 +81,8 @@ def reseal(folder):
     """A manifest that fits the files as they are now."""
     found = json.loads((folder / MANIFEST).read_text())
     found.pop("blake2b")
-    found["files"] = facts(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
-    (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": _seal(found)}))
+    found["files"] = file_entries(folder, [p.name for p in folder.iterdir() if p.name != MANIFEST])
+    (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def manifest(**values):
         found = json.loads((folder / MANIFEST).read_text())
         found.pop("blake2b")
         found.update(values)
-        (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": _seal(found)}))
+        (folder / MANIFEST).write_text(json.dumps({**found, "blake2b": manifest_digest(found)}))
 
     return change
 

@@ -114,7 +114,7 @@ class Odd:
 
 
 def test_words():
-    from lightning_dilated.strategy.checks import _words
+    from lightning_dilated.strategy.checks import _described
 
     equal = ["a", None, [1, 2.0], {"a": {1}}, torch.zeros(3), torch.zeros(40, dtype=torch.bfloat16), torch.zeros(0)]
     equal += [
@@ -124,7 +124,7 @@ def test_words():
         torch.zeros(20, dtype=torch.complex64),
     ]
     for x in equal:
-        assert _words(x) == _words(copy.deepcopy(x))
+        assert _described(x) == _described(copy.deepcopy(x))
     differ = [
         "a",
         "b",
@@ -139,7 +139,7 @@ def test_words():
         torch.zeros(20),
         torch.ones(20),
     ]
-    assert len({_words(x) for x in differ}) == len(differ)
+    assert len({_described(x) for x in differ}) == len(differ)
 
 
 def other_files(rank, group, folder):

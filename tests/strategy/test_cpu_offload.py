@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dilated import LongNetLM, RingDilatedFSDPStrategy
 from lightning_dilated.callbacks import ShardedCheckpoint
-from lightning_dilated.strategy import fsdp
+from lightning_dilated.strategy import parallelize
 
 from .runs import PATTERN, Record, Run, full, launched, make, trainer
 
@@ -90,7 +90,7 @@ def test_nothing_changes(pools, way):
 
 
 def reductions(rank, group, run):
-    """(gradients' deals of a run, what it leaves)."""
+    """(reduce-scatters of a run, what it leaves)."""
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
         found = fit(rank, group, run)
@@ -98,7 +98,7 @@ def reductions(rank, group, run):
 
 
 def test_accumulation_keeps_no_whole_gradients(pools):
-    """They are dealt out after each micro-batch, and sum to the same but for rounding."""
+    """They are reduced after each micro-batch, and sum to the same but for rounding."""
     run = RUN.but(accumulate=2, clip=0.05)
     once, want = pools(2).run(2, reductions, run)[0]
     twice, got = pools(2).run(2, reductions, run.but(strategy=HOST))[0]
@@ -140,7 +140,7 @@ def test_checkpoints_are_the_same(pools, tmp_path, how):
 
 
 def test_goes_on_with_whole_parameters(pools, tmp_path):
-    """With ring_dilated: checkpoints of whole and of dealt parameters are one."""
+    """With ring_dilated: checkpoints of whole and of sharded parameters are one."""
     want = resumed(pools, tmp_path / "neither", {}, {}, "folder")
     got = resumed(pools, tmp_path / "before", HOST, None, "folder")
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
@@ -168,7 +168,7 @@ def test_optimizers_that_need_a_gpu(pools):
         assert found and found[1] == 0 and "Adam(capturable=True) steps on tensors of a GPU only" in found[0]
     theirs = type("Adam8bit", (torch.optim.Adam,), {"__module__": "bitsandbytes.optim.adam"})
     with pytest.raises(ValueError, match=r"bitsandbytes's Adam8bit .*take torch.optim.AdamW"):
-        fsdp.keep_optimizers([theirs([torch.nn.Parameter(torch.ones(2))])])
+        parallelize.keep_optimizers([theirs([torch.nn.Parameter(torch.ones(2))])])
 
 
 # -- in processes of its own -------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ def test_backends():
     for _ in range(2):
         strategy._process_group_backend = strategy._get_process_group_backend()
         assert strategy._process_group_backend == "cpu:gloo,cuda:nccl"
-    assert fsdp.with_host("gloo", GPU) == "gloo"
+    assert parallelize.with_host("gloo", GPU) == "gloo"
     plain = RingDilatedFSDPStrategy()
     plain.parallel_devices, plain.cluster_environment = strategy.parallel_devices, strategy.cluster_environment
     assert plain._get_process_group_backend() == "nccl"
@@ -223,25 +223,25 @@ def test_process_group_of_somebody_else():
         mock.patch.object(dist, "get_backend_config", return_value="cuda:nccl"),
         pytest.raises(ValueError, match=r"backend is 'cuda:nccl'.*init_process_group\('cpu:gloo,cuda:nccl'\)"),
     ):
-        fsdp.join_host(GPU, True)
+        parallelize.join_host(GPU, True)
 
 
 @pytest.mark.parametrize("threads, told", [(1, 1), (4, 0)])
 def test_few_threads_are_told_of(monkeypatch, recwarn, threads, told):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    monkeypatch.setattr(fsdp.os, "cpu_count", lambda: 32)
+    monkeypatch.setattr(parallelize.os, "cpu_count", lambda: 32)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     with mock.patch.object(dist, "get_backend_config", return_value="cpu:gloo,cuda:nccl"):
-        fsdp.join_host(GPU, True)
+        parallelize.join_host(GPU, True)
     assert sum("Set OMP_NUM_THREADS=8." in str(w.message) for w in recwarn) == told
 
 
 def test_memory_is_page_locked_beside_a_gpu():
     cpu = torch.device("cpu")
-    assert fsdp.fitting(CPUOffloadPolicy(), GPU).pin_memory
-    assert not fsdp.fitting(CPUOffloadPolicy(pin_memory=False), GPU).pin_memory
-    assert not fsdp.fitting(CPUOffloadPolicy(), cpu).pin_memory
-    assert fsdp.fitting(None, GPU) is None
+    assert parallelize.policy_for(CPUOffloadPolicy(), GPU).pin_memory
+    assert not parallelize.policy_for(CPUOffloadPolicy(pin_memory=False), GPU).pin_memory
+    assert not parallelize.policy_for(CPUOffloadPolicy(), cpu).pin_memory
+    assert parallelize.policy_for(None, GPU) is None
 
 
 class Elsewhere(torch.nn.Module):
@@ -253,25 +253,25 @@ class Elsewhere(torch.nn.Module):
 
 def test_modules_that_were_sharded_otherwise():
     with pytest.raises(ValueError, match=r"weight, bias were sharded with a CPUOffloadPolicy.*cpu_offload=True"):
-        fsdp.place(torch.nn.Linear(2, 2), GPU, offload=False)
+        parallelize.place_parameters(torch.nn.Linear(2, 2), GPU, offload=False)
     with pytest.raises(ValueError, match=r"x were sharded without it.*leave all sharding to the strategy"):
-        fsdp.place(Elsewhere(), GPU, offload=True)
-    fsdp.place(Elsewhere(), GPU, offload=False)
+        parallelize.place_parameters(Elsewhere(), GPU, offload=True)
+    parallelize.place_parameters(Elsewhere(), GPU, offload=False)
 
 
 def test_parameters_without_memory_get_the_hosts():
     """Lightning would give them the GPU's."""
     layer = torch.nn.Linear(2, 2, device="meta")
-    fsdp.place(layer, GPU, offload=True)
+    parallelize.place_parameters(layer, GPU, offload=True)
     assert layer.weight.device.type == "cpu" and layer.weight.abs().max() > 0
 
 
 def moved(rank, group):
-    """Where what is, after all but dealt parameters were moved to a device that is told apart from the CPU."""
+    """Where what is, after all but sharded parameters were moved to a device that is told apart from the CPU."""
     built, model, data, _ = make(RUN.but(strategy=HOST, steps=1), launched(rank))
     model.register_buffer("seen", torch.zeros(3))
     built.fit(model, data)
-    fsdp.rest_to_device(model, torch.device("meta"))
+    parallelize.rest_to_device(model, torch.device("meta"))
     parameters = {p.device.type for p in model.parameters()}
     return (
         parameters,

@@ -40,7 +40,7 @@ def fit(rank, group, run, cache):
 
 
 @pytest.mark.slow
-def test_dealt_parameters(pools, tmp_path):
+def test_sharded_parameters(pools, tmp_path):
     """Bit by bit, with cpu_offload and without; the second start finds what the first compiled."""
     losses, want, *_ = pools(2).run(2, fit, RUN, str(tmp_path))[0]
     for run in (RUN, RUN.but(strategy={"cpu_offload": True})):
@@ -88,7 +88,7 @@ def text(tmp_path):
 
 @pytest.mark.parametrize("made", [RingDilatedStrategy, RingDilatedFSDPStrategy])
 def test_resumed(pools, text, made):
-    """From one file, or from a folder of dealt parameters whose rows do not divide evenly: bit by bit as not stopped."""
+    """From one file, or from a folder of sharded parameters whose rows do not divide evenly: bit by bit as not stopped."""
     want, *_ = pools(2).run(2, part_of_run, text, made(), 4, None)[0]
     first, _, path, _ = pools(2).run(2, part_of_run, text, made(), 2, None)[0]
     assert Path(path).is_file() == (made is RingDilatedStrategy)
@@ -107,14 +107,14 @@ def test_resumed_from_a_sharded_checkpoint(pools, text, made):
 
 
 def validated(rank, group, folder, ckpt):
-    """The loss of a folder's weights, dealt to ranks."""
+    """The loss of a folder's weights, sharded over ranks."""
     data = ByteDataModule(folder, seq_len=40, batch_size=1, val_fraction=0.2, test_fraction=0)
     model = LongNetLM(PATTERN, dim=128, depth=1, vocab_size=263, optimizer=functools.partial(Telling, lr=3e-3))
     built = trainer(RingDilatedFSDPStrategy(), launched(rank), max_steps=1)
     return built.validate(model, data, ckpt_path=ckpt, verbose=False)[0]["val_loss"]
 
 
-def test_whole_states_are_not_dealt(pools, text):
+def test_whole_states_are_not_sharded(pools, text):
     """Refused before training; the other way round they are numbers of 32 bits. Weights alone are read."""
     saved = f"{text}.saved"
     pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None, False, saved)
@@ -125,14 +125,14 @@ def test_whole_states_are_not_dealt(pools, text):
 
 
 @pytest.mark.slow
-def test_dealt_parameters_resumed_twice(pools, text):
+def test_sharded_parameters_resumed_twice(pools, text):
     """The second start finds what the first compiled before its first step, to have states to load into."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 1, None)[0]
     runs = [pools(2).run(2, part_of_run, text, RingDilatedFSDPStrategy(), 2, path, True)[0][0] for _ in range(2)]
     assert len(runs[0]) == 1 and runs[0] == runs[1]
 
 
-def test_dealt_parameters_and_one_file(pools, text):
+def test_sharded_parameters_and_one_file(pools, text):
     """Refused before training, where it would be written as where it would be read."""
     _, _, path, _ = pools(2).run(2, part_of_run, text, RingDilatedStrategy(), 1, None)[0]
     whole = RingDilatedFSDPStrategy(save_distributed_checkpoint=False)

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
-from lightning_dilated.strategy import preemption as ending
+from lightning_dilated.strategy import preemption
 
 from .runs import Run, launched, make
 from .test_failures import losses, start
@@ -111,7 +111,7 @@ def test_goes_on_after_it(tmp_path: Path, who):
 def test_the_second_interrupt_is_seen_while_the_main_thread_waits():
     """And one that a fork gets does not count."""
     acted, handler = threading.Event(), signal.signal(signal.SIGINT, lambda *args: None)
-    second = ending.SecondInterrupt(acted.set)
+    second = preemption.OnSecondInterrupt(acted.set)
     try:
         second.watch()
         if (fork := os.fork()) == 0:
@@ -141,7 +141,7 @@ class Slowly(torch.utils.data.Dataset):
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_workers_leave_signals_to_the_process_that_started_them(signum):
     init = []
-    options = {"num_workers": 1, "worker_init_fn": ending.LeavesSignals(init.append)}
+    options = {"num_workers": 1, "worker_init_fn": preemption.IgnoresSignals(init.append)}
     loader = iter(torch.utils.data.DataLoader(Slowly(), **options))
     assert int(next(loader)) == 0
     (worker,) = loader._workers
@@ -153,7 +153,7 @@ def test_workers_leave_signals_to_the_process_that_started_them(signum):
 
 
 def test_a_worker_ends_when_its_parent_says_so():
-    loader = iter(torch.utils.data.DataLoader(Slowly(), num_workers=1, worker_init_fn=ending.LeavesSignals(None)))
+    loader = iter(torch.utils.data.DataLoader(Slowly(), num_workers=1, worker_init_fn=preemption.IgnoresSignals(None)))
     assert int(next(loader)) == 0
     (worker,) = loader._workers
     worker.terminate()

@@ -45,9 +45,9 @@ CLASSES = {c.__name__: c for c in (Plain, Pooled, PooledHere, Placed)}
 def checked(rank, group, name, dropout, kind=RingDilatedStrategy, settings=None):
     """The error of one step with the check, and whether the model still trains."""
     model = CLASSES[name](hidden_dropout=dropout, attention_dropout=dropout)
-    dealt = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for these
+    sharded = kind is RingDilatedFSDPStrategy  # Lightning refuses 64-true for these
     strategy = kind(check_first_batch=True, **(settings or {}))
-    built = trainer(strategy, launched(rank), max_steps=1, precision="32-true" if dealt else "64-true")
+    built = trainer(strategy, launched(rank), max_steps=1, precision="32-true" if sharded else "64-true")
     try:
         built.fit(model, DataLoader(Numbers()))
     except RuntimeError as error:

@@ -28,7 +28,7 @@ def test_16_mixed_is_refused():
 
 
 def reductions(rank, group, accumulate):
-    """(reduce-scatters of a run of two optimizer steps, whether every parameter was dealt)."""
+    """(reduce-scatters of a run of two optimizer steps, whether every parameter was sharded)."""
     built, model, data, _ = make(RUN.but(accumulate=accumulate), launched(rank))
     real, calls = param_group.foreach_reduce, []
     with mock.patch.object(param_group, "foreach_reduce", lambda *a, **k: calls.append(1) or real(*a, **k)):
@@ -38,9 +38,9 @@ def reductions(rank, group, accumulate):
 
 def test_accumulation_reduces_once(pools):
     """Lightning's own strategy reduces after every micro-batch."""
-    (once, dealt), _ = pools(2).run(2, reductions, 1)
+    (once, sharded), _ = pools(2).run(2, reductions, 1)
     (twice, _), _ = pools(2).run(2, reductions, 2)
-    assert dealt and once == twice > 0
+    assert sharded and once == twice > 0
 
 
 class HalfSharded(LongNetLM):
@@ -100,7 +100,7 @@ def part(rank, group, folder, stop, ckpt, whole_file):
 @pytest.mark.parametrize("whole_file", [False, True], ids=["folder", "file"])
 @pytest.mark.parametrize("after", [1, 4])
 def test_resumes_on_other_ranks(pools, tmp_path, after, whole_file):
-    """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without dealt parameters).
+    """Weights and optimizer states, also on one rank (trap 10: Lightning refuses models without sharded parameters).
 
     The position in the data is the loader's (see test_resume).
     """

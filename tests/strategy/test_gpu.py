@@ -65,8 +65,8 @@ WAYS = {
     "torchrun": ("ring_dilated", "bf16-mixed", TORCHRUN, ()),
     "true": ("ring_dilated", "bf16-true", (), ()),
     "scaled": ("ring_dilated", "16-mixed", (), ()),
-    "dealt": ("ring_dilated_fsdp", "bf16-mixed", (), ()),
-    "dealt, true": ("ring_dilated_fsdp", "bf16-true", (), ()),
+    "sharded": ("ring_dilated_fsdp", "bf16-mixed", (), ()),
+    "sharded, true": ("ring_dilated_fsdp", "bf16-true", (), ()),
 }
 
 

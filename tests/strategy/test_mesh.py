@@ -1,12 +1,14 @@
 """Sizes of the mesh: all that fit, and errors in Trainer(...) before anything starts."""
 
+from types import SimpleNamespace
+
 import lightning.pytorch as pl
 import pytest
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
 from lightning_dilated import RingDilatedStrategy
-from lightning_dilated.strategy import ddp
+from lightning_dilated.strategy import parallelize
 from lightning_dilated.strategy.mesh import MeshSizes
 
 from .runs import trainer
@@ -68,7 +70,7 @@ def test_the_other_lightning_does_not_know_the_name():
 @pytest.mark.parametrize(
     "backend, nodes, given, bucket, beside",
     [
-        ("nccl", 1, None, ddp.ONE_BUCKET, False),
+        ("nccl", 1, None, parallelize.ONE_BUCKET, False),
         ("nccl", 2, None, None, True),
         ("nccl", 1, 25, 25, True),
         ("gloo", 1, None, None, None),
@@ -78,10 +80,10 @@ def test_the_other_lightning_does_not_know_the_name():
 def test_buckets_of_gradients(monkeypatch, backend, nodes, given, bucket, beside):
     """All at once after the backward on GPUs of one node; in buckets beside it over a communicator of few thread blocks."""
     made = []
-    monkeypatch.setattr(ddp, "gradient_group", lambda timeout, beside: made.append(beside) or "a group")
+    monkeypatch.setattr(parallelize, "gradient_group", lambda timeout, overlapped: made.append(overlapped) or "a group")
     monkeypatch.setattr(DDPStrategy, "_setup_model", lambda self, model: self._ddp_kwargs)
     strategy = RingDilatedStrategy(process_group_backend=backend, bucket_cap_mb=given)
-    strategy.num_nodes = nodes
+    strategy.num_nodes, strategy._lightning_module = nodes, SimpleNamespace(trainer=None)
     found = strategy._setup_model(nn.Linear(1024, 512, bias=False))
     assert found.get("bucket_cap_mb") == bucket
     assert made == ([] if beside is None else [beside]) and ("process_group" in found) == (beside is not None)

@@ -7,8 +7,8 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from lightning_dilated.strategy import restart
-from lightning_dilated.strategy.restart import agree_on_token
+from lightning_dilated.strategy import mesh
+from lightning_dilated.strategy.mesh import agree_on_token
 
 LONG, SHORT = timedelta(seconds=20), timedelta(seconds=0.5)
 
@@ -106,11 +106,11 @@ def test_error_names_the_store(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "node7")
     monkeypatch.setenv("MASTER_PORT", "1234")
     with pytest.raises(RuntimeError, match=r"rank 3 of the job found no store at node7:1234 within 0.5 seconds"):
-        restart._store(3, SHORT)
+        mesh._store(3, SHORT)
 
 
 def test_only_under_torchrun(monkeypatch):
     """Other launchers have a store of their own for each start."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    restart.join_under_torchrun("gloo", SHORT, restart.torch.device("cpu"))
+    mesh.join_under_torchrun("gloo", SHORT, mesh.torch.device("cpu"))
     assert not dist.is_initialized()

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dilated.strategy.restart import call_the_roll, connection_broke
+from lightning_dilated.strategy.preemption import connection_broke, report_lost_ranks
 
 from .runs import Run, launched, make
 from .test_failures import TORCHRUN, start
@@ -17,7 +17,7 @@ def test_names_the_silent_and_what_others_raised():
     reasons = dist.HashStore()
     reasons.set("1", "")
     reasons.set("3", "ValueError: trouble of its own")
-    words = call_the_roll(reasons, 0, 4, patience=0.2)
+    words = report_lost_ranks(reasons, 0, 4, patience=0.2)
     assert words.startswith(
         "Rank 0 of the job lost the connection to another rank. Rank 3 of the job raised ValueError: tr"
     )
@@ -27,9 +27,9 @@ def test_names_the_silent_and_what_others_raised():
 def test_does_not_wait_once_all_have_spoken():
     reasons = dist.HashStore()
     reasons.set("0", "OSError: no space")
-    assert call_the_roll(reasons, 1, 2, patience=1e9).endswith("Rank 0 of the job raised OSError: no space.")
+    assert report_lost_ranks(reasons, 1, 2, patience=1e9).endswith("Rank 0 of the job raised OSError: no space.")
     reasons.set("0", "")
-    assert "Ranks [0] of the job lost a connection, too" in call_the_roll(reasons, 1, 2, patience=1e9)
+    assert "Ranks [0] of the job lost a connection, too" in report_lost_ranks(reasons, 1, 2, patience=1e9)
 
 
 def test_knows_a_broken_connection():

@@ -32,8 +32,8 @@ def dealt_weights_move(rank, group):
     return min(float((full(p) - b).abs().max()) for p, b in zip(model.parameters(), before, strict=True))
 
 
-def test_dealt_weights_move(pools):
-    """Trap 1: the module makes its optimizer after the parameters were dealt; tests/cli has LightningCLI's own refused."""
+def test_sharded_weights_move(pools):
+    """Trap 1: the module makes its optimizer after the parameters were sharded; tests/cli has LightningCLI's own refused."""
     assert min(pools(2).run(2, dealt_weights_move)) > 0
 
 
@@ -137,7 +137,7 @@ def with_callback(rank, group, name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_callbacks_that_go_wrong(pools, name):
-    """Traps 11 (a rank that raised waits for all), 12 (a copy of dealt parameters) and 13 (sequences counted per rank)."""
+    """Traps 11 (a rank that raised waits for all), 12 (a copy of sharded parameters) and 13 (sequences counted per rank)."""
     for error in pools(2).run(2, with_callback, name):
         assert error and REFUSED[name][1]().__class__.__name__ in error and REFUSED[name][2] in error
     assert not Path("nowhere").exists()  # the refusal is an exception, too

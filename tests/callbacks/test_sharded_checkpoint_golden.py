@@ -1,0 +1,112 @@
+"""Folders that an earlier version wrote still load, and training goes on from them as it did then.
+
+`tests/golden/checkpoint_folder` holds checkpoints of step 2 by two ranks, and `expected.json` what steps 3 and 4 gave then.
+To record new ones beside the old: `python -m tests.callbacks.test_sharded_checkpoint_golden FOLDER`.
+"""
+
+import functools
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dilated import LongNetLM
+from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.checkpoint.folder import read_whole
+
+from ..distributed.pool import Pool
+from .checkpoint_runs import run, with_options, write_text
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "checkpoint_folder"
+STEPS = 4
+
+
+class EightBit(LongNetLM):
+    """Wide enough for torchao to keep states of 8 bits."""
+
+    def __init__(self, pattern, dim, **options):
+        optim = pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
+        options["optimizer"] = functools.partial(optim.AdamW8bit, lr=3e-3)
+        super().__init__(pattern, dim=64, ffn_dim=64, vocab_size=263, **options)
+
+    def double(self):
+        return self  # torchao's kernels compute in fp32
+
+
+DDP, FSDP = {"strategy": "ring_dilated"}, {"strategy": "ring_dilated_fsdp"}
+CASES = {"ring_dilated": DDP, "ring_dilated_fsdp": FSDP, "eightbit": {**DDP, "model": EightBit}}
+#: what else loads each folder than what wrote it; sharded parameters cannot take whole states of 8 bits
+OTHERS = {"ring_dilated": FSDP, "ring_dilated_fsdp": DDP}
+#: largest relative difference of a loss: the machine may be another
+ALLOWED = {"ring_dilated": 1e-9, "ring_dilated_fsdp": 1e-9, "eightbit": 1e-3}
+
+
+def in_eager(rank, group, *args):
+    """`with_options`, without compiling what torchao would compile."""
+    with torch.compiler.set_stance("force_eager"):
+        return with_options(rank, group, *args)
+
+
+def go_on(pool, text, folder, options):
+    """What two ranks leave that go on from a checkpoint, without saving anything."""
+    more = {"ckpt_path": str(folder), "begun": 2, "enable_checkpointing": False, **options}
+    return pool.run(2, in_eager, text, STEPS, None, more)[0]
+
+
+def check(name, result):
+    want = json.loads((GOLDEN / "expected.json").read_text())[name]
+    assert result["step"] == STEPS and float(result["rate"]) == pytest.approx(want["rate"])
+    assert result["losses"] == pytest.approx(want["losses"], rel=ALLOWED[name])
+    norm = float(result["parameters"].double().norm())
+    assert norm == pytest.approx(want["norm"], rel=ALLOWED[name])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name, options", [*CASES.items(), *OTHERS.items()], ids=str)
+def test_goes_on_from_an_earlier_folder(pool, text, tmp_path, name, options):
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    check(name, go_on(pool, text, folder, options))
+
+
+@pytest.mark.parametrize("name", ["ring_dilated", "ring_dilated_fsdp"])
+def test_one_rank_goes_on_from_an_earlier_folder(text, tmp_path, name):
+    folder = shutil.copytree(GOLDEN / name, tmp_path / name)
+    saver = ShardedCheckpoint(str(folder), resume="must", at_end=False)
+    check(name, run(text, STEPS, saver, begun=2))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_an_earlier_folder_holds(name):
+    if name == "eightbit":
+        pytest.importorskip("torchao.optim", reason="needs the extra eightbit")
+    stored = read_whole(GOLDEN / name / "step-00000002")
+    (states,) = stored["optimizer_states"]
+    names, shapes = list(stored["state_dict"]), {x.shape for x in stored["state_dict"].values()}
+    assert stored["global_step"] == 2 and len(stored["lr_schedulers"]) == 1 and "loops" in stored
+    numbers = [i for group in states["param_groups"] for i in group["params"]]
+    assert numbers == sorted(states["state"]) == list(range(len(names) - 1))  # one weight is tied
+    assert {s["exp_avg"].shape for s in states["state"].values()} == shapes
+    kinds = {type(s["exp_avg"]).__name__ for s in states["state"].values()}
+    assert ("OptimState8bit" in kinds) == (name == "eightbit")
+
+
+def record(folder):
+    """Write the folders and what follows from them, with the code of now."""
+    expected, pool = {}, Pool(2)
+    text = write_text(folder)
+    for name, options in CASES.items():
+        saved = {"folder": str(folder / name), "every_n_train_steps": None}
+        pool.run(2, in_eager, text, 2, saved, options)
+        result = go_on(pool, text, folder / name, options)
+        norm = float(result["parameters"].double().norm())
+        expected[name] = {"losses": result["losses"], "rate": float(result["rate"]), "norm": norm}
+    (folder / "expected.json").write_text(json.dumps(expected, indent=1) + "\n")
+    pool.close()
+    shutil.rmtree(folder / "text")
+
+
+if __name__ == "__main__":
+    record(Path(sys.argv[1]))
