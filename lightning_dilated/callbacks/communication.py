@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lightning_dilated._validation import integer
-from lightning_dilated.sequence.consensus import Asked, Quiet
+from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 from lightning_dilated.sequence.exchange.transport import Clock
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
@@ -85,7 +85,7 @@ class CommunicationProfiler(pl.Callback):
         self.steps, self._batches, self._logged = 0, 0, -1
         self._clock: Clock | None = None
         self._unread: deque[tuple[int, Clock]] = deque()
-        self._asked: deque[tuple[int, Asked]] = deque()
+        self._asked: deque[tuple[int, PendingGather]] = deque()
         self._found = _Found()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
@@ -107,7 +107,7 @@ class CommunicationProfiler(pl.Callback):
         self._reset()
         self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
-        self._quiet = Quiet(group.group, group.timeout, channel) if group.ranks > 1 else None
+        self._quiet = ControlGroup(group.group, group.timeout, channel) if group.ranks > 1 else None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Have a clock note what this batch exchanges, if its turn has come."""
@@ -175,7 +175,7 @@ class CommunicationProfiler(pl.Callback):
             if self._quiet is None:
                 self._log(trainer, step, mine[None])
             else:
-                self._asked.append((step, self._quiet.ask(mine)))
+                self._asked.append((step, self._quiet.start_gather(mine)))
         while self._asked and (last or self._asked[0][1].done()):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))

@@ -1,6 +1,6 @@
-"""One branch of a dilated pattern: a segment length, a dilation rate, a shift, and the heads it serves.
+"""Branch and DilatedPattern: the validated, immutable description of which positions attend to each other.
 
-DilatedPattern: the list of branches, the offset rule and the padding rule that together say who attends to whom.
+Shape letters: H query heads, Hkv kv heads, N tokens, w segment length, r dilation rate, t shift, o offset.
 """
 
 from __future__ import annotations
@@ -83,8 +83,12 @@ class Branch:
             raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
         return numbers
 
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this branch."""
+        return self.heads is None or head in self.heads
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without the fields that are at their defaults."""
+        """Plain values for YAML and JSON, without fields at their defaults."""
         out: dict[str, Any] = {"segment_length": self.segment_length, "dilation_rate": self.dilation_rate}
         if self.shift:
             out["shift"] = self.shift
@@ -119,7 +123,7 @@ class Branch:
 
 
 def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> Branch:
-    """Call `make`, and put the branch's name in front of what it complains of."""
+    """make(...), with the branch's name in front of its error messages."""
     try:
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -193,7 +197,7 @@ class DilatedPattern:
                     )
         object.__setattr__(self, "code", json.dumps(self.to_dict(), separators=(",", ":")))
 
-    # -- ways to make one ------------------------------------------------------------------------------------------
+    # -- constructors -----------------------------------------------------------------------------------------------
     @classmethod
     def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], **kwargs: Any) -> DilatedPattern:
         """Every head takes every branch, as in LongNet (arXiv 2307.02486, section 2.3)."""
@@ -269,34 +273,27 @@ class DilatedPattern:
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        depth, num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
-        local = integer(local, "local", 1)
+        depth, local = integer(depth, "depth", 1), integer(local, "local", 1)
+        num_heads, num_kv_heads = DilatedPattern.dense(local).check_heads(num_heads, num_kv_heads)
         global_every = integer(global_every, "global_every", 1)
-        if global_first is None and global_every > depth:
-            raise ValueError(
-                f"global_every={global_every} leaves none of {depth} layers with a dense head: it must be at most depth."
-            )
-        first = global_every - 1 if global_first is None else integer(global_first, "global_first", 0)
-        if first >= depth:
-            raise ValueError(f"global_first={first} is none of the layers 0 to {depth - 1}.")
-        plain = DilatedPattern.dense(local)
-        num_heads, num_kv_heads = plain.check_heads(num_heads, num_kv_heads)
+        first = _first_global_layer(depth, global_every, global_first)
+        dense = num_heads
         if global_heads != "all":
-            global_heads = integer(global_heads, "global_heads", 1, ' Or "all".')
-            if global_heads > num_kv_heads:
-                raise ValueError(f"global_heads={global_heads} is above the {num_kv_heads} kv heads of the model.")
+            kv_heads = integer(global_heads, "global_heads", 1, ' Or "all".')
+            if kv_heads > num_kv_heads:
+                raise ValueError(f"global_heads={kv_heads} is above the {num_kv_heads} kv heads of the model.")
+            dense = num_heads // num_kv_heads * kv_heads
         rules: dict[str, Any] = {}
-        beside: tuple[Branch, ...] = ()
+        far_branches: tuple[Branch, ...] = ()
         if far is not None:
             far = DilatedPattern.from_dict(far)
-            beside = far.branches
+            far_branches = far.branches
             rules = {"offsets": far.offsets, "offset_heads": far.offset_heads, "padding": far.padding}
-        dense = num_heads if global_heads == "all" else num_heads // num_kv_heads * global_heads
         layers = []
         for layer in range(depth):
             shift = local // 2 if shifted and layer % 2 else 0
             if layer < first or (layer - first) % global_every:
-                branches = (Branch(local, 1, shift), *beside)
+                branches = (Branch(local, 1, shift), *far_branches)
             elif dense == num_heads:
                 branches = (Branch(None, 1),)
             else:
@@ -351,7 +348,7 @@ class DilatedPattern:
             )
         rules = ("offsets", "offset_heads", "padding")
         known_keys(values, ("branches", "segment_lengths", "dilation_rates", *rules), "pattern")
-        given = {name: values[name] for name in rules if name in values}
+        options = {name: values[name] for name in rules if name in values}
         lists = [name for name in ("segment_lengths", "dilation_rates") if name in values]
         if ("branches" in values) == bool(lists) or len(lists) == 1:
             raise ValueError(
@@ -359,8 +356,8 @@ class DilatedPattern:
                 f"got {', '.join(values) or 'nothing'}."
             )
         if lists:
-            return cls.longnet(values["segment_lengths"], values["dilation_rates"], **given)
-        return cls(values["branches"], **given)
+            return cls.longnet(values["segment_lengths"], values["dilation_rates"], **options)
+        return cls(values["branches"], **options)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -453,6 +450,18 @@ class DilatedPattern:
     ) -> Any:
         """A picture of who attends to whom (a matplotlib Figure), written to `path` when that is given."""
         return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
+
+
+def _first_global_layer(depth: int, every: int, first: int | None) -> int:
+    """`global_first` of `DilatedPattern.hybrid`, counted from 0."""
+    if first is None and every > depth:
+        raise ValueError(
+            f"global_every={every} leaves none of {depth} layers with a dense head: it must be at most depth."
+        )
+    first = every - 1 if first is None else integer(first, "global_first", 0)
+    if first >= depth:
+        raise ValueError(f"global_first={first} is none of the layers 0 to {depth - 1}.")
+    return first
 
 
 def _paired(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:

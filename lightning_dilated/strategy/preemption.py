@@ -25,7 +25,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightning_dilated.sequence.consensus import Quiet
+from lightning_dilated.sequence.consensus import ControlGroup
 
 _log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Ending:
         #: whether a callback saves when the fit ends, and puts the job back in the queue; else Lightning's handler does
         self.saves = False
         self._noted, self._asked_to_requeue, self._requeued = 0, False, False
-        self._quiet = Quiet(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
+        self._quiet = ControlGroup(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
         self._second = SecondInterrupt(self._kill_at_once)
         self._replaced: list[tuple[Any, str]] = []
         loop, connector = trainer.fit_loop.epoch_loop, trainer._signal_connector

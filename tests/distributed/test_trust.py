@@ -12,7 +12,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import SequenceGroup
-from lightning_dilated.sequence.consensus import Quiet
+from lightning_dilated.sequence.consensus import ControlGroup
 
 from .calls import sequence
 
@@ -30,11 +30,11 @@ def call(ours, pattern, tokens=16, seed=0, causal=False):
 
 def as_on_gpus(ours):
     """Have calls put off, by a connection beside the group's."""
-    ours._table.may_trust, ours._table._quiet = True, Quiet(ours.group, ours.timeout, "as on gpus")
+    ours._consensus.may_defer, ours._consensus.control = True, ControlGroup(ours.group, ours.timeout, "as on gpus")
 
 
 def put_off(ours):
-    return len(ours._table._owed)
+    return len(ours._consensus.deferred)
 
 
 def equal_calls(rank, group):
@@ -281,9 +281,14 @@ def test_ranks_hold_what_one_does(pool, settings):
 
 def asks_itself(rank, group):
     """A rank alone has nobody to wait for, and no connection to make."""
-    quiet = Quiet(group, None, "alone")
-    asked = quiet.ask(torch.tensor([1, 2]))
-    return quiet._own is None, asked.done(), [x.tolist() for x in asked.wait()], quiet.gather_words({"a": "b"})
+    control = ControlGroup(group, None, "alone")
+    pending = control.start_gather(torch.tensor([1, 2]))
+    return (
+        control.backend is None,
+        pending.done(),
+        [x.tolist() for x in pending.wait()],
+        control.gather_text({"a": "b"}),
+    )
 
 
 def test_one_rank_asks_itself(pool):

@@ -13,7 +13,7 @@ from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import ranges as progressions
 from lightning_dilated.sequence import requirements as problems
 from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.requirements import Document, Problem, crosses, needed, straddling
+from lightning_dilated.sequence.requirements import Document, Problem, crosses, needed_rows, straddling
 from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12
@@ -30,7 +30,7 @@ def packed(count: int) -> list[Document]:
 
 def forget() -> None:
     """Empty every cache of the integers."""
-    for cached in (needed, crosses, problems._cuts, Shard.ranges, progressions._inverse):
+    for cached in (needed_rows, crosses, problems._cuts, Shard.ranges, progressions._inverse):
         cached.cache_clear()
 
 
@@ -55,7 +55,7 @@ def test_ten_thousand_documents(ranks, layout, causal):
         shard = Shard(N, ranks, layout)
         problem = Problem(PATTERN, HEADS, HEADS, causal, shard, straddling(documents, shard), (0, HEADS))
         assert crosses(problem)
-        assert needed(problem, rank)
+        assert needed_rows(problem, rank)
         return gather.program(problem, rank, 8)
 
     took = seconds(prepare)

@@ -45,7 +45,7 @@ def test_bytes_are_flat_in_n_and_logarithmic_in_r():
 def test_the_fast_count_is_that_of_the_program(exchange, causal):
     problem = make_problem(DilatedPattern.geometric(16, 512), 512, 4, 2, ranks=8, causal=causal)
     for rank in range(8):
-        units = EXCHANGES[exchange].count(problem, rank, 2).units
+        units = EXCHANGES[exchange].volume(problem, rank, 2).units
         forward, _ = moved(problem, exchange, rank, 2, 8, 4)
         assert sum(u.bytes(8, 4) for (run, _), u in units.items() if run == "forward") == forward.received
 

@@ -146,8 +146,9 @@ def test_sample_of_switch(ranks):
     # ranks that hold parts of one segment name the same owner
     owners: dict = {}
     for rank in sample.ranks:
-        for owner, task in switch.owned(sample.problem, rank):
-            assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
+        for owner, tasks in switch.tasks_by_owner(sample.problem, rank).items():
+            for task in tasks:
+                assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
 
 
 def test_64_ranks_of_switch():

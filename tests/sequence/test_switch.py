@@ -13,7 +13,7 @@ from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples
 from ..pattern import naive
-from .cases import Case, cases, dealt_singly, runs_of
+from .cases import Case, cases, interleaved, runs_of
 from .play import all_programs, check_agreed, held_rows, rows_in, rows_of
 from .sums import check_pads, check_pairs
 
@@ -32,10 +32,10 @@ def wide(case: Case, problem: Problem) -> set[tuple]:
                 segments.setdefault((p + branch.shift) // (branch.segment_length or n), []).append(p)
             for positions in segments.values():
                 everywhere = {d.start + p for p in positions}
-                if not dealt_singly(case.shard) and any(everywhere <= run for run in runs):
+                if not interleaved(case.shard) and any(everywhere <= run for run in runs):
                     continue
                 for h in range(*problem.heads):
-                    at = (naive.place(case.pattern, branch, h, p, n, case.heads, case.kv_heads) for p in positions)
+                    at = (naive.segment_of(case.pattern, branch, h, p, n, case.heads, case.kv_heads) for p in positions)
                     used = tuple(d.start + p for p, x in zip(positions, at, strict=True) if x is not None)
                     if used:
                         out.add((d, i, h, used))
