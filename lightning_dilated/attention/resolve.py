@@ -129,8 +129,8 @@ def find_place(x: Inputs, o: Options, saved: Saved | None = None) -> Place:
         else (*map(str, facts.values()), o.engine, engine.name, x.q.device, agreed.lengths, call.chained)
     )
     place = group.remember(key, lambda: _shared_place(call, group, o, agreed.lengths, x, saved is not None))
-    if place.plan.exchange and place.wire.traffic.clock is not None:
-        place.wire.traffic.clock.planned.append(place.planned)
+    if place.plan.exchange and place.wire.traffic.log is not None:
+        place.wire.traffic.log.planned.append(place.planned)
     group.plan = place.plan
     return replace(place, number=agreed.number)
 

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
-from lightning_dilated.sequence.exchange.transport import Clock
+from lightning_dilated.sequence.exchange.transport import TrafficLog
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
 
@@ -83,8 +83,8 @@ class CommunicationProfiler(pl.Callback):
         self.rows: list[Sums] = []
         self.unlike: list[str] = []
         self.steps, self._batches, self._logged = 0, 0, -1
-        self._clock: Clock | None = None
-        self._unread: deque[tuple[int, Clock]] = deque()
+        self._clock: TrafficLog | None = None
+        self._unread: deque[tuple[int, TrafficLog]] = deque()
         self._asked: deque[tuple[int, PendingGather]] = deque()
         self._found = _Found()
 
@@ -112,7 +112,7 @@ class CommunicationProfiler(pl.Callback):
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Have a clock note what this batch exchanges, if its turn has come."""
         number, self._batches = self._batches - self.warmup, self._batches + 1
-        self._clock = Clock() if number >= 0 and number % self.every_n_steps == 0 else None
+        self._clock = TrafficLog() if number >= 0 and number % self.every_n_steps == 0 else None
         self._group.watch(self._clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -223,7 +223,7 @@ class _Found:
     rows: tuple[Sums, ...] = ()
     unlike: tuple[str, ...] = ()  # the first few
 
-    def add(self, rows: list[Sums], clock: Clock) -> None:
+    def add(self, rows: list[Sums], clock: TrafficLog) -> None:
         """Add a batch."""
         unlike = [
             f"{x.run} {x.what}: sent {x.sent} and received {x.received} bytes, planned {x.planned_sent} and "

@@ -228,7 +228,7 @@ def blocks(
     for i, branch in enumerate(pattern.branches):
         width, rate = segment_width(branch, seq_len), branch.dilation_rate
         offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in window if branch.serves(h)]
-        strides = _head_strides(num_heads, num_kv_heads, rate)
+        strides, attended = _head_strides(num_heads, num_kv_heads, rate), pattern.padding == "attended"
         for begin, number, length, _ in segment_classes(width, (start + branch.shift) % width, stop - start):
             segment = segment_at(branch, seq_len, start + begin)
             if whole and (segment.start < start or segment.stop > stop):
@@ -237,7 +237,8 @@ def blocks(
             for h, offset in offsets:
                 rows = head_rows(start + begin, start + begin + length, segment.first, rate, offset)
                 if rows:
-                    padding = padded_keys(pattern, branch, seq_len, len(head_rows(*segment, rate, offset)))
+                    keys = len(head_rows(*segment, rate, offset)) if attended else 0
+                    padding = padded_keys(pattern, branch, seq_len, keys)
                     numbers = h - window.start, h // group - window.start // group
                     all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), padding))
             out += (_block(i, run, number, width, rate) for run in _runs(tuple(all_rows), strides))

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from lightning_dilated._compat.torch import in_backward
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.consensus import Agreement, Consensus
-from lightning_dilated.sequence.exchange.transport import Clock, Traffic
+from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import Plan, check_exchange
 from lightning_dilated.sequence.shard import Shard, check_layout
@@ -175,8 +175,8 @@ class SequenceGroup:
         agreed = self._consensus.agree(facts, length or 0, seed, turn, later and self._trusted, check)
         if length is not None:
             self.agreed = agreed
-        if self.forward_traffic.clock is not None:
-            self.forward_traffic.clock.agreeing += time.perf_counter() - begin
+        if self.forward_traffic.log is not None:
+            self.forward_traffic.log.agreeing += time.perf_counter() - begin
         return agreed
 
     @contextlib.contextmanager
@@ -199,8 +199,8 @@ class SequenceGroup:
         """
         begin = time.perf_counter()
         self._consensus.flush()
-        if self.forward_traffic.clock is not None:
-            self.forward_traffic.clock.agreeing += time.perf_counter() - begin
+        if self.forward_traffic.log is not None:
+            self.forward_traffic.log.agreeing += time.perf_counter() - begin
 
     def refuse(self, error: BaseException) -> None:
         """Report to the other ranks, which wait to agree, that this one cannot go on; the caller then raises `error`."""
@@ -214,9 +214,9 @@ class SequenceGroup:
             self.refuse(error)
             raise
 
-    def watch(self, clock: Clock | None) -> None:
-        """Have a clock record when rows are in transit and when ranks wait for them; None: nothing does."""
-        self.forward_traffic.clock = self.backward_traffic.clock = clock
+    def watch(self, log: TrafficLog | None) -> None:
+        """Have a log record when rows are in transit and when ranks wait for them; None: nothing does."""
+        self.forward_traffic.log = self.backward_traffic.log = log
 
     def _checked(self, with_tokens: bool, agreed: Agreement) -> None:
         """Raise unless every rank holds its shard."""

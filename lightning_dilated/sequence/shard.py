@@ -47,17 +47,17 @@ class Shard:
         integer(self.members, "members", 1)
         check_layout(self.layout)
 
-    @property
+    @functools.cached_property
     def total(self) -> int:
         """T = R * members."""
         return self.ranks * self.members
 
-    @property
+    @functools.cached_property
     def interleaved(self) -> bool:
         """Whether neighbouring positions lie on different ranks or members everywhere (strided)."""
         return self.layout == "strided" and self.total > 1
 
-    @property
+    @functools.cached_property
     def chunk(self) -> int:
         """Tokens of a full chunk of one member: ceil(N / T), or ceil(N / 2T) in zigzag."""
         return -(-self.seq_len // (self.total * (2 if self.layout == "zigzag" else 1)))

@@ -1,4 +1,4 @@
-"""Traffic report: what a `Clock` recorded, summed by pass and by what moved, next to what the plan says of the same calls.
+"""Traffic report: what a `TrafficLog` recorded, summed by pass and by what moved, next to the plan of the same calls.
 
 Times are of this rank. A moment in which several things were in flight counts once, in a row and in the total.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from lightning_dilated.sequence.exchange.program import count
-from lightning_dilated.sequence.exchange.transport import Clock, Flight, Mark, Planned, Wait, seconds
+from lightning_dilated.sequence.exchange.transport import Flight, Mark, Planned, TrafficLog, Wait, seconds
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS, collectives
 
@@ -61,29 +61,29 @@ class Sums:
         return replace(self, **{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
-def summary(clock: Clock, links: Links = DEFAULTS) -> list[Sums]:
+def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
     """Sums by pass and by what moved, in the order of first occurrence, and last the sums of all together.
 
     Args:
-        clock: whose marks were `reached`.
+        log: whose marks were `reached`.
         links: the speeds behind planned seconds.
     """
     plans: dict[tuple[str, str], Sums] = {}
-    for x in clock.flights:
+    for x in log.flights:
         plans.setdefault((x.run, x.what), Sums(x.run, x.what))
-    for call in clock.planned:
+    for call in log.planned:
         for x in planned(call, links):
             plans[x.run, x.what] = plans.get((x.run, x.what), Sums(x.run, x.what)) + x
-    origin = next(_marks(clock), 0.0)
-    waits = _times(clock.waits, origin)
+    origin = next(_marks(log), 0.0)
+    waits = _times(log.waits, origin)
     sums = []
     for key, plan in plans.items():
-        flights = [x for x in clock.flights if (x.run, x.what) == key]
-        own_waits = _times((x for x in clock.waits if (x.run, x.what) == key), origin)
+        flights = [x for x in log.flights if (x.run, x.what) == key]
+        own_waits = _times((x for x in log.waits if (x.run, x.what) == key), origin)
         moved = Sums(*key, len(flights), sum(x.sent for x in flights), sum(x.received for x in flights))
         sums.append(plan + moved + _times_of(_times(flights, origin), own_waits, waits))
     total = sum((replace(x, in_flight=0.0, exposed=0.0, hidden=0.0) for x in sums), Sums("both", "all"))
-    return [*sums, total + _times_of(_times(clock.flights, origin), waits, waits)]
+    return [*sums, total + _times_of(_times(log.flights, origin), waits, waits)]
 
 
 @functools.lru_cache(maxsize=256)
@@ -104,20 +104,20 @@ def planned(call: Planned, links: Links) -> tuple[Sums, ...]:
     return tuple(sums.values())
 
 
-def reached(clock: Clock) -> bool:
-    """Whether a GPU has passed everything that the clock recorded; elsewhere yes. Does not wait."""
-    return all(isinstance(x, float) or x.query() for x in _marks(clock))
+def reached(log: TrafficLog) -> bool:
+    """Whether a GPU has passed everything that was recorded; elsewhere yes. Does not wait."""
+    return all(isinstance(x, float) or x.query() for x in _marks(log))
 
 
-def reach(clock: Clock) -> None:
-    """Wait until a GPU has passed everything that the clock recorded."""
-    for x in _marks(clock):
+def reach(log: TrafficLog) -> None:
+    """Wait until a GPU has passed everything that was recorded."""
+    for x in _marks(log):
         if not isinstance(x, float):
             x.synchronize()
 
 
-def _marks(clock: Clock) -> Iterator[Mark]:
-    for x in (*clock.flights, *clock.waits):
+def _marks(log: TrafficLog) -> Iterator[Mark]:
+    for x in (*log.flights, *log.waits):
         yield x.begin
         if x.end is not None:
             yield x.end

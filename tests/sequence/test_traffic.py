@@ -1,10 +1,10 @@
-"""Sums of what a clock recorded: times by hand, and bytes and seconds against those of the plan."""
+"""Sums of what a log recorded: times by hand, and bytes and seconds against those of the plan."""
 
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.transport import Clock, Flight, Planned, Wait
+from lightning_dilated.sequence.exchange.transport import Flight, Planned, TrafficLog, Wait
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import make_problem, moved, price
 from lightning_dilated.sequence.traffic import Sums, planned, reached, summary
@@ -15,8 +15,8 @@ RANKS, PER_NODE, SIZES = 4, 2, (8, 2)
 
 
 def recorded(flights, waits):
-    """A clock of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
-    return Clock([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
+    """A log of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
+    return TrafficLog([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
 
 
 F, B = ("forward", "rows"), ("backward", "gradients")
@@ -55,7 +55,7 @@ def test_the_plan(exchange, causal):
     took = []
     for rank in range(RANKS):
         calls = [Planned(run, problem, exchange, rank, PER_NODE, *SIZES) for run in ("forward", "backward")]
-        total = summary(Clock(planned=calls), LINKS)[-1]
+        total = summary(TrafficLog(planned=calls), LINKS)[-1]
         want = moved(problem, exchange, rank, PER_NODE, *SIZES)
         assert (total.planned_sent, total.planned_received) == (
             sum(x.sent for x in want),

@@ -21,11 +21,11 @@ from lightning_dilated.sequence.exchange.program import Message, RowSet
 from lightning_dilated.sequence.ranges import intersect, remove
 from lightning_dilated.sequence.requirements import Document, Problem, RowRequest
 
-#: start, step, count of one run of numbers
-Run = tuple[int, int, int]
+#: numbers as (start, step, count)
+Progression = tuple[int, int, int]
 
 
-def expand(runs: Iterable[Run]) -> Tensor:
+def expand(runs: Iterable[Progression]) -> Tensor:
     """All numbers of the runs, one after another, int64."""
     start, step, count = torch.tensor(list(runs), dtype=torch.int64).view(-1, 3).unbind(1)
     before = torch.repeat_interleave(count.cumsum(0) - count, count)
@@ -33,7 +33,7 @@ def expand(runs: Iterable[Run]) -> Tensor:
     return torch.repeat_interleave(start, count) + torch.repeat_interleave(step, count) * within
 
 
-def _overlap(rows: range, other: range) -> tuple[Run, Run] | None:
+def _overlap(rows: range, other: range) -> tuple[Progression, Progression] | None:
     """Where the elements of both lie in `rows` and in `other`."""
     both = intersect(rows, other)
     if not both:
@@ -53,7 +53,9 @@ class LocalRows:
     def length(self) -> int:
         return sum(map(len, self.pieces))
 
-    def find(self, document: Document, head: int, rows: range, sample: int) -> Iterator[tuple[Run, Run]]:
+    def find(
+        self, document: Document, head: int, rows: range, sample: int
+    ) -> Iterator[tuple[Progression, Progression]]:
         """(indices in `rows`, flat numbers) of those of `rows` that the rank holds."""
         count, start = self.heads[1] - self.heads[0], 0
         for piece in self.pieces:
@@ -117,7 +119,9 @@ class ReceivedRows:
             self.ranges.setdefault((rows.document, rows.head), RangeIndex()).add(rows.rows, self.size)
             self.size += len(rows)
 
-    def find(self, document: Document, head: int, rows: range, sample: int) -> Iterator[tuple[Run, Run]]:
+    def find(
+        self, document: Document, head: int, rows: range, sample: int
+    ) -> Iterator[tuple[Progression, Progression]]:
         """(indices in `rows`, numbers in the store) of those of `rows` that were received."""
         index = self.ranges.get((document, head))
         for received, start in index.sharing(rows) if index else ():
@@ -142,7 +146,7 @@ class Packing:
     @classmethod
     def of(cls, sets: Iterable[RowSet], own: LocalRows, store: ReceivedRows) -> Packing:
         """For the rows of all messages of a round, in the order of the peers."""
-        runs: dict[str, list[Run]] = {"own": [], "own_at": [], "store": [], "store_at": []}
+        runs: dict[str, list[Progression]] = {"own": [], "own_at": [], "store": [], "store_at": []}
         base = 0
         for rows in sets:
             relayed = remove([rows.rows], own.pieces)
@@ -226,8 +230,8 @@ def _batch(problem: Problem, group: list[RowRequest], queries: LocalRows | Recei
 
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
     """The numbers in `source` of the rows of (request, head, ranges), in order; each row has to be there exactly once."""
-    indices: list[Run] = []
-    numbers: list[Run] = []
+    indices: list[Progression] = []
+    numbers: list[Progression] = []
     base = 0
     for request, head, ranges in requested:
         for sample in range(request.document.samples):

@@ -59,7 +59,7 @@ class Planned:
 
 
 @dataclass
-class Clock:
+class TrafficLog:
     """The communication since the last `clear`, in order; give it to `SequenceGroup.watch`.
 
     Attributes:
@@ -115,14 +115,14 @@ class Traffic:
     Attributes:
         run: the pass that is counted.
         sent_to, received_from: bytes by the other's rank in the process group.
-        clock: records when rows are in flight; None: nothing does.
+        log: records when rows are in flight; None: nothing does.
     """
 
     run: str = "forward"
     messages: int = 0
     sent_to: Counter[int] = field(default_factory=Counter)
     received_from: Counter[int] = field(default_factory=Counter)
-    clock: Clock | None = None
+    log: TrafficLog | None = None
 
     @property
     def sent(self) -> int:
@@ -146,13 +146,13 @@ class Posted:
     work: dist.Work | None
     sent: Tensor  # must live until the rows have left
     flight: Flight | None = None
-    clock: Clock | None = None
+    log: TrafficLog | None = None
 
     def wait(self) -> Tensor:
         """The rows, once they have arrived (on a GPU: once the current stream reaches this point)."""
-        if self.work is None or self.clock is None:
+        if self.work is None or self.log is None:
             return self.follow()
-        with self.clock.waiting(self.flight.run, self.flight.what, self.rows.device):
+        with self.log.waiting(self.flight.run, self.flight.what, self.rows.device):
             return self.follow()
 
     def follow(self) -> Tensor:
@@ -200,8 +200,8 @@ def rejoin(device: torch.device, traffic: Traffic, what: str) -> None:
     """Have the caller's stream wait for the `side_stream`."""
     if device.type == "cuda":
         waiting = contextlib.nullcontext()
-        if traffic.clock is not None:
-            waiting = traffic.clock.waiting(traffic.run, what, device)
+        if traffic.log is not None:
+            waiting = traffic.log.waiting(traffic.run, what, device)
         with waiting:
             torch.cuda.current_stream(device).wait_stream(_stream(device))
 
@@ -244,11 +244,11 @@ class Wire:
             for peer, n in counts.items():
                 split[self.ranks[peer]] = n
         rows = rows.contiguous()
-        flight = None if traffic.clock is None else Flight(traffic.run, what, *bytes_of, mark(rows.device))
+        flight = None if traffic.log is None else Flight(traffic.run, what, *bytes_of, mark(rows.device))
         work = dist.all_to_all_single(_bytes(out), _bytes(rows), *splits, group=self.group, async_op=True)
         if flight is not None:
-            traffic.clock.fly(flight, work, rows.device)
-        return Posted(out, work, rows, flight, traffic.clock)
+            traffic.log.fly(flight, work, rows.device)
+        return Posted(out, work, rows, flight, traffic.log)
 
 
 def _bytes(x: Tensor) -> Tensor:
