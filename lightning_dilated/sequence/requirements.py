@@ -27,6 +27,10 @@ class Document:
     start: int
     stop: int
 
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
 
 @dataclass(frozen=True)
 class Problem:
@@ -54,6 +58,10 @@ class Problem:
         """(first, stop) of the kv heads that `heads` read."""
         first, stop = self.heads
         return first // self.group, -(-stop // self.group)
+
+    def offset(self, branch: int, head: int) -> int:
+        """The residue that a head uses in a branch."""
+        return self.pattern.offset(self.pattern.branches[branch], head, self.num_heads, self.num_kv_heads)
 
 
 #: disjoint rows by (document, kv head)
@@ -118,9 +126,8 @@ def _cuts(shard: Shard) -> list[int]:
 
 def segment_rows(problem: Problem, segment: BranchSegment, head: int) -> range:
     """The positions of a segment that a head uses."""
-    branch = problem.pattern.branches[segment.branch]
-    offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
-    return head_rows(segment.start, segment.stop, segment.first, branch.dilation_rate, offset)
+    rate = problem.pattern.branches[segment.branch].dilation_rate
+    return head_rows(segment.start, segment.stop, segment.first, rate, problem.offset(segment.branch, head))
 
 
 def served(problem: Problem, branch: int) -> list[int]:
@@ -132,9 +139,8 @@ def segment_padding(problem: Problem, segment: BranchSegment, rows: range) -> in
     """n_pad of a segment for a head with these rows."""
     if problem.causal:
         return 0
-    document = segment.document
     branch = problem.pattern.branches[segment.branch]
-    return padded_keys(problem.pattern, branch, document.stop - document.start, len(rows))
+    return padded_keys(problem.pattern, branch, segment.document.length, len(rows))
 
 
 def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
@@ -143,13 +149,12 @@ def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
         low, high = max(piece.start, document.start) - document.start, min(piece.stop, document.stop) - document.start
         if low >= high:
             continue
-        length = document.stop - document.start
         for i, branch in enumerate(problem.pattern.branches):
             interleaved = piece.step > 1  # every segment reaches beyond such a piece
-            starts = range(low, high, segment_width(branch, length)) if interleaved else (low,)
+            starts = range(low, high, segment_width(branch, document.length)) if interleaved else (low,)
             seen = set()
             for position in (*starts, high - 1):
-                segment = segment_at(branch, length, position)
+                segment = segment_at(branch, document.length, position)
                 if segment not in seen and (interleaved or segment.start < low or segment.stop > high):
                     seen.add(segment)
                     yield BranchSegment(document, i, *(x + document.start for x in segment))
@@ -221,10 +226,9 @@ def crosses(problem: Problem) -> bool:
     if problem.shard.interleaved:
         return bool(problem.documents)
     for document in problem.documents:
-        length = document.stop - document.start
         for cut in _cuts(problem.shard):
             if document.start < cut < document.stop:
                 for branch in problem.pattern.branches:
-                    if (cut - document.start + branch.shift) % segment_width(branch, length):
+                    if (cut - document.start + branch.shift) % segment_width(branch, document.length):
                         return True
     return False

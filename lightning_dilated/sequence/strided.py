@@ -66,12 +66,11 @@ class BranchRows:
 
 def classes(problem: Problem, document: Document, branch: int) -> list[SegmentClass]:
     """The segments of a branch in a document: a short first one, whole ones by their starts modulo T, a short last one."""
-    length, total = document.stop - document.start, problem.shard.total
-    spec = problem.pattern.branches[branch]
-    width = segment_width(spec, length)
+    spec, total = problem.pattern.branches[branch], problem.shard.total
+    width = segment_width(spec, document.length)
     turns = total // math.gcd(width, total)
     out = []
-    for begin, number, tokens, index in segment_classes(width, spec.shift, length):
+    for begin, number, tokens, index in segment_classes(width, spec.shift, document.length):
         for i in range(min(turns, number)):
             start = document.start + begin + i * width
             segment = BranchSegment(document, branch, start, start + tokens, start - index)
@@ -111,8 +110,7 @@ def _heads_by_offset(problem: Problem, branch: int) -> dict[int, list[int]]:
     """{offset: heads that a branch serves with it}."""
     out: dict[int, list[int]] = {}
     for head in served(problem, branch):
-        offset = problem.pattern.offset(problem.pattern.branches[branch], head, problem.num_heads, problem.num_kv_heads)
-        out.setdefault(offset, []).append(head)
+        out.setdefault(problem.offset(branch, head), []).append(head)
     return out
 
 
@@ -193,7 +191,7 @@ def _branch_rows(
 
 def _rows_of_branch(problem: Problem, document: Document, branch: int, head: int, last_row: LastRow) -> BranchRows:
     spec = problem.pattern.branches[branch]
-    width, rate = segment_width(spec, document.stop - document.start), spec.dilation_rate
+    width, rate = segment_width(spec, document.length), spec.dilation_rate
     joins = width % rate == 0 and width >= math.lcm(rate, problem.shard.total)
     whole, skipped, loose = range(0), [], []
     for group in classes(problem, document, branch):

@@ -60,12 +60,12 @@ def test_a_cell_holds_the_whole_segment(data):
     heads, kv = data.draw(head_counts(7))
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(1, 64))
-    found = Counter()
+    cells_of = Counter()
     for block in blocks(pattern, n, heads, kv):
         for head, _, positions in cells(block):
             at = naive.segment_of(pattern, pattern.branches[block.branch], head, positions[0], n, heads, kv)
-            found[block.branch, head, at] += 1
-    assert set(found.values()) <= {1}
+            cells_of[block.branch, head, at] += 1
+    assert set(cells_of.values()) <= {1}
 
 
 @given(st.data())

@@ -1,4 +1,4 @@
-"""Random cases of sharded attention, and what they ask for by the definition, pair by pair in plain Python sets.
+"""Random cases of sharded attention, and their pairs and rows by the definition, in plain Python sets.
 
 A pair is (document, branch, head, query position, key position) and a row (document, kv head, position); all positions are
 global.

@@ -1,4 +1,4 @@
-"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with what was asked."""
+"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with the request."""
 
 from dataclasses import replace
 
@@ -32,8 +32,8 @@ def named(rows: list[tuple]) -> list[tuple]:
     return [(document.sample + sample, p, head) for document, sample, head, p in rows]
 
 
-def asked(document: Document, sample: int, head: int, rows) -> list[tuple]:
-    """(sample, position, head) of rows that are asked for."""
+def requested_rows(document: Document, sample: int, head: int, rows) -> list[tuple]:
+    """(sample, position, head) of requested rows."""
     return [(document.sample + sample, p, head) for p in rows]
 
 
@@ -49,15 +49,15 @@ def test_expand_large_numbers():
     assert expand([(1 << 40, 1 << 35, 3)]).tolist() == [1 << 40, (1 << 40) + (1 << 35), (1 << 40) + (1 << 36)]
 
 
-def check_found(found, rows: range, have: list[tuple], wanted: list[tuple]) -> None:
-    """`found` tells for every one of `rows` that is in `have` where it is in both, once."""
+def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tuple]) -> None:
+    """`overlaps` gives for each of `rows` that is in `have` its indices in both, once."""
     places: dict[int, int] = {}
-    for inside, there in found:
+    for inside, there in overlaps:
         assert inside[2] == there[2] > 0
         for i, n in zip(expand([inside]).tolist(), expand([there]).tolist(), strict=True):
             assert i not in places
             places[i] = n
-    assert {i: have[n] for i, n in places.items()} == {i: row for i, row in enumerate(wanted) if row in set(have)}
+    assert {i: have[n] for i, n in places.items()} == {i: row for i, row in enumerate(expected) if row in set(have)}
 
 
 @st.composite
@@ -80,8 +80,8 @@ def test_own(case, data):
     own = LocalRows(case.shard.ranges(rank), heads)
     assert own.length == case.shard.length(rank)
     document, head, rows, sample = data.draw(asks(case, heads))
-    wanted = asked(document, sample, head, rows)
-    check_found(own.find(document, head, rows, sample), rows, own_rows(case, rank, heads), wanted)
+    expected = requested_rows(document, sample, head, rows)
+    check_overlaps(own.find(document, head, rows, sample), rows, own_rows(case, rank, heads), expected)
 
 
 @given(SOME, st.data())
@@ -101,9 +101,9 @@ def test_store(case, data):
     have = rows_in([message])
     assert store.size == len(have)
     document, head, rows, sample = data.draw(asks(case, (0, case.kv_heads)))
-    mine = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
-    wanted = [(document, sample, head, p) for p in rows]
-    check_found(store.find(document, head, rows, sample), rows, mine, wanted)
+    there = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
+    expected = [(document, sample, head, p) for p in rows]
+    check_overlaps(store.find(document, head, rows, sample), rows, there, expected)
 
 
 def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
@@ -122,10 +122,10 @@ def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 
     """Every round's send buffer on every rank, as `run` fills it."""
     for rank, program in enumerate(all_programs(problem, EXCHANGES[exchange].program, per_node)):
         own, store, arrived = LocalRows(case.shard.ranges(rank), problem.kv_heads), ReceivedRows(), []
-        mine = own_rows(case, rank, problem.kv_heads)
+        held = own_rows(case, rank, problem.kv_heads)
         for step in program.rounds:
             pieces = [piece for message in step.sends.values() for piece in message]
-            check_packing(Packing.of(pieces, own, store), mine, arrived, rows_in(step.sends.values()))
+            check_packing(Packing.of(pieces, own, store), held, arrived, rows_in(step.sends.values()))
             if not program.keep:
                 store, arrived = ReceivedRows(), []
             for message in step.receives.values():
@@ -172,14 +172,14 @@ def check_batches(problem: Problem, joined, requests: list, query_rows: list[tup
         assert batch.queries.shape == queries.shape and batch.keys.shape == keys.shape
         assert batch.queries.unique().numel() == batch.queries.numel()  # rows are written in place
         for i, (want, s) in enumerate(each):
-            wanted = [p for rows in want.keys for p in rows]
+            expected = [p for rows in want.keys for p in rows]
             kv_head = want.head // problem.group
-            assert [query_rows[n] for n in batch.queries[i].tolist()] == asked(
+            assert [query_rows[n] for n in batch.queries[i].tolist()] == requested_rows(
                 want.document, s, want.head, want.queries
             )
-            assert [key_rows[n] for n in batch.keys[i].tolist()] == asked(want.document, s, kv_head, wanted)
+            assert [key_rows[n] for n in batch.keys[i].tolist()] == requested_rows(want.document, s, kv_head, expected)
             assert (int(sample[i]), int(head[i])) == (want.document.sample + s, want.head)
-            assert queries[i].tolist() == list(want.queries) and keys[i].tolist() == wanted
+            assert queries[i].tolist() == list(want.queries) and keys[i].tolist() == expected
 
 
 def store_of(messages) -> tuple[ReceivedRows, list[tuple]]:

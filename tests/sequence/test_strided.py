@@ -28,9 +28,9 @@ FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPattern([(5792, 2), (30001, 8)])
 
 
-def rows_of(found: strided.HeldRows) -> Counter:
+def rows_of(held: strided.HeldRows) -> Counter:
     """{(document, head, position): how often}."""
-    return Counter((*key, p) for key, parts in found.items() for x in parts for piece in x.ranges() for p in piece)
+    return Counter((*key, p) for key, parts in held.items() for x in parts for piece in x.ranges() for p in piece)
 
 
 @given(STRIDED, st.data())
@@ -42,11 +42,11 @@ def test_rows_that_readers_need(case: Case, data):
         seen = case.rows_seen(problem)
         needed = set().union(*(seen[r] for r in readers))
         for source in range(case.shard.ranks):
-            found = strided.rows_read(problem, frozenset(readers), source)
-            rows = rows_of(found)
+            read = strided.rows_read(problem, frozenset(readers), source)
+            rows = rows_of(read)
             assert all(n == 1 for n in rows.values())
             assert set(rows) == {x for x in needed if x[2] in held[source]}
-            assert strided.row_count(found) == sum(key[0].samples for key in rows)
+            assert strided.row_count(read) == sum(key[0].samples for key in rows)
             message = rows_for(problem, sorted(readers), source)
             assert Counter((x.document, x.head, p) for x in message for p in x.rows) == rows
 
@@ -127,11 +127,11 @@ def forget() -> None:
 def calls(work) -> int:
     """How many Python functions are called."""
     forget()
-    found = 0
+    total = 0
 
     def note(frame, event, arg):
-        nonlocal found
-        found += event == "call"
+        nonlocal total
+        total += event == "call"
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -139,7 +139,7 @@ def calls(work) -> int:
         work()
     finally:
         sys.setprofile(before)
-    return found
+    return total
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -169,10 +169,10 @@ def test_seconds_of_a_million_tokens(pattern, ranks, per_node, seconds, causal):
     forget()
     problem = make_problem(pattern, 1 << 20, 12, ranks=ranks, layout="strided", causal=causal)
     begin = time.process_time()  # that of other processes does not count
-    found = plan(problem, ranks_per_node=per_node)
+    chosen = plan(problem, ranks_per_node=per_node)
     assert time.process_time() - begin < seconds
     # what a rank receives is of the order of all rows: nobody may call this layout cheap
-    gathered = next(x for x in found.prices if x.exchange == "gather")
+    gathered = next(x for x in chosen.prices if x.exchange == "gather")
     assert gathered.forward > (1 << 20) * 12 * 2 * 64 * 2 * 0.8
 
 

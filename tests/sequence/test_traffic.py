@@ -42,8 +42,8 @@ CASES = {
 def test_times(name):
     flights, waits, want = CASES[name]
     *rows, total = summary(recorded(flights, waits))
-    found = {(x.run, x.what): (x.collectives, x.received, x.in_flight, x.exposed, x.hidden) for x in (*rows, total)}
-    assert found == {**({("both", "all"): want[F]} if F in want else {("both", "all"): (0,) * 5}), **want}
+    sums = {(x.run, x.what): (x.collectives, x.received, x.in_flight, x.exposed, x.hidden) for x in (*rows, total)}
+    assert sums == {**({("both", "all"): want[F]} if F in want else {("both", "all"): (0,) * 5}), **want}
     assert total.hidden + total.exposed >= total.in_flight
     assert reached(recorded(flights, waits))
 

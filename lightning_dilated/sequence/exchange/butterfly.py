@@ -69,8 +69,7 @@ def wide_branches(problem: Problem, head: int) -> list[tuple[int, int, int, int]
     for i, branch in enumerate(problem.pattern.branches):
         width = segment_width(branch, length)
         if width > local and branch.serves(head):
-            offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
-            wide.append((width, branch.dilation_rate, offset, i))
+            wide.append((width, branch.dilation_rate, problem.offset(i, head), i))
     return sorted(wide)
 
 
