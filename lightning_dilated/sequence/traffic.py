@@ -72,8 +72,8 @@ def summary(log: TrafficLog, links: Links = DEFAULTS) -> list[Sums]:
     for x in log.flights:
         plans.setdefault((x.run, x.what), Sums(x.run, x.what))
     for call in log.planned:
-        for x in planned(call, links):
-            plans[x.run, x.what] = plans.get((x.run, x.what), Sums(x.run, x.what)) + x
+        for one in planned(call, links):
+            plans[one.run, one.what] = plans.get((one.run, one.what), Sums(one.run, one.what)) + one
     origin = next(_marks(log), 0.0)
     waits = _times(log.waits, origin)
     sums = []

@@ -30,21 +30,23 @@ class Exchange:
 
 #: every exchange by its name; "auto" takes the first of equally cheap ones
 EXCHANGES: dict[str, Exchange] = {
-    name: Exchange(name, *functions)
-    for name, functions in {
-        "gather": (gather.why_not, gather.program, gather.volume),
-        "butterfly": (butterfly.why_not, butterfly.program, butterfly.volume),
-        "switch": (switch.why_not, switch.program, switch.volume),
-        "ring": (ring.why_not, ring.program, ring.volume),
-        "hierarchical_gather": (
+    x.name: x
+    for x in (
+        Exchange("gather", gather.why_not, gather.program, gather.volume),
+        Exchange("butterfly", butterfly.why_not, butterfly.program, butterfly.volume),
+        Exchange("switch", switch.why_not, switch.program, switch.volume),
+        Exchange("ring", ring.why_not, ring.program, ring.volume),
+        Exchange(
+            "hierarchical_gather",
             gather.hierarchical_why_not,
             gather.hierarchical_program,
             gather.hierarchical_volume,
         ),
-        "hierarchical_butterfly": (
+        Exchange(
+            "hierarchical_butterfly",
             butterfly.hierarchical_why_not,
             butterfly.hierarchical_program,
             butterfly.hierarchical_volume,
         ),
-    }.items()
+    )
 }
