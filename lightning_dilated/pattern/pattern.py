@@ -261,14 +261,14 @@ class DilatedPattern:
             local: tokens of a local segment.
             global_every: every so many layers one has dense heads.
             global_heads: kv heads of such a layer that are dense; "all" makes the layer ordinary attention.
-            far: a pattern whose branches the layers without a dense head take beside the local one, with its rule of
-                offsets.
-            shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that no layer's ends are
-                those of the next.
+            far: a pattern whose branches the layers without a dense head take next to the local one, with its offset
+                rule.
+            shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
+                have different boundaries.
             global_first: the first layer with dense heads, counted from 0; None: `global_every - 1`, the last of the first
                 `global_every`. With `kv_conv` take 0: at 65,536 tokens one dense head in the first of four layers recalled
-                99.99 %, one in the last 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md). Without `kv_conv` a
-                layer has to stand before it, which tells a value the key before it.
+                99.99 %, one in the last 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md). Without
+                `kv_conv` a layer has to come before it, which joins a value with the key before it.
 
         Raises:
             TypeError, ValueError: naming the argument.
@@ -435,7 +435,7 @@ class DilatedPattern:
     ) -> Explanation:
         """Walls, dead residues, layers to full reach, FLOPs, keys a row and sight at this length; `print` it.
 
-        Of layers with unlike patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
+        For layers with different patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
         """
         return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
@@ -448,7 +448,7 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """A picture of who attends to whom (a matplotlib Figure), written to `path` when that is given."""
+        """A matplotlib Figure of who attends to whom, written to `path` if given."""
         return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
 
 
