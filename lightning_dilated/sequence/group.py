@@ -269,18 +269,6 @@ def active_sequence() -> SequenceGroup | None:
     return _active[-1] if _active else None
 
 
-@contextlib.contextmanager
-def without_groups() -> Iterator[None]:
-    """Within, this process has no sequence groups: none is active, and no name is known."""
-    global _active, _groups
-    saved = _active, _groups
-    _active, _groups = [], {}
-    try:
-        yield
-    finally:
-        _active, _groups = saved
-
-
 def find_sequence(name: str) -> SequenceGroup:
     """The group of a name.
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.exchange import gather, ring
+from lightning_dilated.sequence.exchange import EXCHANGES, gather, ring
 from lightning_dilated.sequence.exchange.program import count, merge, rows_held_by
 from lightning_dilated.sequence.requirements import needed_rows
 from lightning_dilated.sequence.shard import Shard
@@ -40,7 +40,7 @@ ANY = cases(longest=32, ranks=16, members=2)
 @settings(max_examples=examples(75))
 def test_gather(case):
     for problem in case.problems():
-        assert gather.why_not(problem, 1) is None
+        assert EXCHANGES["gather"].why_not(problem, 1) is None
         programs = all_programs(problem, gather.program)
         check_kept(problem, play(problem, programs))
         for rank, want in enumerate(needed_by_definition(case, problem)):
@@ -94,7 +94,7 @@ def check_returns(problem, programs) -> None:
 @settings(max_examples=examples(75))
 def test_ring(case):
     for problem in case.problems():
-        assert ring.why_not(problem, 1) is None
+        assert EXCHANGES["ring"].why_not(problem, 1) is None
         programs = all_programs(problem, ring.program)
         check_ring(problem, programs, needed_by_definition(case, problem))
         check_returns(problem, programs)

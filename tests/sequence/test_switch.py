@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.exchange import switch
+from lightning_dilated.sequence.exchange import EXCHANGES, switch
 from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
@@ -51,7 +51,7 @@ def owned(problem: Problem, rank: int) -> list:
 @settings(max_examples=examples(75))
 def test_one_owner_with_all_rows(case):
     for problem in case.problems():
-        assert switch.why_not(problem, 1) is None
+        assert EXCHANGES["switch"].why_not(problem, 1) is None
         programs = all_programs(problem, switch.program)
         check_agreed([program.keys for program in programs])
         check_agreed([program.queries for program in programs])

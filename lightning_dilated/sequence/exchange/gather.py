@@ -10,11 +10,6 @@ from lightning_dilated.sequence.exchange.program import Message, Program, Round,
 from lightning_dilated.sequence.requirements import Problem, partners
 
 
-def why_not(problem: Problem, per_node: int) -> str | None:
-    """None: gather serves everything."""
-    return None
-
-
 def program(problem: Problem, rank: int, per_node: int) -> Program:
     step = Round()
     for peer in partners(problem, rank):

@@ -19,11 +19,6 @@ from lightning_dilated.sequence.exchange.program import (
 from lightning_dilated.sequence.requirements import Problem
 
 
-def why_not(problem: Problem, per_node: int) -> str | None:
-    """None: the ring serves everything."""
-    return None
-
-
 def program(problem: Problem, rank: int, per_node: int) -> Program:
     """Round 0 is a local copy (of rows that interleave with the queries); round t brings rows from t ranks back."""
     ranks = problem.shard.ranks

@@ -48,11 +48,6 @@ class Switched:
     tasks: list[RowRequest]
 
 
-def why_not(problem: Problem, per_node: int) -> str | None:
-    """None: the switch serves everything."""
-    return None
-
-
 def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
     """{owner: tasks}: every wide segment and head that holds positions of a rank."""
     segments = dict.fromkeys(s for piece in problem.shard.ranges(rank) for s in wide_segments(problem, piece))
