@@ -237,10 +237,10 @@ def blocks(
             for h, offset in offsets:
                 rows = head_rows(start + begin, start + begin + length, segment.first, rate, offset)
                 if rows:
-                    keys = len(head_rows(*segment, rate, offset)) if attended else 0
-                    padding = padded_keys(pattern, branch, seq_len, keys)
+                    keys = head_rows(*segment, rate, offset)
+                    zero_keys = padded_keys(pattern, branch, seq_len, len(keys)) if attended else 0
                     numbers = h - window.start, h // group - window.start // group
-                    all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), padding))
+                    all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), zero_keys))
             out += (_block(i, run, number, width, rate) for run in _runs(tuple(all_rows), strides))
     return tuple(out)
 
