@@ -34,7 +34,7 @@ import torch.multiprocessing as mp
 from lightning_dilated import DilatedPattern, dilated_attention
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.transport import Clock, Posted, Wire
+from lightning_dilated.sequence.exchange.transport import Posted, TrafficLog, Wire
 from lightning_dilated.sequence.traffic import summary
 
 COLUMNS = (
@@ -124,7 +124,7 @@ def watched(run, group: SequenceGroup, device: torch.device, repeats: int) -> tu
     exposed = []
     for _ in range(repeats):
         meet(device)
-        clock = Clock()
+        clock = TrafficLog()
         group.watch(clock)
         run()
         group.settle()

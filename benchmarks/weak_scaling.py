@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_dilated as ld
-from lightning_dilated.sequence.exchange.transport import Clock, mark, seconds
+from lightning_dilated.sequence.exchange.transport import TrafficLog, mark, seconds
 
 #: tokens of a rank that are trained before the clock
 WARM = 2**22
@@ -86,7 +86,7 @@ class Watch(pl.Callback):
 
     def __init__(self, warm: int, steps: int, wait: bool) -> None:
         self.ends, self.loss, self.received, self.exposed = [], torch.tensor(float("nan")), (0, 0), 0.0
-        self.warm, self.steps, self.wait, self.clock = warm, steps, wait, Clock()
+        self.warm, self.steps, self.wait, self.clock = warm, steps, wait, TrafficLog()
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
         """Count this step's bytes only."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -85,3 +86,27 @@ def stored_layout(name: str) -> torch.layout:
 def set_nested(state: Any, path: tuple[str | int, ...], value: Any) -> None:
     """Set a value below nested mappings and lists, as the DefaultLoadPlanner does, by `_nested_dict.set_element`."""
     set_element(state, path, value)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+def gloo_backend(group: dist.ProcessGroup, name: str, timeout: timedelta | None) -> dist.ProcessGroupGloo:
+    """A gloo backend of a group's ranks, over a connection of its own that `name` tells apart.
+
+    `dist.new_group` does not serve: all ranks of the job would have to call it, or (with local synchronization) to have
+    created equally many groups before. Uses `dist.distributed_c10d._get_default_store` and the constructor of
+    `dist.ProcessGroupGloo`, which torch does not document. Holds for torch 2.11 to 2.13.
+    """
+    prefix = f"lightning-dilated/{group.group_name}/{timeout}/{name}"
+    store = dist.PrefixStore(prefix, dist.distributed_c10d._get_default_store())
+    options = {} if timeout is None else {"timeout": timeout}
+    return dist.ProcessGroupGloo(store, dist.get_rank(group), dist.get_world_size(group), **options)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+def in_backward() -> bool:
+    """Whether this thread runs a backward.
+
+    torch has no public question for it. Uses `torch._C._current_graph_task_id`, -1 outside of a backward. Holds for torch
+    2.11 to 2.13.
+    """
+    return torch._C._current_graph_task_id() != -1

@@ -143,7 +143,7 @@ def _stretches(
 ) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
     """(rows with their halo, which neighbours count, local tokens) of each stretch."""
     start = 0
-    for held, rows in zip(route.stretches, route.surround(x, halo), strict=True):
+    for held, rows in zip(route.chunks, route.surround(x, halo), strict=True):
         yield rows, _near(held, route.left, route.right, *documents, x.device), slice(start, start + len(held))
         start += len(held)
 

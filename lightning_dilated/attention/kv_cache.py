@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.pattern import LARGEST
-from lightning_dilated.pattern.rows import check_padding, count_rows
+from lightning_dilated.pattern.rows import check_padding, head_rows
 
 #: rows that a buffer begins with, where its branch may hold as many
 SMALLEST = 64
@@ -68,7 +68,7 @@ class _BranchRows:
 
     def held(self, residue: int, first: int, stop: int) -> int:
         """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
-        return count_rows(max(first, 0), stop, self.rate, first + residue)
+        return len(head_rows(max(first, 0), stop, first, self.rate, residue))
 
     def append(self, k: Tensor, v: Tensor, start: int) -> None:
         """Keep what positions from `start` on may still use of their (B, n, K, D) keys and values; earlier segments go."""

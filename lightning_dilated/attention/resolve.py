@@ -164,8 +164,8 @@ def _agreed(
     chained = chained_up_to(spec.engine, request)
     key = *key, engine.name, chained, agreed.lengths
     resolved = group.remember(key, lambda: _shared(spec, group, chained, documents, agreed.lengths, q, k))
-    if resolved.planned is not None and group.forward_traffic.clock is not None:
-        group.forward_traffic.clock.planned.append(resolved.planned[backward])
+    if resolved.planned is not None and group.forward_traffic.log is not None:
+        group.forward_traffic.log.planned.append(resolved.planned[backward])
     group.plan = resolved.plan
     return replace(resolved, number=agreed.number), agreed.seed
 

@@ -20,7 +20,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast, check_call
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.pattern import Branch
-from lightning_dilated.pattern.rows import check_bounds, check_padding, count_rows, place, segment_bounds
+from lightning_dilated.pattern.rows import check_bounds, check_padding, head_rows, padded_keys, segment_at
 from lightning_dilated.sequence.group import active_sequence
 
 
@@ -145,15 +145,13 @@ def _sample_counts(
         start, size = bounds[document - 1], bounds[document] - bounds[document - 1]
         p = position - start
         for branch in pattern.branches:
-            width, shift = place(branch, size)
-            low, high, first = segment_bounds(width, shift, size, p)
-            rate, residue = branch.dilation_rate, (p - first) % branch.dilation_rate
+            segment, rate = segment_at(branch, size, p), branch.dilation_rate
+            rows = head_rows(*segment, rate, (p - segment.first) % rate)
             using = _using_heads(pattern, branch, p, heads, kv_heads)
-            keys = slice(start + low + (first + residue - low) % rate, start + (p + 1 if causal else high), rate)
+            keys = slice(start + rows.start, start + (p + 1 if causal else segment.stop), rate)
             counts[using, i, keys] += 1
-            if pattern.padding == "attended" and not causal:
-                slots = -(-min(width, size) // rate)
-                pads[using, i] += slots - count_rows(low, high, rate, first + residue)
+            if not causal:
+                pads[using, i] += padded_keys(pattern, branch, size, len(rows))
     return counts, pads
 
 

@@ -21,8 +21,8 @@ from rich.table import Table
 
 from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import flag, integer
-from lightning_dilated.sequence.consensus import Asked, Quiet
-from lightning_dilated.sequence.exchange.transport import Clock
+from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
+from lightning_dilated.sequence.exchange.transport import TrafficLog
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.traffic import EXCHANGED, Sums, reach, reached, summary
 
@@ -82,9 +82,9 @@ class CommunicationProfiler(pl.Callback):
         self.rows: list[Sums] = []
         self.unlike: list[str] = []
         self.steps, self._batches, self._logged = 0, 0, -1
-        self._clock: Clock | None = None
-        self._unread: deque[tuple[int, Clock]] = deque()
-        self._asked: deque[tuple[int, Asked]] = deque()
+        self._clock: TrafficLog | None = None
+        self._unread: deque[tuple[int, TrafficLog]] = deque()
+        self._asked: deque[tuple[int, PendingGather]] = deque()
         self._measured = _Measured()
 
     # -- hooks -------------------------------------------------------------------------------------------------------
@@ -106,12 +106,12 @@ class CommunicationProfiler(pl.Callback):
         self._reset()
         self._group = group = trainer.strategy.sequence  # type: ignore[attr-defined]  # `setup` looked for it
         channel = f"communication-{next(_fits)}"
-        self._quiet = Quiet(group.group, group.timeout, channel) if group.ranks > 1 else None
+        self._quiet = ControlGroup(group.group, group.timeout, channel) if group.ranks > 1 else None
 
     def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         """Attach a clock to the exchanges of this batch, if it is to be measured."""
         number, self._batches = self._batches - self.warmup, self._batches + 1
-        self._clock = Clock() if number >= 0 and number % self.every_n_steps == 0 else None
+        self._clock = TrafficLog() if number >= 0 and number % self.every_n_steps == 0 else None
         self._group.watch(self._clock)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -174,7 +174,7 @@ class CommunicationProfiler(pl.Callback):
             if self._quiet is None:
                 self._log(trainer, step, numbers[None])
             else:
-                self._asked.append((step, self._quiet.ask(numbers)))
+                self._asked.append((step, self._quiet.start_gather(numbers)))
         while self._asked and (last or self._asked[0][1].done()):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))
@@ -222,7 +222,7 @@ class _Measured:
     rows: tuple[Sums, ...] = ()
     unlike: tuple[str, ...] = ()  # the first few
 
-    def add(self, rows: list[Sums], clock: Clock) -> None:
+    def add(self, rows: list[Sums], clock: TrafficLog) -> None:
         """Add a batch."""
         unlike = [
             f"{x.run} {x.what}: sent {x.sent} and received {x.received} bytes, planned {x.planned_sent} and "

@@ -1,4 +1,4 @@
-"""A short list of patterns that the layers of a model take in turns."""
+"""Cycles: a short list of patterns that the layers of a model take in turns."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 
 def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
-    """The entries of `depth` layers, which take those of a list in turns."""
+    """The patterns of `depth` layers that take a list in turns."""
     return tuple(patterns[i % len(patterns)] for i in range(depth))
 
 
 def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
-    """The shortest beginning of the list that, repeated, gives the list."""
+    """The shortest prefix of the list that gives it when repeated."""
     lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
     return tuple(patterns[: next(lengths, len(patterns))])

@@ -1,9 +1,7 @@
-"""Sight: which distances between a query and a key one layer bridges, by octave of the distance.
+"""What a pattern lets a model see at a given length: walls, dead residues, reach, cost, and sight by distance.
 
-In a branch of rate r a query sees keys of its own residue only, so only distances that r divides. What stands at any other
-distance reaches it over a token in between, in two layers or more.
-
-What a pattern can and cannot see at a given length: walls, dead residues, reach, cost.
+Sight is the share of (query, key) pairs at a distance that one layer connects. In a branch of rate r a query sees keys of
+its own residue only, so only distances that r divides; information from any other distance takes two layers or more.
 
 Shape letters: N tokens, H query heads, r dilation rate, w segment length, t shift.
 """
@@ -19,118 +17,10 @@ import torch
 from lightning_dilated._validation import integer
 from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
 from lightning_dilated.pattern.rows import pairs as count_pairs
+from lightning_dilated.pattern.rows import segment_index
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import Branch, DilatedPattern
-
-
-#: (query, key) pairs that are drawn of an octave; octaves with fewer are counted whole
-SAMPLES = 1 << 12
-#: an octave whose queries see less of its distances is named as a problem
-ENOUGH = 0.5
-#: octaves are one line of the table where neither number falls by more
-ALIKE = 0.1
-
-
-@dataclass(frozen=True)
-class Octave:
-    """Distances d with `first` <= d < 2 `first`, and below N.
-
-    Attributes:
-        first: the shortest distance, a power of two.
-        share: of the pairs of a query and a key so far apart, those that some head of some layer sees.
-        heads: how many heads, summed over the layers, see such a pair in the mean.
-    """
-
-    first: int
-    share: float
-    heads: float
-
-
-def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Octave, ...]:
-    """The octaves of N tokens for the patterns of all layers; of long octaves `SAMPLES` pairs are drawn, always the same."""
-    layers = {pattern: patterns.count(pattern) for pattern in dict.fromkeys(patterns)}
-    found, first = [], 1
-    while first < seq_len:
-        query, key = _drawn(first, min(2 * first, seq_len), seq_len)
-        seen = torch.zeros(len(query), dtype=torch.bool)
-        heads = 0.0
-        for pattern, count in layers.items():
-            by_head = _seen(pattern, query, key, seq_len, num_heads, num_kv_heads)
-            seen |= by_head.any(0)
-            heads += count * float(by_head.double().sum(0).mean())
-        found.append(Octave(first, float(seen.double().mean()), heads))
-        first *= 2
-    return tuple(found)
-
-
-def _drawn(first: int, stop: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions of queries, positions of keys) at distances from `first` to below `stop`."""
-    distances = torch.arange(first, stop) if stop - first <= SAMPLES else None
-    if distances is not None and int((seq_len - distances).sum()) <= SAMPLES:
-        pairs = [(torch.arange(d, seq_len), torch.arange(seq_len - d)) for d in range(first, stop)]
-        return torch.cat([q for q, _ in pairs]), torch.cat([k for _, k in pairs])
-    generator = torch.Generator().manual_seed(first)
-    drawn = torch.rand(2, SAMPLES, generator=generator, dtype=torch.float64)
-    distance = first + (drawn[0] * (stop - first)).long()
-    query = distance + (drawn[1] * (seq_len - distance)).long()
-    return query, query - distance
-
-
-def _seen(
-    pattern: DilatedPattern,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    seq_len: int,
-    num_heads: int,
-    num_kv_heads: int,
-) -> torch.Tensor:
-    """(H, pairs) bool: which heads see which pairs in some branch."""
-    seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
-    for branch in pattern.branches:
-        residue = _common_residue(branch, query, key, seq_len)
-        for head in range(num_heads) if branch.heads is None else branch.heads:
-            seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
-    return seen
-
-
-def _common_residue(branch: Branch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
-    """The residue that the two indices share in their segment; -1 in different segments, or where residues differ."""
-    width = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
-    q, k = query + branch.shift, key + branch.shift
-    residue = q % width % branch.dilation_rate
-    together = (q // width == k // width) & (residue == k % width % branch.dilation_rate)
-    return torch.where(together, residue, -1)
-
-
-def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
-    """What to change where queries see few of the distances in one step."""
-    blind = [x for x in octaves if x.share < ENOUGH]
-    if not blind:
-        return ()
-    least = min(x.share for x in blind)
-    seen = f"only {least:.0%}" if least else "none"
-    return (
-        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do "
-        "not learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
-        "DilatedPattern.hybrid(depth, num_heads), in YAML pattern: {hybrid: {}}.",
-    )
-
-
-def sight_table(octaves: Sequence[Octave]) -> list[str]:
-    """A line for each run of octaves that are nearly alike: distances, and the least that is seen of them."""
-    runs: list[list[Octave]] = []
-    for octave in octaves:
-        if runs and runs[-1][0].share - octave.share < ALIKE and runs[-1][0].heads < octave.heads * (1 + ALIKE):
-            runs[-1].append(octave)
-        else:
-            runs.append([octave])
-    return [
-        f"{f'{run[0].first:,} to {2 * run[-1].first - 1:,} tokens back':<32}{min(x.share for x in run):>4.0%} seen in one "
-        f"step, by {min(x.heads for x in run):.1f} heads of all layers"
-        for run in runs
-    ]
-
 
 #: beyond this many tokens the reach is not searched (it takes a few passes over N)
 REACH_LIMIT = 1 << 24
@@ -138,19 +28,19 @@ REACH_LIMIT = 1 << 24
 
 @dataclass(frozen=True)
 class Explanation:
-    """What `DilatedPattern.explain` found; printing it gives the text.
+    """The result of `DilatedPattern.explain`; print it for the text.
 
     Attributes:
-        walls: first positions of the stretches that no information enters from before, at any depth.
+        walls: positions that no information crosses from before, at any depth.
         dead_residues: (first layer with this pattern, branch number) -> residues (index mod r) that no head uses there.
         uncovered: share of (head, position) rows that no branch covers; their output is 0.
         reach: share of the positions the last token may see (all, or the past) that reach it through `depth` layers;
             None beyond `REACH_LIMIT` tokens.
-        layers_to_full_reach: layers until the last token is reached from everywhere; None where that never happens.
-        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. The mean of
-            the layers, rounded, where they differ, as are `uncovered` and `keys_per_row`.
+        layers_to_full_reach: layers until the last token is reached from everywhere; None if that never happens.
+        pairs: (query, key) pairs of one layer, over all heads; a forward costs 4 D pairs FLOPs, a backward 10 D. Where
+            layers differ this is their rounded mean; `uncovered` and `keys_per_row` are means, too.
         keys_per_row: mean keys of a query in a head.
-        patterns: that layers 0, 1, ... take in turns.
+        patterns: taken by layers 0, 1, ... in turns.
         sight: by octave of the distance, what a query sees in one step.
     """
 
@@ -175,9 +65,9 @@ class Explanation:
     @property
     def hints(self) -> tuple[str, ...]:
         """What to change, most important first; empty where there is nothing to say."""
-        found = []
+        hints = []
         if self.walls:
-            found.append(
+            hints.append(
                 f"{len(self.walls)} wall(s): attention never crosses position {self.walls[0]}"
                 + (f", {self.walls[1]}, ..." if len(self.walls) > 1 else "")
                 + f" at any depth. Add a branch with a segment of at least {self.seq_len}, or use pattern.shifted() on "
@@ -186,22 +76,22 @@ class Explanation:
         for (layer, i), residues in self.dead_residues.items():
             pattern = self.patterns[layer]
             where = f"branches[{i}]" + (f" of layer {layer}" if len(self.patterns) > 1 else "")
-            found.append(
+            hints.append(
                 f"{where} leaves {len(residues)} of {pattern.branches[i].dilation_rate} residues to no head. Use a dilation "
                 "rate of at most the number of heads it serves"
                 + (", one that divides it." if pattern.offsets == "blocked" else ".")
             )
         if self.uncovered:
-            found.append(
+            hints.append(
                 f"{self.uncovered:.1%} of the rows have no key in any branch and give 0; a branch of rate 1 covers all."
             )
-        if not found and self.reach is not None and self.layers_to_full_reach is None:
-            found.append(
+        if not hints and self.reach is not None and self.layers_to_full_reach is None:
+            hints.append(
                 "some positions never reach the last token at any depth: no branch joins their residues across segments. "
                 "Use a lower dilation rate"
                 + (", or pattern.shifted() on every other layer." if len(self.patterns) == 1 else ".")
             )
-        return (*found, *sight_hints(self.sight))
+        return (*hints, *sight_hints(self.sight))
 
     @property
     def layers_in_words(self) -> list[str]:
@@ -209,8 +99,8 @@ class Explanation:
         if len(self.patterns) == 1:
             return [f"{self.patterns[0]}"]
         layers = in_turns(self.patterns, self.depth)
-        at = {x: [i for i, y in enumerate(layers) if y == x] for x in dict.fromkeys(layers)}
-        return [f"layers {', '.join(map(str, which))}: {pattern}" for pattern, which in at.items()]
+        numbers = {x: [i for i, y in enumerate(layers) if y == x] for x in dict.fromkeys(layers)}
+        return [f"layers {', '.join(map(str, which))}: {pattern}" for pattern, which in numbers.items()]
 
     def __str__(self) -> str:
         full = "never" if self.layers_to_full_reach is None else f"{self.layers_to_full_reach} layers"
@@ -245,15 +135,15 @@ def explain(
     causal: bool,
     num_kv_heads: int | None = None,
 ) -> Explanation:
-    """See `DilatedPattern.explain`; of a list of patterns, which layers 0, 1, ... take in turns."""
+    """See `DilatedPattern.explain`; layers 0, 1, ... take a list of patterns in turns."""
     seq_len, depth = integer(seq_len, "seq_len", 1), integer(depth, "depth", 1)
     cycle = shortest_cycle(in_turns(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
-    for one in cycle:
-        num_heads, kv_heads = one.check_heads(num_heads, num_kv_heads)
+    for member in cycle:
+        num_heads, kv_heads = member.check_heads(num_heads, num_kv_heads)
     reach, full = _reach([_classes_of(x, seq_len, num_heads, kv_heads) for x in cycle], seq_len, depth, causal)
     pairs = {x: count_pairs(x, seq_len, num_heads, kv_heads, causal) for x in cycle}
     uncovered = {x: _uncovered(x, seq_len, num_heads, kv_heads) for x in cycle}
-    mean = lambda of: sum(of[x] for x in in_turns(cycle, depth)) / depth  # noqa: E731
+    mean = lambda values: sum(values[x] for x in in_turns(cycle, depth)) / depth  # noqa: E731
     total = round(mean(pairs))
     dead = {
         (layer, i): residues
@@ -299,23 +189,17 @@ def _dead(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[int, ...]
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
 
-def _index(branch: Branch, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
-    position = torch.arange(seq_len) + branch.shift
-    width = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
-    return position // width, position % width
-
-
 def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> float:
-    """Share of (head, position) that no branch serves; heads with a branch of rate 1 are whole at once."""
-    missing = 0
+    """Share of (head, position) that no branch serves."""
+    missing, positions = 0, torch.arange(seq_len)
     for head in range(num_heads):
-        mine = [b for b in pattern.branches if b.heads is None or head in b.heads]
-        if any(b.dilation_rate == 1 for b in mine):
+        branches = [b for b in pattern.branches if b.serves(head)]
+        if any(b.dilation_rate == 1 for b in branches):  # covers everything
             continue
         covered = torch.zeros(seq_len, dtype=torch.bool)
-        for branch in mine:
+        for branch in branches:
             offset = pattern.offset(branch, head, num_heads, num_kv_heads)
-            covered |= _index(branch, seq_len)[1] % branch.dilation_rate == offset
+            covered |= segment_index(branch, seq_len, positions)[1] % branch.dilation_rate == offset
         missing += seq_len - int(covered.sum())
     return missing / (num_heads * seq_len)
 
@@ -323,7 +207,7 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
 def _classes_of(
     pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int
 ) -> list[tuple[torch.Tensor, int]]:
-    """`_classes` of every branch; none beyond `REACH_LIMIT`."""
+    """`_classes` of every branch; nothing beyond `REACH_LIMIT`."""
     branches = pattern.branches if seq_len <= REACH_LIMIT else ()
     return [_classes(b, _residues(pattern, b, num_heads, num_kv_heads), seq_len) for b in branches]
 
@@ -333,7 +217,7 @@ def _reach(
 ) -> tuple[float | None, int | None]:
     """(share of positions that reach the last token in `depth` layers, layers until all do or None).
 
-    `layers` take turns from layer 0 on; the way leads down from the last one, and on in turns below layer 0.
+    `layers` are those of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below layer 0.
     """
     if seq_len > REACH_LIMIT:
         return None, None
@@ -354,8 +238,8 @@ def _reach(
 
 
 def _classes(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
-    """(class of each position, classes): positions that see each other share one; class 0 is for the unused."""
-    segment, index = _index(branch, seq_len)
+    """(class of each position, number of classes): positions that see each other share one; 0 is for unused positions."""
+    segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     residue = index % branch.dilation_rate
     table = torch.zeros(int(residue.max()) + 1, dtype=torch.bool)
     table[[o for o in used if o < len(table)]] = True
@@ -371,3 +255,110 @@ def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool
     furthest[0] = -1
     limit = furthest[group]
     return position <= limit if causal else limit >= 0
+
+
+# -- sight -------------------------------------------------------------------------------------------------------------
+#: (query, key) pairs sampled from an octave; octaves with fewer are counted whole
+SAMPLES = 1 << 12
+#: a hint names octaves with a smaller share
+ENOUGH = 0.5
+#: neighbouring octaves share a line of the table unless a number falls by more
+ALIKE = 0.1
+
+
+@dataclass(frozen=True)
+class Octave:
+    """Distances d with `first` <= d < 2 `first`, and below N.
+
+    Attributes:
+        first: the shortest distance, a power of two.
+        share: the share of pairs this far apart that some head of some layer sees.
+        heads: the mean number of heads, summed over the layers, that see such a pair.
+    """
+
+    first: int
+    share: float
+    heads: float
+
+
+def sight(patterns: Sequence[DilatedPattern], seq_len: int, num_heads: int, num_kv_heads: int) -> tuple[Octave, ...]:
+    """The octaves of N tokens for the patterns of all layers; long octaves are sampled, with a fixed seed."""
+    layers = {pattern: patterns.count(pattern) for pattern in dict.fromkeys(patterns)}
+    octaves, first = [], 1
+    while first < seq_len:
+        query, key = _drawn(first, min(2 * first, seq_len), seq_len)
+        seen = torch.zeros(len(query), dtype=torch.bool)
+        heads = 0.0
+        for pattern, count in layers.items():
+            by_head = _seen(pattern, query, key, seq_len, num_heads, num_kv_heads)
+            seen |= by_head.any(0)
+            heads += count * float(by_head.double().sum(0).mean())
+        octaves.append(Octave(first, float(seen.double().mean()), heads))
+        first *= 2
+    return tuple(octaves)
+
+
+def _drawn(first: int, stop: int, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions of queries, positions of keys) at distances from `first` to below `stop`."""
+    distances = torch.arange(first, stop) if stop - first <= SAMPLES else None
+    if distances is not None and int((seq_len - distances).sum()) <= SAMPLES:
+        pairs = [(torch.arange(d, seq_len), torch.arange(seq_len - d)) for d in range(first, stop)]
+        return torch.cat([q for q, _ in pairs]), torch.cat([k for _, k in pairs])
+    generator = torch.Generator().manual_seed(first)
+    drawn = torch.rand(2, SAMPLES, generator=generator, dtype=torch.float64)
+    distance = first + (drawn[0] * (stop - first)).long()
+    query = distance + (drawn[1] * (seq_len - distance)).long()
+    return query, query - distance
+
+
+def _seen(
+    pattern: DilatedPattern,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    seq_len: int,
+    num_heads: int,
+    num_kv_heads: int,
+) -> torch.Tensor:
+    """(H, pairs) bool: which heads see which pairs in some branch."""
+    seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
+    for branch in pattern.branches:
+        residue = _common_residue(branch, query, key, seq_len)
+        for head in filter(branch.serves, range(num_heads)):
+            seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
+    return seen
+
+
+def _common_residue(branch: Branch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
+    """The residue that query and key share in one segment; -1 in different segments, or where residues differ."""
+    (query_segment, q), (key_segment, k) = (segment_index(branch, seq_len, x) for x in (query, key))
+    residue = q % branch.dilation_rate
+    return torch.where((query_segment == key_segment) & (residue == k % branch.dilation_rate), residue, -1)
+
+
+def sight_hints(octaves: Sequence[Octave]) -> tuple[str, ...]:
+    """What to change where one layer shows queries few of the distances."""
+    blind = [x for x in octaves if x.share < ENOUGH]
+    if not blind:
+        return ()
+    least = min(x.share for x in blind)
+    seen = f"only {least:.0%}" if least else "none"
+    return (
+        f"from a distance of {blind[0].first:,} tokens on, one layer shows a query {seen} of what stands there: models do "
+        "not learn to look it up at distances that vary. Give a few heads undilated attention over the whole sequence: "
+        "DilatedPattern.hybrid(depth, num_heads), in YAML pattern: {hybrid: {}}.",
+    )
+
+
+def sight_table(octaves: Sequence[Octave]) -> list[str]:
+    """A line for each run of similar octaves: distances, and the lowest share and heads among them."""
+    runs: list[list[Octave]] = []
+    for octave in octaves:
+        if runs and runs[-1][0].share - octave.share < ALIKE and runs[-1][0].heads < octave.heads * (1 + ALIKE):
+            runs[-1].append(octave)
+        else:
+            runs.append([octave])
+    return [
+        f"{f'{run[0].first:,} to {2 * run[-1].first - 1:,} tokens back':<32}{min(x.share for x in run):>4.0%} seen in one "
+        f"step, by {min(x.heads for x in run):.1f} heads of all layers"
+        for run in runs
+    ]

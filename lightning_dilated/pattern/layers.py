@@ -1,4 +1,4 @@
-"""The patterns of a model's layers: from one pattern, a list that repeats, or a hybrid, to one pattern a layer.
+"""The patterns of a model's layers: read from one pattern, a repeating list or a hybrid, and expanded to one a layer.
 
 Shape letters: H query heads, w segment length.
 """
@@ -16,7 +16,7 @@ from lightning_dilated.pattern.pattern import DilatedPattern
 #: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
 LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]
 
-#: options of {"hybrid": {...}}; the model has the others
+#: options of {"hybrid": {...}}; the model gives the others
 HYBRID = tuple(inspect.signature(DilatedPattern.hybrid).parameters)[3:]
 
 
@@ -50,7 +50,7 @@ def read_patterns(
     if isinstance(value, (DilatedPattern, Mapping)):
         patterns = (DilatedPattern.from_dict(value),)
     elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
-        patterns = tuple(DilatedPattern.from_dict(one) for one in value)
+        patterns = tuple(DilatedPattern.from_dict(member) for member in value)
     else:
         raise TypeError(f"pattern must be a DilatedPattern, a mapping, or a list of them, one a layer; got {value!r}.")
     if not 1 <= len(patterns) <= depth:
@@ -72,11 +72,11 @@ def layer_patterns(
 ) -> tuple[DilatedPattern, ...]:
     """The pattern of each of `depth` layers.
 
-    With `shift_layers="odd"` layers 1, 3, ... take theirs with every segment of w < `shift_below` (each finite one if None)
-    shifted by w // 2, whatever the sequence's length: no position is a wall for every layer then.
+    `shift_layers="odd"` shifts every segment of w < `shift_below` (every finite one if None) by w // 2 in layers 1, 3, ...,
+    whatever the sequence's length, so that no position is a wall for every layer.
 
     Raises:
-        ValueError: for another word, for patterns that a shift is not defined for, and where nothing would move.
+        ValueError: for another value, for patterns without a defined shift, and where nothing would move.
     """
     cycle = (pattern,) if isinstance(pattern, DilatedPattern) else tuple(pattern)
     if shift_layers not in ("none", "odd"):
@@ -85,18 +85,18 @@ def layer_patterns(
         if shift_below is not None:
             raise ValueError(f'shift_below={shift_below!r} needs shift_layers="odd"; without it no layer is shifted.')
         return in_turns(cycle, depth)
-    for one in cycle:
-        if one.padding == "attended":
+    for member in cycle:
+        if member.padding == "attended":
             raise ValueError(
                 'shift_layers="odd" needs padding="masked": padding="attended" reproduces releases whose layers are '
                 "unshifted."
             )
-        if any(b.shift for b in one.branches):
+        if any(b.shift for b in member.branches):
             raise ValueError(
-                f'shift_layers="odd" shifts patterns that have no shift of their own, got {one}. Leave the shifts out, or '
-                'use shift_layers="none".'
+                f'shift_layers="odd" shifts patterns that have no shift of their own, got {member}. Leave the shifts out, '
+                'or use shift_layers="none".'
             )
-    shifted = tuple(one.shifted(0.5, shift_below) for one in cycle)
+    shifted = tuple(member.shifted(0.5, shift_below) for member in cycle)
     if shifted == cycle:
         raise ValueError(
             f'shift_layers="odd" would move no branch of {" or ".join(map(str, cycle))}: it takes finite segments of at '
@@ -109,4 +109,4 @@ def layer_patterns(
 
 def plain_patterns(pattern: DilatedPattern | Sequence[DilatedPattern]) -> dict[str, Any] | list[dict[str, Any]]:
     """Plain values for YAML, JSON and checkpoints, which `read_patterns` reads."""
-    return pattern.to_dict() if isinstance(pattern, DilatedPattern) else [one.to_dict() for one in pattern]
+    return pattern.to_dict() if isinstance(pattern, DilatedPattern) else [member.to_dict() for member in pattern]

@@ -1,6 +1,6 @@
-"""One branch of a dilated pattern: a segment length, a dilation rate, a shift, and the heads it serves.
+"""Branch and DilatedPattern: the validated, immutable description of which positions attend to each other.
 
-DilatedPattern: the list of branches, the offset rule and the padding rule that together say who attends to whom.
+Shape letters: H query heads, Hkv kv heads, N tokens, w segment length, r dilation rate, t shift, o offset.
 """
 
 from __future__ import annotations
@@ -83,8 +83,12 @@ class Branch:
             raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
         return numbers
 
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this branch."""
+        return self.heads is None or head in self.heads
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without the fields that are at their defaults."""
+        """Plain values for YAML and JSON, without fields at their defaults."""
         out: dict[str, Any] = {"segment_length": self.segment_length, "dilation_rate": self.dilation_rate}
         if self.shift:
             out["shift"] = self.shift
@@ -119,7 +123,7 @@ class Branch:
 
 
 def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> Branch:
-    """Call `make`, and put the branch's name in front of what it complains of."""
+    """make(...), with the branch's name in front of its error messages."""
     try:
         return make(*args, **kwargs)
     except (TypeError, ValueError) as error:
@@ -192,7 +196,7 @@ class DilatedPattern:
                     )
         object.__setattr__(self, "code", json.dumps(self.to_dict(), separators=(",", ":")))
 
-    # -- ways to make one ------------------------------------------------------------------------------------------
+    # -- constructors -----------------------------------------------------------------------------------------------
     @classmethod
     def longnet(cls, segment_lengths: Sequence[int], dilation_rates: Sequence[int], **kwargs: Any) -> DilatedPattern:
         """Every head takes every branch, as in LongNet (arXiv 2307.02486, section 2.3)."""
@@ -256,46 +260,39 @@ class DilatedPattern:
             local: tokens of a local segment.
             global_every: every so many layers one has dense heads.
             global_heads: kv heads of such a layer that are dense; "all" makes the layer ordinary attention.
-            far: a pattern whose branches the layers without a dense head take beside the local one, with its rule of
-                offsets.
-            shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that no layer's ends are
-                those of the next.
+            far: a pattern whose branches the layers without a dense head take next to the local one, with its offset
+                rule.
+            shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
+                have different boundaries.
             global_first: the first layer with dense heads, counted from 0; None: `global_every - 1`, the last of the first
                 `global_every`. With `kv_conv` take 0: at 65,536 tokens one dense head in the first of four layers recalled
-                99.99 %, one in the last 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md). Without `kv_conv` a
-                layer has to stand before it, which tells a value the key before it.
+                99.99 %, one in the last 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md). Without
+                `kv_conv` a layer has to come before it, which joins a value with the key before it.
 
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        depth, num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
-        local = integer(local, "local", 1)
+        depth, local = integer(depth, "depth", 1), integer(local, "local", 1)
+        num_heads, num_kv_heads = DilatedPattern.dense(local).check_heads(num_heads, num_kv_heads)
         global_every = integer(global_every, "global_every", 1)
-        if global_first is None and global_every > depth:
-            raise ValueError(
-                f"global_every={global_every} leaves none of {depth} layers with a dense head: it must be at most depth."
-            )
-        first = global_every - 1 if global_first is None else integer(global_first, "global_first", 0)
-        if first >= depth:
-            raise ValueError(f"global_first={first} is none of the layers 0 to {depth - 1}.")
-        plain = DilatedPattern.dense(local)
-        num_heads, num_kv_heads = plain.check_heads(num_heads, num_kv_heads)
+        first = _first_global_layer(depth, global_every, global_first)
+        dense = num_heads
         if global_heads != "all":
-            global_heads = integer(global_heads, "global_heads", 1, ' Or "all".')
-            if global_heads > num_kv_heads:
-                raise ValueError(f"global_heads={global_heads} is above the {num_kv_heads} kv heads of the model.")
+            kv_heads = integer(global_heads, "global_heads", 1, ' Or "all".')
+            if kv_heads > num_kv_heads:
+                raise ValueError(f"global_heads={kv_heads} is above the {num_kv_heads} kv heads of the model.")
+            dense = num_heads // num_kv_heads * kv_heads
         rules: dict[str, Any] = {}
-        beside: tuple[Branch, ...] = ()
+        far_branches: tuple[Branch, ...] = ()
         if far is not None:
             far = DilatedPattern.from_dict(far)
-            beside = far.branches
+            far_branches = far.branches
             rules = {"offsets": far.offsets, "offset_heads": far.offset_heads, "padding": far.padding}
-        dense = num_heads if global_heads == "all" else num_heads // num_kv_heads * global_heads
         layers = []
         for layer in range(depth):
             shift = local // 2 if shifted and layer % 2 else 0
             if layer < first or (layer - first) % global_every:
-                branches = (Branch(local, 1, shift), *beside)
+                branches = (Branch(local, 1, shift), *far_branches)
             elif dense == num_heads:
                 branches = (Branch(None, 1),)
             else:
@@ -349,7 +346,7 @@ class DilatedPattern:
             )
         rules = ("offsets", "offset_heads", "padding")
         known_keys(values, "pattern", ("branches", "segment_lengths", "dilation_rates", *rules))
-        given = {name: values[name] for name in rules if name in values}
+        options = {name: values[name] for name in rules if name in values}
         lists = [name for name in ("segment_lengths", "dilation_rates") if name in values]
         if ("branches" in values) == bool(lists) or len(lists) == 1:
             raise ValueError(
@@ -357,8 +354,8 @@ class DilatedPattern:
                 f"got {', '.join(values) or 'nothing'}."
             )
         if lists:
-            return cls.longnet(values["segment_lengths"], values["dilation_rates"], **given)
-        return cls(values["branches"], **given)
+            return cls.longnet(values["segment_lengths"], values["dilation_rates"], **options)
+        return cls(values["branches"], **options)
 
     @staticmethod
     @functools.lru_cache(maxsize=1024)
@@ -436,7 +433,7 @@ class DilatedPattern:
     ) -> Explanation:
         """Walls, dead residues, layers to full reach, FLOPs, keys a row and sight at this length; `print` it.
 
-        Of layers with unlike patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
+        For layers with different patterns: `model.explain(seq_len)`, or `pattern.explain.explain([pattern, ...], ...)`.
         """
         return explain(self, seq_len, num_heads, depth, causal, num_kv_heads)
 
@@ -449,8 +446,20 @@ class DilatedPattern:
         head: int | None = None,
         num_kv_heads: int | None = None,
     ) -> Any:
-        """A picture of who attends to whom (a matplotlib Figure), written to `path` when that is given."""
+        """A matplotlib Figure of who attends to whom, written to `path` if given."""
         return plot(self, seq_len, num_heads, causal, path, head, num_kv_heads)
+
+
+def _first_global_layer(depth: int, every: int, first: int | None) -> int:
+    """`global_first` of `DilatedPattern.hybrid`, counted from 0."""
+    if first is None and every > depth:
+        raise ValueError(
+            f"global_every={every} leaves none of {depth} layers with a dense head: it must be at most depth."
+        )
+    first = every - 1 if first is None else integer(first, "global_first", 0)
+    if first >= depth:
+        raise ValueError(f"global_first={first} is none of the layers 0 to {depth - 1}.")
+    return first
 
 
 def _paired(segment_lengths: Any, dilation_rates: Any) -> tuple[tuple[int, int], ...]:

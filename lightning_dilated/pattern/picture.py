@@ -1,4 +1,4 @@
-"""A picture of who attends to whom: queries downwards, keys to the right, one panel for all heads and some of single ones.
+"""A plot of who attends to whom: queries downwards, keys to the right, a panel for all heads and some for single heads.
 
 Shape letters: N tokens, H query heads.
 """
@@ -70,9 +70,9 @@ def picture(
     heads: list[int],
     num_kv_heads: int | None = None,
 ) -> torch.Tensor:
-    """(rows, columns) fp32 in a side of at most PIXELS: the mean count of a head where a query looks at a key."""
+    """(side, side) fp32, side at most PIXELS: the mean count of (query, key) over heads."""
     side = min(seq_len, PIXELS)
-    # one query a pixel row, moved by a golden step within the row so that no residue is favoured
+    # one query per pixel row, moved by the golden ratio within the row so that no residue is favoured
     edges = torch.arange(side + 1) * seq_len // side
     width = edges[1:] - edges[:-1]
     query = edges[:-1] + ((torch.arange(side) * 0.618034) % 1 * width).long()

@@ -1,12 +1,9 @@
-"""The definition of dilated attention as explicit counts over (head, query, key): short, slow, never optimised.
+"""Geometry of a pattern: which positions a head uses in which segments, as the definition states it and as strided blocks.
 
-The rows of a branch as rectangular blocks: segments x heads x rows, each an arithmetic progression of positions.
+All other code takes segments, rows and padded keys from here. `counts` and `pads` spell the definition out and are never
+optimised: everything else is tested against them.
 
-A block is what one kernel call serves: in a strided view of (B, N, H, D) its head stride may move along the sequence too,
-so that heads of different offsets share one call (row i of head j in segment s is position first + s*w + j*step + i*r).
-
-Shape letters: H heads, N tokens. Everything else in the package is tested against what these functions say, w segment
-length, r dilation rate, o offset.
+Shape letters: H query heads, N tokens of a document, w segment length, r dilation rate, t shift, o offset.
 """
 
 from __future__ import annotations
@@ -15,7 +12,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,17 +22,88 @@ if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import Branch, DilatedPattern
 
 
+# -- segments and rows -------------------------------------------------------------------------------------------------
+class Segment(NamedTuple):
+    """The positions [start, stop) of a segment in its document; `first` is the position of its index 0.
+
+    `first` is below 0 in a first segment that a shift cuts.
+    """
+
+    start: int
+    stop: int
+    first: int
+
+
+def segment_width(branch: Branch, seq_len: int) -> int:
+    """w of a branch over a document: a segment longer than N + t holds the same positions as one of that length."""
+    longest = seq_len + branch.shift
+    return longest if branch.segment_length is None else min(branch.segment_length, longest)
+
+
+def segment_at(branch: Branch, seq_len: int, position: int) -> Segment:
+    """The segment of a branch that holds a position."""
+    width = segment_width(branch, seq_len)
+    first = (position + branch.shift) // width * width - branch.shift
+    return Segment(max(first, 0), min(first + width, seq_len), first)
+
+
+def segment_classes(width: int, shift: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+    """(start, number, tokens, first index) of each class of equal segments: a short first one, whole ones, the tail."""
+    start = 0
+    if shift:
+        start = min(width - shift, length)
+        yield 0, 1, start, shift
+    whole = (length - start) // width
+    if whole:
+        yield start, whole, width, 0
+    tail = start + whole * width
+    if tail < length:
+        yield tail, 1, length - tail, 0
+
+
+def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> range:
+    """The positions p in [start, stop) that a head of this offset uses: (p - first) mod r == o."""
+    return range(start + (first + offset - start) % rate, stop, rate)
+
+
+def padded_keys(pattern: DilatedPattern, branch: Branch, seq_len: int, keys: int) -> int:
+    """n_pad of a segment in which a head has `keys` keys: ceil(min(w, N) / r) - keys; 0 unless padding="attended".
+
+    Callers leave it out of causal attention, where the pads come after every query.
+    """
+    if pattern.padding != "attended":
+        return 0
+    return -(-segment_width(branch, seq_len) // branch.dilation_rate) - keys
+
+
+def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
+    """Raise where padding="attended" is not defined: segments that r does not divide, and more than one of them."""
+    if pattern.padding != "attended":
+        return
+    for i, branch in enumerate(pattern.branches):
+        width = segment_width(branch, seq_len)
+        if width % branch.dilation_rate and seq_len > width:
+            raise ValueError(
+                f"branches[{i}] of padding='attended': segment_length={branch.segment_length} is not a multiple of "
+                f"dilation_rate={branch.dilation_rate} and the sequence of {seq_len} tokens needs more than one segment; "
+                "the released code returns shifted positions there. Use padding='masked', or a rate that divides."
+            )
+
+
+# -- the definition ----------------------------------------------------------------------------------------------------
+def segment_index(branch: Branch, seq_len: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(number of the segment, index within it) of int64 positions."""
+    width = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
+    return (positions + branch.shift) // max(width, 1), (positions + branch.shift) % max(width, 1)
+
+
 def used_index(pattern: DilatedPattern, branch_index: int, seq_len: int, num_heads: int, num_kv_heads: int | None):
     """(segment of p, is p used by h): (N,) int64 and (H, N) bool for one branch over one document."""
     branch = pattern.branches[branch_index]
-    position = torch.arange(seq_len) + branch.shift
-    width = seq_len if branch.segment_length is None else branch.segment_length
-    segment, index = position // max(width, 1), position % max(width, 1)
+    segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     used = torch.zeros(num_heads, seq_len, dtype=torch.bool)
-    for head in range(num_heads):
-        if branch.heads is None or head in branch.heads:
-            offset = pattern.offset(branch, head, num_heads, num_kv_heads)
-            used[head] = index % branch.dilation_rate == offset
+    for head in filter(branch.serves, range(num_heads)):
+        used[head] = index % branch.dilation_rate == pattern.offset(branch, head, num_heads, num_kv_heads)
     return segment, used
 
 
@@ -74,10 +142,10 @@ def counts(
 def pads(
     pattern: DilatedPattern, seq_len: int, num_heads: int, causal: bool, num_kv_heads: int | None = None
 ) -> torch.Tensor:
-    """(H, N) int64: the zero keys that a released checkpoint let query p of head h see, summed over branches.
+    """(H, N) int64: the zero keys that a released checkpoint lets query p of head h see, summed over branches.
 
-    0 everywhere unless `padding="attended"` and not causal. In a branch that holds (p, h): ceil(w'/r) less the keys of h
-    that are really in p's segment, w' = min(w, N).
+    0 everywhere unless `padding="attended"` and not causal. In a branch that holds (p, h): ceil(w'/r) minus the keys of h
+    that really are in p's segment, w' = min(w, N).
     """
     total = torch.zeros(num_heads, seq_len, dtype=torch.int64)
     if pattern.padding != "attended" or causal:
@@ -92,9 +160,15 @@ def pads(
     return total
 
 
+# -- blocks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Block:
-    """`segments` x `heads` x `rows` positions; `pads` zero keys are attended beside the rows (padding="attended")."""
+    """`segments` x `heads` x `rows` positions that one kernel call serves.
+
+    Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride: in a strided
+    view of (B, N, H, D) the head stride may move along the sequence too, so heads of different offsets share a call.
+    `pads` zero keys are attended next to the rows (padding="attended").
+    """
 
     branch: int
     first: int
@@ -118,59 +192,13 @@ class Block:
 
 @dataclass(frozen=True)
 class _HeadRows:
-    """One head's rows in a class of equal segments, before heads are joined."""
+    """One head's rows in a class of equal segments, before heads are joined into blocks."""
 
     head: int
     kv_head: int
     first: int
     rows: int
     pads: int
-
-
-def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
-    """Raise where padding="attended" is not defined: segments that r does not divide, and more than one of them."""
-    if pattern.padding != "attended":
-        return
-    for i, branch in enumerate(pattern.branches):
-        width = seq_len if branch.segment_length is None else min(branch.segment_length, seq_len)
-        if width % branch.dilation_rate and seq_len > width:
-            raise ValueError(
-                f"branches[{i}] of padding='attended': segment_length={branch.segment_length} is not a multiple of "
-                f"dilation_rate={branch.dilation_rate} and the sequence of {seq_len} tokens needs more than one segment; "
-                "the released code returns shifted positions there. Use padding='masked', or a rate that divides."
-            )
-
-
-def segments_of(width: int, shift: int, seq_len: int) -> Iterator[tuple[int, int, int, int]]:
-    """(start, count, length, first index) of each class of equal segments: a short first one, whole ones, the tail."""
-    start = 0
-    if shift:
-        start = min(width - shift, seq_len)
-        yield 0, 1, start, shift
-    whole = (seq_len - start) // width
-    if whole:
-        yield start, whole, width, 0
-    tail = start + whole * width
-    if tail < seq_len:
-        yield tail, 1, seq_len - tail, 0
-
-
-def place(branch: Branch, seq_len: int) -> tuple[int, int]:
-    """(segment length, shift) of a branch over a document, with a segment that reaches beyond it cut to its length."""
-    # a segment longer than shift + N holds the same positions as one of exactly that length
-    reach = seq_len + branch.shift
-    return (reach if branch.segment_length is None else min(branch.segment_length, reach)), branch.shift
-
-
-def segment_bounds(width: int, shift: int, seq_len: int, position: int) -> tuple[int, int, int]:
-    """(start, stop, first) of the segment of `position`: its positions, and the position of its index 0 (may be below 0)."""
-    first = (position + shift) // width * width - shift
-    return max(first, 0), min(first + width, seq_len), first
-
-
-def count_rows(start: int, stop: int, rate: int, residue: int) -> int:
-    """How many p in [start, stop) have p mod rate == residue mod rate."""
-    return max(0, (stop - 1 - residue) // rate - (start - 1 - residue) // rate)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -183,7 +211,7 @@ def blocks(
     heads: tuple[int, int] | None = None,
     whole: bool = False,
 ) -> tuple[Block, ...]:
-    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is uncovered.
+    """All blocks of one document of `seq_len` tokens, branch by branch. No block is empty, no row is left out.
 
     `part` = (start, stop) takes only those positions, with segments cut at its ends and rows counted from its start; with
     `whole`, segments that it cuts are left out. `heads` = (first, stop) takes only those query heads, numbered from `first`
@@ -194,28 +222,25 @@ def blocks(
     window = range(*(heads or (0, num_heads)))
     if start == stop or not window:
         return ()
-    out: list[Block] = []
     group = num_heads // num_kv_heads
-    kv_first = window.start // group
+    out: list[Block] = []
     for i, branch in enumerate(pattern.branches):
-        width, shift = place(branch, seq_len)
-        rate = branch.dilation_rate
-        served = [h for h in window if branch.heads is None or h in branch.heads]
-        offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in served]
-        for begin, count, length, index in segments_of(width, (start + shift) % width, stop - start):
-            low, high, first = segment_bounds(width, shift, seq_len, start + begin)
-            if whole and (low < start or high > stop):
+        width, rate = segment_width(branch, seq_len), branch.dilation_rate
+        offsets = [(h, pattern.offset(branch, h, num_heads, num_kv_heads)) for h in window if branch.serves(h)]
+        strides, attended = _head_strides(num_heads, num_kv_heads, rate), pattern.padding == "attended"
+        for begin, number, length, _ in segment_classes(width, (start + branch.shift) % width, stop - start):
+            segment = segment_at(branch, seq_len, start + begin)
+            if whole and (segment.start < start or segment.stop > stop):
                 continue
-            rows = []
+            all_rows = []
             for h, offset in offsets:
-                skip = (offset - index) % rate
-                n = -(-(length - skip) // rate) if skip < length else 0
-                if n:
-                    keys = count_rows(low, high, rate, first + offset)
-                    pad = -(-min(width, seq_len) // rate) - keys if pattern.padding == "attended" else 0
-                    rows.append(_HeadRows(h - window.start, h // group - kv_first, begin + skip, n, pad))
-            for run in _runs(tuple(rows), _strides(num_heads, num_kv_heads, rate)):
-                out.append(_block(i, run, count, width, rate))
+                rows = head_rows(start + begin, start + begin + length, segment.first, rate, offset)
+                if rows:
+                    keys = head_rows(*segment, rate, offset)
+                    zero_keys = padded_keys(pattern, branch, seq_len, len(keys)) if attended else 0
+                    numbers = h - window.start, h // group - window.start // group
+                    all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), zero_keys))
+            out += (_block(i, run, number, width, rate) for run in _runs(tuple(all_rows), strides))
     return tuple(out)
 
 
@@ -227,7 +252,7 @@ def pairs(
     causal: bool,
     heads: tuple[int, int] | None = None,
 ) -> int:
-    """(query, key) pairs over all heads, or (first, stop) of them, and branches: 4*D of them are the forward FLOPs, 10*D the
+    """(query, key) pairs over branches and all heads, or those of (first, stop): 4 D of them are the forward FLOPs, 10 D the
     backward ones."""
     return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
 
@@ -251,7 +276,7 @@ def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: i
     )
 
 
-def _strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
+def _head_strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
     """Head strides worth trying: neighbours, equal offsets of either rule, and kv groups."""
     group = num_heads // num_kv_heads
     tries = {1, rate, group, group * rate, -(-num_heads // rate), group * -(-num_kv_heads // rate)}
@@ -259,32 +284,32 @@ def _strides(num_heads: int, num_kv_heads: int, rate: int) -> tuple[int, ...]:
 
 
 @functools.lru_cache(maxsize=16384)
-def _runs(rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
+def _runs(all_rows: tuple[_HeadRows, ...], strides: tuple[int, ...]) -> tuple[list[_HeadRows], ...]:
     """Fewest groups of heads that one strided view can hold: equal steps of head, kv head and first position."""
     best: list[list[_HeadRows]] | None = None
     for stride in strides:
         runs: list[list[_HeadRows]] = []
-        for lane in range(stride):
-            runs.extend(_lane(stride, [row for row in rows if row.head % stride == lane]))
+        for residue in range(stride):
+            runs.extend(_split([rows for rows in all_rows if rows.head % stride == residue], stride))
         if best is None or len(runs) < len(best):
             best = runs
     return tuple(best or ())
 
 
-def _lane(stride: int, rows: list[_HeadRows]) -> list[list[_HeadRows]]:
-    """Split heads of one lane (head mod stride) into arithmetic runs, from the left."""
+def _split(all_rows: list[_HeadRows], stride: int) -> list[list[_HeadRows]]:
+    """Heads that are equal modulo `stride`, split into arithmetic runs from the left."""
     runs: list[list[_HeadRows]] = []
-    for row in rows:
-        if runs and _continues(runs[-1], row, stride):
-            runs[-1].append(row)
+    for rows in all_rows:
+        if runs and _continues(runs[-1], rows, stride):
+            runs[-1].append(rows)
         else:
-            runs.append([row])
+            runs.append([rows])
     return runs
 
 
-def _continues(run: list[_HeadRows], row: _HeadRows, stride: int) -> bool:
+def _continues(run: list[_HeadRows], rows: _HeadRows, stride: int) -> bool:
     last = run[-1]
-    step = (row.kv_head - last.kv_head, row.first - last.first)
-    if row.head - last.head != stride or (row.rows, row.pads) != (last.rows, last.pads) or step[1] < 0:
+    step = (rows.kv_head - last.kv_head, rows.first - last.first)
+    if rows.head - last.head != stride or (rows.rows, rows.pads) != (last.rows, last.pads) or step[1] < 0:
         return False  # torch has no negative strides, so positions may only grow along a run
     return len(run) == 1 or step == (last.kv_head - run[-2].kv_head, last.first - run[-2].first)

@@ -1,4 +1,4 @@
-"""One sequence on many ranks: where its tokens lie, which rows must move, and the exact exchanges that move them."""
+"""One sequence on many ranks: how it is sharded, which rows must move, and the exact exchanges that move them."""
 
 from lightning_dilated.sequence.collectives import loss_share, loss_sum, sequence_gather, sequence_mean, sequence_sum
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence

@@ -1,12 +1,9 @@
-"""loss_share and loss_sum: a mean loss over everything that all ranks count, as parts that sum to it.
+"""Collectives of a sequence and of its loss: sums, means and gathers over all ranks, with the gradients that fit.
 
-Why not the mean of local means: ranks that hold unequally many valid tokens would weigh them unequally, and the gradient
-would differ from one rank's.
-
-sequence_sum, sequence_mean and sequence_gather: results that need all ranks of a sequence, with the gradients that fit.
-
-The convention: the ranks' losses sum to the loss. So a result that every rank holds gets, as its gradient, the sum of what
-the ranks found; a loss that every rank computes alike from it has to be divided by the number of ranks.
+The convention: the ranks' losses sum to the loss, each rank contributing its local sum over the global count. (A mean of
+local means would weigh ranks with unequally many valid tokens unequally, and its gradient would differ from one rank's.) So
+a result that every rank holds receives as its gradient the sum of the ranks' gradients, and a loss that every rank computes
+alike has to be divided by the number of ranks.
 
 Shape letters: B batch, L tokens of this rank, N tokens of the sequence, R ranks.
 """
@@ -28,19 +25,19 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | None = None) -> Tensor:
     """This rank's share of the mean loss: `total` over the counts of all ranks. The shares sum to the loss.
 
-    For a loss of tokens give the sum over this rank's tokens and their number; for one of samples that every rank of a
+    For a loss of tokens pass the sum over this rank's tokens and their number; for a loss of samples that every rank of a
     sequence computes alike (a pooled classifier's) the sum over the samples and their number.
 
     Args:
         total: scalar, the sum of this rank's losses.
-        count: how many there are; scalar.
-        sequence: the ranks; None: the active group, or one rank where none is.
+        count: scalar, their number.
+        sequence: the ranks; None: the active group, or one rank without one.
 
     Returns:
         scalar; 0 where nothing was counted anywhere.
 
     Raises:
-        RuntimeError: in an evaluation whose ranks have unlike numbers of batches; some would wait for the others.
+        RuntimeError: in an evaluation whose ranks have different numbers of batches: some would wait for the others.
     """
     group = _group(sequence)
     count = scalar(count, total.device).detach().to(torch.float64, copy=True)
@@ -51,14 +48,14 @@ def loss_share(total: Tensor, count: Tensor | int, sequence: SequenceGroup | Non
 
 
 def scalar(x: Tensor | float, device: torch.device) -> Tensor:
-    """A number on a device; one of the host's is written there, since to copy it would wait for a GPU."""
+    """A number on a device; a Python number is written there by a kernel, since a copy would wait for a GPU."""
     if type(x) in (bool, int, float):
         return torch.full((), x, device=device)  # type: ignore[arg-type]  # mypy does not narrow by `type(x) in`
     return torch.as_tensor(x, device=device)
 
 
 def loss_sum(share: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
-    """The loss that the ranks' shares sum to, on every rank, without a gradient: to log, and to compare.
+    """The sum of the ranks' shares, on every rank, without a gradient: for logging and comparisons.
 
     Raises:
         RuntimeError: as `loss_share`.
@@ -99,7 +96,7 @@ class _Sum(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """(L, ...) rows of every rank, rank after rank; backward sums over ranks what each found for a row."""
+    """(L, ...) rows of every rank, rank after rank; backward sums the ranks' gradients of a row."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: SequenceGroup, lengths: tuple[int, ...], number: int) -> Tensor:
@@ -115,12 +112,12 @@ class _Gather(torch.autograd.Function):
         ctx.group.agree({"call": f"backward of sequence_gather, call {ctx.number}"})
         length, ranks = ctx.lengths[ctx.wire.rank], len(ctx.lengths)
         wide = grad.to(torch.promote_types(grad.dtype, torch.float32))
-        back = ctx.wire.post(
+        received = ctx.wire.post(
             wide.reshape(len(grad), math.prod(grad.shape[1:])),
             dict(enumerate(ctx.lengths)),
             dict.fromkeys(range(ranks), length),
         ).wait()
-        return back.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None, None
+        return received.view(ranks, length, *grad.shape[1:]).sum(0).to(grad.dtype), None, None, None
 
 
 def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
@@ -128,7 +125,7 @@ def sequence_sum(x: Tensor, sequence: SequenceGroup | None = None) -> Tensor:
 
     Args:
         x: any shape, equal on all ranks.
-        sequence: the ranks; None: the active group, or x itself where none is.
+        sequence: the ranks; None: the active group, or x itself without one.
 
     Raises:
         ValueError: on every rank, if shapes or dtypes differ.
@@ -145,13 +142,13 @@ def _grad(x: Tensor) -> bool:
 
 
 def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence: SequenceGroup | None = None) -> Tensor:
-    """The mean of x over the tokens of the whole sequence, each counted once however unequal the shards are.
+    """The mean of x over the tokens of the whole sequence, each counted once, also with unequal shards.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
         mask: of x's shape up to and including `dim`, (B, L) for dim=1: True (or a weight) where a token counts; a sample
-            without any gives 0.
-        sequence: the ranks; None: the active group, or one rank where none is.
+            where none counts gives 0.
+        sequence: the ranks; None: the active group, or one rank without one.
 
     Returns:
         x's shape without `dim`, equal on all ranks.
@@ -163,7 +160,7 @@ def sequence_mean(x: Tensor, dim: int = 1, mask: Tensor | None = None, sequence:
     dim, mask = _guarded(group, _mean_arguments, x, dim, mask)
     wide = torch.promote_types(x.dtype, torch.float32)
     weight = mask.to(wide).view(*mask.shape, *[1] * (x.ndim - dim - 1))
-    # not x * weight: what does not count may be NaN
+    # not x * weight alone: what does not count may be NaN
     counted = torch.where(weight == 0, torch.zeros((), dtype=wide, device=x.device), x * weight)
     total, count = sequence_sum(counted.sum(dim), sequence), sequence_sum(weight.sum(dim), sequence)
     return (total / torch.where(count == 0, 1.0, count)).to(x.dtype)
@@ -174,7 +171,8 @@ def _guarded(group: SequenceGroup | None, check: Any, *arguments: Any) -> Any:
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 
-def _dim(x: Tensor, dim: int) -> int:
+def axis(x: Tensor, dim: int) -> int:
+    """`dim` counted from 0."""
     if not -x.ndim <= dim < x.ndim:
         raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
     return dim % x.ndim
@@ -182,7 +180,7 @@ def _dim(x: Tensor, dim: int) -> int:
 
 def _mean_arguments(x: Tensor, dim: int, mask: Tensor | None) -> tuple[int, Tensor]:
     """(dim from 0, mask)."""
-    dim = _dim(x, dim)
+    dim = axis(x, dim)
     if not x.is_floating_point():
         raise TypeError(f"sequence_mean takes floating tensors, got {x.dtype}; convert it first: x.float().")
     if mask is None:
@@ -199,7 +197,7 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
-        sequence: the ranks; None: the active group, or x itself where none is.
+        sequence: the ranks; None: the active group, or x itself without one.
 
     Returns:
         x's shape with N along `dim`.
@@ -210,12 +208,12 @@ def sequence_gather(x: Tensor, dim: int = 1, sequence: SequenceGroup | None = No
     group = active_sequence() if sequence is None else sequence
     if group is None:
         return x
-    dim = group.guard(_dim, x, dim)
+    dim = group.guard(axis, x, dim)
     facts = {"shape": (*x.shape[:dim], *x.shape[dim + 1 :]), "dtype": x.dtype, "dim": dim, "requires grad": _grad(x)}
     agreed = group.agree({"call": "sequence_gather", **facts}, x.shape[dim])
     rows = _Gather.apply(x.movedim(dim, 0).contiguous(), group, agreed.lengths, agreed.number)
     if group.layout != "contiguous":
         shard = group.shard(agreed.seq_len)
-        held = [torch.arange(p.start, p.stop, p.step) for rank in range(group.ranks) for p in shard.ranges(rank)]
-        rows = rows[torch.argsort(torch.cat(held)).to(x.device)] if held else rows
+        positions = [torch.arange(p.start, p.stop, p.step) for rank in range(group.ranks) for p in shard.ranges(rank)]
+        rows = rows[torch.argsort(torch.cat(positions)).to(x.device)] if positions else rows
     return rows.movedim(0, dim)

@@ -1,6 +1,6 @@
-"""sequence_halo: a rank's tokens with their neighbours on other ranks; SequenceConv1d, a convolution over all of them.
+"""Halos: a rank's tokens with their neighbours on other ranks, and convolutions over a sharded sequence.
 
-Shape letters: B batch, L tokens of this rank, E channels, S stretches (runs of consecutive positions) of a rank.
+Shape letters: B batch, L tokens of this rank, E channels, S chunks (runs of consecutive positions) of a rank, F features.
 """
 
 from __future__ import annotations
@@ -16,67 +16,73 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lightning_dilated._validation import integer
+from lightning_dilated.sequence.collectives import axis
 from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 from lightning_dilated.sequence.shard import Shard
 
+#: local rows, or rows of a halo, by the rank that they go to or come from
+Slices = dict[int, tuple[slice, ...]]
+
 
 @dataclass(frozen=True)
 class HaloRoute:
-    """Which rows stand around each stretch of a rank, and who holds them.
+    """Which rows surround each chunk of a rank, and who holds them.
 
     Attributes:
-        stretches: positions of the rank, in local order: none on an empty shard, one if contiguous, at most two in zigzag.
-        left, right: rows before and after each stretch.
+        chunks: positions of the rank, in local order: none on an empty shard, one if contiguous, at most two in zigzag.
+        left, right: rows before and after each chunk.
         sends: local rows, by the rank that gets them.
-        receives: rows of the halo, by the rank that sends them; what no rank sends lies beyond the sequence.
+        receives: rows of the halo, by the rank that sends them; the others lie outside the sequence.
     """
 
-    stretches: tuple[range, ...]
+    chunks: tuple[range, ...]
     left: int
     right: int
-    sends: dict[int, tuple[slice, ...]]
-    receives: dict[int, tuple[slice, ...]]
+    sends: Slices
+    receives: Slices
 
     @property
     def rows(self) -> int:
-        """Rows of the halo: `left` and `right` of each stretch after another."""
-        return len(self.stretches) * (self.left + self.right)
+        """Rows of the halo: the `left` and `right` ones of each chunk in turn."""
+        return len(self.chunks) * (self.left + self.right)
 
     def fetch(self, rows: Tensor, wire: Wire) -> Tensor:
-        """The halo (S (left + right), F) of this rank's rows (L, F); 0 beyond the sequence. Every rank has to ask."""
-        received = wire.post(_taken(rows, self.sends), _counts(self.sends), _counts(self.receives), what="halo").wait()
+        """The halo (S (left + right), F) of this rank's rows (L, F), 0 outside the sequence; a collective call."""
+        taken = _take(rows, self.sends)
+        received = wire.post(taken, _counts(self.sends), _counts(self.receives), what="halo").wait()
         halo = rows.new_zeros(self.rows, rows.shape[1])
-        for part, cut in _parts(received, self.receives):
+        for part, cut in _split(received, self.receives):
             halo[cut] = part
         return halo
 
     def give_back(self, grad: Tensor, into: Tensor, wire: Wire) -> None:
         """Add the gradient of every rank's halo, `grad` (S (left + right), F) on this one, to the rows' owners' (L, F)."""
-        back = wire.post(_taken(grad, self.receives), _counts(self.receives), _counts(self.sends), what="halo").wait()
-        for part, cut in _parts(back, self.sends):
+        taken = _take(grad, self.receives)
+        received = wire.post(taken, _counts(self.receives), _counts(self.sends), what="halo").wait()
+        for part, cut in _split(received, self.sends):
             into[cut] += part
 
     def surround(self, x: Tensor, halo: Tensor) -> Iterator[Tensor]:
-        """Each stretch of x (B, L, ...) with its rows of the halo (S (left + right), B, ...): (B, left + n + right, ...)."""
+        """Each chunk of x (B, L, ...) with its rows of the halo (S (left + right), B, ...): (B, left + n + right, ...)."""
         start, width = 0, self.left + self.right
-        for number, held in enumerate(self.stretches):
+        for number, chunk in enumerate(self.chunks):
             around = halo[number * width : (number + 1) * width].movedim(0, 1)
-            part = x[:, start : start + len(held)]
+            part = x[:, start : start + len(chunk)]
             yield torch.cat([around[:, : self.left], part, around[:, self.left :]], 1)
-            start += len(held)
+            start += len(chunk)
 
 
-def _counts(cuts: dict[int, tuple[slice, ...]]) -> dict[int, int]:
-    return {peer: sum(c.stop - c.start for c in mine) for peer, mine in cuts.items()}
+def _counts(cuts: Slices) -> dict[int, int]:
+    return {peer: sum(c.stop - c.start for c in slices) for peer, slices in cuts.items()}
 
 
-def _taken(rows: Tensor, cuts: dict[int, tuple[slice, ...]]) -> Tensor:
-    return torch.cat([rows[:0], *(rows[c] for mine in cuts.values() for c in mine)])
+def _take(rows: Tensor, cuts: Slices) -> Tensor:
+    return torch.cat([rows[:0], *(rows[c] for slices in cuts.values() for c in slices)])
 
 
-def _parts(rows: Tensor, cuts: dict[int, tuple[slice, ...]]) -> Iterator[tuple[Tensor, slice]]:
-    flat = [c for mine in cuts.values() for c in mine]
+def _split(rows: Tensor, cuts: Slices) -> Iterator[tuple[Tensor, slice]]:
+    flat = [c for slices in cuts.values() for c in slices]
     return zip(rows.split([c.stop - c.start for c in flat]), flat, strict=True)
 
 
@@ -92,26 +98,26 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
             "layout='strided' has no halo: all neighbours of a token lie on other ranks. Set layout='contiguous' or "
             "'zigzag' for models with convolutions (kv_conv, SequenceConv1d, sequence_halo)."
         )
-    receives = _by_rank((owner, slot) for slot, owner, _ in _wanted(shard, rank, left, right))
-    peers = {p for held in shard.ranges(rank) for p in shard.holders(held.start - right, held.stop + left)}
+    receives = _by_rank((owner, slot) for slot, owner, _ in _halo_rows(shard, rank, left, right))
+    peers = {p for chunk in shard.ranges(rank) for p in shard.holders(chunk.start - right, chunk.stop + left)}
     sends = {}
     for peer in sorted(peers):
-        wanted = [local for _, owner, local in _wanted(shard, peer, left, right) if owner == rank]
-        if wanted:
-            sends[peer] = _slices(wanted)
+        rows = [local for _, owner, local in _halo_rows(shard, peer, left, right) if owner == rank]
+        if rows:
+            sends[peer] = _slices(rows)
     return HaloRoute(shard.ranges(rank), left, right, sends, receives)
 
 
-def _wanted(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:
-    """(row of the halo, rank that holds it, its local row there) of all rows that lie in the sequence, rising."""
-    for number, held in enumerate(shard.ranges(rank)):
-        around = [*range(held.start - left, held.start), *range(held.stop, held.stop + right)]
+def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:
+    """(row of the halo, rank that holds it, its local row there) of all rows inside the sequence, in order."""
+    for number, chunk in enumerate(shard.ranges(rank)):
+        around = [*range(chunk.start - left, chunk.start), *range(chunk.stop, chunk.stop + right)]
         for slot, position in enumerate(around, number * (left + right)):
             if 0 <= position < shard.seq_len:
                 yield slot, *shard.owner(position)
 
 
-def _by_rank(pairs: Iterable[tuple[int, int]]) -> dict[int, tuple[slice, ...]]:
+def _by_rank(pairs: Iterable[tuple[int, int]]) -> Slices:
     slots: dict[int, list[int]] = {}
     for owner, slot in pairs:
         slots.setdefault(owner, []).append(slot)
@@ -130,7 +136,7 @@ def _slices(numbers: list[int]) -> tuple[slice, ...]:
 
 
 def halo_wire(group: SequenceGroup, traffic: Traffic) -> Wire:
-    """What moves rows between all ranks of a sequence."""
+    """Moves rows between all ranks of a sequence."""
     return Wire(group.group, tuple(range(group.ranks)), group.rank, traffic)
 
 
@@ -157,25 +163,25 @@ class _Halo(torch.autograd.Function):
 def sequence_halo(
     x: Tensor, left: int, right: int = 0, dim: int = 1, sequence: SequenceGroup | None = None
 ) -> list[Tensor]:
-    """This rank's stretches of consecutive tokens, each with the `left` tokens before it and the `right` after it.
+    """This rank's chunks of consecutive tokens, each with the `left` tokens before it and the `right` after it.
 
-    A function of near tokens gives the same on any number of ranks if it is applied to each stretch:
-    `torch.cat([f(stretch) for stretch in sequence_halo(x, 3)], 1)`, where f takes (B, 3 + n, E) to (B, n, E). Each rank
-    receives `left + right` rows a stretch; the gradient of such a row is added to its owner's. For convolutions see
+    A local function of tokens gives the same result on any number of ranks if it is applied to each chunk:
+    `torch.cat([f(chunk) for chunk in sequence_halo(x, 3)], 1)`, where f takes (B, 3 + n, E) to (B, n, E). Each rank
+    receives `left + right` rows a chunk; the gradient of such a row is added to its owner's. For convolutions see
     `SequenceConv1d`.
 
     Args:
         x: (B, L, ...) or any shape with this rank's tokens along `dim`.
         left, right: tokens before and after; they may lie on several ranks.
-        sequence: the ranks; None: the active group, or one rank where none is.
+        sequence: the ranks; None: the active group, or one rank without one.
 
     Returns:
-        of each stretch x's shape with left + n + right along `dim`, 0 beyond the sequence. One rank and the contiguous
-        layout have one stretch, zigzag up to two. An empty shard has one of n = 0: its loss must use it, for the gradient
-        of what other ranks hold passes through all ranks.
+        for each chunk x's shape with left + n + right along `dim`, 0 outside the sequence. One rank and the contiguous
+        layout have one chunk, zigzag up to two. An empty shard has one with n = 0: its loss must use it, because the
+        gradients of other ranks' rows pass through all ranks.
 
     Raises:
-        TypeError, ValueError: for numbers below 0, a `dim` that x has not, and the strided layout; on every rank, if
+        TypeError, ValueError: for numbers below 0, a `dim` that x does not have, and the strided layout; on every rank, if
             shapes or dtypes differ or a rank's tokens are not those of its shard.
     """
     group = active_sequence() if sequence is None else sequence
@@ -189,7 +195,7 @@ def sequence_halo(
     route = halo_route(group.shard(agreed.seq_len), group.rank, left, right)
     rows = x.movedim(dim, 0).contiguous()
     halo = _Halo.apply(rows, group, route, agreed.number)
-    if not route.stretches:
+    if not route.chunks:
         return [_between_zeros(torch.cat([halo, rows]).movedim(0, dim), left, right, dim)]
     return [part.movedim(1, dim + 1)[0] for part in route.surround(rows[None], halo[:, None])]
 
@@ -203,24 +209,22 @@ def _arguments(x: Tensor, left: int, right: int, dim: int) -> int:
     """`dim` from 0."""
     integer(left, "left", 0)
     integer(right, "right", 0)
-    if not -x.ndim <= dim < x.ndim:
-        raise ValueError(f"dim={dim} lies outside the {x.ndim} dimensions of x, {tuple(x.shape)}.")
-    return dim % x.ndim
+    return axis(x, dim)
 
 
 class SequenceConv1d(nn.Conv1d):
     """nn.Conv1d along the tokens of (B, L, E), with as many tokens out as in, equal on any number of ranks.
 
     A rank receives the few tokens that its neighbours hold (`sequence_halo`); layouts contiguous and zigzag. Parameters and
-    their names are nn.Conv1d's.
+    their names are those of nn.Conv1d.
 
     Args:
         in_channels, out_channels, kernel_size, dilation, groups, bias, device, dtype: as in nn.Conv1d; kernel_size and
             dilation are whole numbers.
-        causal: a token sees itself and those before it; else the kernel is centred as by nn.Conv1d(padding="same").
+        causal: a token sees itself and those before it; else the kernel is centred as in nn.Conv1d(padding="same").
 
     Raises:
-        ValueError: for a stride or padding: every token gives one.
+        ValueError: for a stride or padding: each token gives one token.
     """
 
     def __init__(
@@ -234,15 +238,15 @@ class SequenceConv1d(nn.Conv1d):
             )
         super().__init__(in_channels, out_channels, kernel_size, **options)
         reach = self.dilation[0] * (self.kernel_size[0] - 1)
-        #: tokens before and after that a token sees
+        #: how many tokens before and after itself a token sees
         self.reach = (reach, 0) if causal else (reach // 2, reach - reach // 2)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, L, in_channels) to (B, L, out_channels)."""
         outputs = []
-        for stretch in sequence_halo(x, *self.reach):
-            empty = stretch.shape[1] == sum(self.reach)  # a convolution of torch refuses to give no token
-            rows = nn.functional.pad(stretch, (0, 0, 0, 1)) if empty else stretch
+        for chunk in sequence_halo(x, *self.reach):
+            empty = chunk.shape[1] == sum(self.reach)  # torch's convolutions refuse to return no token
+            rows = nn.functional.pad(chunk, (0, 0, 0, 1)) if empty else chunk
             y = super().forward(rows.transpose(1, 2)).transpose(1, 2)
             outputs.append(y[:, :0] if empty else y)
         return torch.cat(outputs, 1)

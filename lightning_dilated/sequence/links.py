@@ -1,4 +1,4 @@
-"""Links: how fast ranks reach each other, as the planner reckons with it, and the file of what was measured here."""
+"""Links: how fast ranks reach each other, for the planner's estimates, and the file of speeds measured on this machine."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ NUMBERS = ("near", "far", "round", "message")
 
 @dataclass(frozen=True)
 class Links:
-    """Speeds that prices are made with: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
+    """Link speeds behind prices: bytes/s of a GPU inside a node and between nodes, seconds of a round and a message.
 
     The defaults are those of H200 nodes: 259 GB/s was measured for an all-to-all over NVLink; 50 GB/s is a 400 Gb/s
     adapter a GPU; a round is an all-to-all of a few bytes. `lightning-dilated bench links` measures a machine's own.
 
     Attributes:
         near, far: bytes/s that a GPU receives from its own node, and from other nodes.
-        round, message: seconds of an all-to-all, and of each message in it, besides those of the bytes.
-        source: where the numbers come from; takes no part in comparisons.
+        round, message: seconds of an all-to-all, and of each message in it, on top of those of the bytes.
+        source: where the numbers come from; ignored in comparisons.
 
     Raises:
         TypeError, ValueError: naming the field that is no positive finite number.
@@ -52,15 +52,15 @@ class Links:
 
     @property
     def numbers(self) -> str:
-        """What has to be equal on all ranks, to the last digit."""
+        """The numbers to the last digit: they have to be equal on all ranks."""
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in NUMBERS)
 
     @classmethod
     def load(cls, path: str | Path) -> Links:
-        """The links of a file that `save` wrote; without a source there, the file is the source.
+        """The links of a file that `save` wrote; without a source in it, the file is the source.
 
         Raises:
-            TypeError: if `path` is none.
+            TypeError: if `path` is not a path.
             OSError: if there is no such file, or it cannot be read.
             ValueError: naming the file, and the field that is missing, unknown or no positive number.
         """
@@ -70,18 +70,18 @@ class Links:
             )
         remedy = f"`lightning-dilated bench links --output {path}` measures the links and writes them there."
         try:
-            found = json.loads(Path(path).read_text(encoding="utf-8"))
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise type(error)(f"{path}: {error.strerror}. {remedy}") from None
         except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
             raise ValueError(f"{path} is no JSON ({error}). {remedy}") from None
         try:
-            return cls(**{"source": str(path), **_checked(found)})
+            return cls(**{"source": str(path), **_checked(values)})
         except (TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error} {remedy}") from None
 
     def save(self, path: str | Path) -> None:
-        """Write a small JSON, at once for whoever reads it meanwhile; makes the folder."""
+        """Write a small JSON file atomically; creates the folder."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
@@ -90,10 +90,10 @@ class Links:
 
     @classmethod
     def of_this_machine(cls) -> Links:
-        """The file that the variable LIGHTNING_DILATED_LINKS names, else the cached one (`cached`), else the defaults.
+        """The file that LIGHTNING_DILATED_LINKS names, else the cached one (`cached`), else the defaults.
 
         Raises:
-            OSError, ValueError: as `load`; a file that the variable names has to be there.
+            OSError, ValueError: as `load`; a file that the variable names has to exist.
         """
         named = os.environ.get(VARIABLE)
         if named == "defaults":
@@ -112,13 +112,13 @@ def cached() -> Path:
     return Path(folder) / "lightning-dilated" / "links.json"
 
 
-def _checked(found: Any) -> dict[str, Any]:
-    """What a file holds, if it is all of the numbers and nothing unknown."""
-    if not isinstance(found, dict):
+def _checked(values: Any) -> dict[str, Any]:
+    """The values of a file, or an error unless these are all the numbers and nothing unknown."""
+    if not isinstance(values, dict):
         raise ValueError(f"not a mapping of {', '.join(NUMBERS)}.")
-    missing = [name for name in NUMBERS if name not in found]
-    unknown = [name for name in found if name not in (*NUMBERS, "source")]
+    missing = [name for name in NUMBERS if name not in values]
+    unknown = [name for name in values if name not in (*NUMBERS, "source")]
     for names, what in ((missing, "missing"), (unknown, "unknown")):
         if names:
             raise ValueError(f"{what}: {', '.join(names)}. A file of links holds {', '.join(NUMBERS)} and source.")
-    return found
+    return values

@@ -1,6 +1,7 @@
-"""The plan of a sharded call: bytes, rounds, time, work and kept memory of every exchange, and the cheapest.
+"""The plan of a sharded call: bytes, rounds, time, work and saved memory of every exchange, and the cheapest.
 
 Integers and stated link speeds only; nothing here touches a device or another process.
+
 Shape letters: N tokens, H query heads, D head dim, R ranks.
 """
 
@@ -13,73 +14,37 @@ from dataclasses import dataclass, replace
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import windows
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import Switched, owned
+from lightning_dilated.sequence.exchange.switch import Switched, tasks_by_owner
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.ranges import intersect
 from lightning_dilated.sequence.requirements import (
     Document,
     Problem,
     crosses,
-    residues,
+    row_requests,
+    segment_rows,
     served,
     straddling,
-    wants,
     wide_segments,
 )
 from lightning_dilated.sequence.shard import Shard
 
-
-def pairs(problem: Problem, exchange: str, rank: int) -> int:
-    """The pairs of a rank; those of narrower segments are the same with every exchange, and left out."""
-    if exchange == "switch":
-        if requirements.serves(problem):
-            return requirements.pairs(problem, rank, owner=True)
-        return sum(task.pairs for owner, task in owned(problem, rank) if owner == rank)
-    return joint_pairs(problem, rank) + _own(problem, rank)
-
-
-def joint_pairs(problem: Problem, rank: int) -> int:
-    """The pairs of a rank's wants: those with rows beyond one run of its own consecutive positions."""
-    if requirements.serves(problem):
-        return requirements.pairs(problem, rank)
-    return sum(want.pairs for want in wants(problem, rank))
-
-
-def _own(problem: Problem, rank: int) -> int:
-    """Pairs of a rank's own rows with each other, where they follow one another; else wants hold them."""
-    found = 0
-    for piece in problem.shard.ranges(rank):
-        for segment in wide_segments(problem, piece) if piece.step == 1 else ():
-            for head in served(problem, segment.branch):
-                n = len(intersect(residues(problem, segment, head), piece))
-                found += segment.document.samples * (n * (n + 1) // 2 if problem.causal else n * n)
-    return found
-
-
-def few(problem: Problem) -> bool:
-    """Whether at most `FEW` of a rank's rows belong to such segments (of all branches together)."""
-    length, heads = problem.shard.longest, range(*problem.heads)
-    wide = [b for b in problem.pattern.branches if b.segment_length is None or b.segment_length > length or b.shift]
-    rows = sum(len([h for h in heads if b.heads is None or h in b.heads]) / b.dilation_rate for b in wide)
-    return rows <= FEW * len(heads)
-
-
-#: of more ranks than this, so many evenly spread ones are priced
+#: up to this many ranks are priced; of more ranks, as many evenly spread ones
 PRICED = 8
-#: FLOP/s of attention, forward and backward, and bytes/s of memory, of an H200: they weigh ranks that wait for a busier one,
-#: and the fp32 copies of a switch, in bytes a number of q, against rows that travel
+#: FLOP/s of attention, forward and backward, and bytes/s of memory of an H200: they convert waiting for a busier rank, and
+#: the fp32 copies of a switch (bytes a number of q), to the time scale of rows in transit
 FLOPS, MEMORY, COPIED = 400e12, 4e12, 40
-#: how much longer causal attention takes over a whole long sequence, as the owners of a switch do it, than in the pieces
-#: that ranks of a zigzag have; 931 and 867 ms for 524,288 tokens on four H200
+#: how much longer causal attention takes over a whole long sequence, as the owners of a switch compute it, than in the
+#: pieces of zigzag ranks; 931 and 867 ms for 524,288 tokens on four H200
 WHOLE = 1.08
-#: "auto" leaves out exchanges that would keep more than this many times the rank's own rows of K and V
+#: "auto" leaves out exchanges that would save more than this many times the rank's own rows of K and V
 KEPT = 4
-#: what prices are reckoned with unless told otherwise
+#: link speeds of prices unless others are given
 DEFAULTS = Links()
 
 
@@ -90,10 +55,10 @@ class Price:
     Attributes:
         forward, backward: bytes received; `far` are those of both passes that came from other nodes.
         rounds, messages: collectives of both passes, and messages received in them.
-        kept: bytes of received rows that stay for the backward.
+        kept: bytes of received rows that are saved for the backward.
         seconds: both passes, nothing hidden behind computation.
-        waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and that
-            copies of whole tensors take, which only the switch makes where few rows cross.
+        waiting: seconds that the ranks wait for the busiest of them (causal attention over contiguous shards), and of the
+            switch's copies of whole tensors.
     """
 
     exchange: str
@@ -110,7 +75,7 @@ class Price:
 @dataclass(frozen=True)
 class Plan:
     """The exchange of a call (None: no segment crosses a shard), the prices of those that serve it, why others do not, and
-    the links that the prices are reckoned with (None: there are none)."""
+    the link speeds behind the prices (None without prices)."""
 
     problem: Problem
     exchange: str | None
@@ -162,7 +127,7 @@ def make_problem(
     head_size: int = 1,
     head_rank: int = 0,
 ) -> Problem:
-    """The problem that `ranks` ranks solve together; with head-parallel groups, that of the ranks with one `head_rank`."""
+    """The problem of a call on `ranks` ranks; with head-parallel groups, that of the ranks with one `head_rank`."""
     num_heads, num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
     if integer(ranks, "ranks", 1) % integer(head_size, "head_size", 1):
         raise ValueError(f"head_size={head_size} must divide ranks={ranks}.")
@@ -177,6 +142,35 @@ def make_problem(
     return Problem(pattern, num_heads, num_kv_heads, causal, shard, straddling(documents, shard), window)
 
 
+# -- work --------------------------------------------------------------------------------------------------------------
+def rank_pairs(problem: Problem, exchange: str, rank: int) -> int:
+    """The (query, key) pairs that a rank computes, without those of narrow segments, which no exchange changes."""
+    if exchange != "switch":
+        return joint_pairs(problem, rank) + _local_pairs(problem, rank)
+    if problem.shard.interleaved:
+        return strided.owner_pairs(problem, rank)
+    return sum(task.pairs for task in tasks_by_owner(problem, rank).get(rank, []))
+
+
+def joint_pairs(problem: Problem, rank: int) -> int:
+    """The pairs of a rank's requests: those with rows beyond one run of its own consecutive positions."""
+    if problem.shard.interleaved:
+        return strided.query_pairs(problem, rank)
+    return sum(request.pairs for request in row_requests(problem, rank))
+
+
+def _local_pairs(problem: Problem, rank: int) -> int:
+    """Pairs of a rank's own rows with each other in wide segments; requests hold them where rows interleave."""
+    pairs = 0
+    for piece in problem.shard.ranges(rank):
+        for segment in wide_segments(problem, piece) if piece.step == 1 else ():
+            for head in served(problem, segment.branch):
+                n = len(intersect(segment_rows(problem, segment, head), piece))
+                pairs += segment.document.samples * (n * (n + 1) // 2 if problem.causal else n * n)
+    return pairs
+
+
+# -- bytes -------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Moved:
     """Bytes that one rank sends to and receives from others in a pass, and messages it sends."""
@@ -186,6 +180,10 @@ class Moved:
     messages: int
 
 
+#: collectives: (what moves, its round, bytes of a row)
+Collectives = list[tuple[str, Round, int]]
+
+
 def moved(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
 ) -> tuple[Moved, Moved]:
@@ -193,90 +191,96 @@ def moved(
 
     Counted from the rank's own program, message by message; `Wire.traffic` shows the same numbers.
     """
-    found = steps(problem, exchange, rank, per_node, head_dim, element_size)
-    return _moved(found[0], rank), _moved(found[1], rank)
+    forward, backward = collectives(problem, exchange, rank, per_node, head_dim, element_size)
+    return _moved(forward, rank), _moved(backward, rank)
 
 
-#: (what moves, its round, bytes of a row)
-Steps = list[tuple[str, Round, int]]
-
-
-def steps(
+def collectives(
     problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int
-) -> tuple[Steps, Steps]:
-    """The collectives of a call on one rank, (forward, backward), under the names that `exchange.wire` posts them by."""
+) -> tuple[Collectives, Collectives]:
+    """The collectives of a call on one rank, (forward, backward), under the names that `Wire.post` records."""
     wide = max(4, element_size)
-    found = EXCHANGES[exchange].program(problem, rank, per_node)
+    program = EXCHANGES[exchange].program(problem, rank, per_node)
     flip = lambda step: Round(step.receives, step.sends)  # noqa: E731
     row, wide_row = 2 * head_dim * element_size, 2 * head_dim * wide
-    if isinstance(found, Switched):
-        keys, queries = found.keys, found.queries
+    if isinstance(program, Switched):
+        keys, queries = program.keys, program.queries
         unit = head_dim * element_size
         forward = [("rows", keys, row), ("queries", queries, unit), ("outputs", flip(queries), (head_dim + 1) * wide)]
         backward = [("outputs", queries, 2 * unit), ("outputs", queries, wide)]
         backward += [("gradients", flip(queries), head_dim * wide), ("gradients", flip(keys), wide_row)]
-    elif found.keep:
-        forward = [("rows", step, row) for step in found.rounds]
-        backward = [("gradients", flip(step), wide_row) for step in found.rounds]
-    else:  # the first round and the first way home are copies of a rank's own rows
-        forward = [("rows", step, row) for step in found.rounds[1:]]
-        backward = forward + [("gradients", step, wide_row) for step in found.returns[1:]]
+    elif program.keep:
+        forward = [("rows", step, row) for step in program.rounds]
+        backward = [("gradients", flip(step), wide_row) for step in program.rounds]
+    else:  # the first round, and the first return, are copies of a rank's own rows
+        forward = [("rows", step, row) for step in program.rounds[1:]]
+        backward = forward + [("gradients", step, wide_row) for step in program.returns[1:]]
     return forward, backward
 
 
-def _moved(found: Steps, rank: int) -> Moved:
+def _moved(steps: Collectives, rank: int) -> Moved:
     total = lambda side: sum(  # noqa: E731
         size * count(message)
-        for _, step, size in found
+        for _, step, size in steps
         for peer, message in getattr(step, side).items()
         if peer != rank
     )
-    messages = sum(peer != rank for _, step, _ in found for peer in step.sends)
+    messages = sum(peer != rank for _, step, _ in steps for peer in step.sends)
     return Moved(total("sends"), total("receives"), messages)
 
 
+# -- prices ------------------------------------------------------------------------------------------------------------
 def price(problem: Problem, exchange: str, per_node: int, head_dim: int, element_size: int, links: Links) -> Price:
-    """The price of an exchange: the dearest of the priced ranks, and of the windows of a head-parallel group."""
+    """The price of an exchange: that of the most expensive priced rank and window of a head-parallel group."""
     ranks = problem.shard.ranks
-    chosen = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
+    priced = range(ranks) if ranks <= PRICED else sorted({i * (ranks - 1) // (PRICED - 1) for i in range(PRICED)})
     sizes = per_node, head_dim, element_size, links
-    found = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in chosen), key=_seconds)
-    done = [[pairs(x, exchange, r) for r in chosen] for x in _windows(problem)]
+    highest = max((_price(x, exchange, r, *sizes) for x in _windows(problem) for r in priced), key=_seconds)
+    work = [[rank_pairs(x, exchange, r) for r in priced] for x in _windows(problem)]
     slower = WHOLE if exchange == "switch" and problem.causal else 1
-    waiting = max(slower * max(x) - sum(x) / len(x) for x in done) * 14 * head_dim / FLOPS
+    waiting = max(slower * max(x) - sum(x) / len(x) for x in work) * 14 * head_dim / FLOPS
     if exchange == "switch":
         rows = max(d.samples for d in problem.documents) * problem.shard.longest
-        heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if few(x)), default=0)
+        heads = max((x.heads[1] - x.heads[0] for x in _windows(problem) if _few_rows(x)), default=0)
         waiting += COPIED * rows * heads * head_dim / MEMORY
-    return replace(found, waiting=waiting)
+    return replace(highest, waiting=waiting)
 
 
-def _windows(problem: Problem) -> list[Problem]:
-    """The problem of every member of a head-parallel group: all have to choose one exchange, whatever their own heads."""
-    cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
-    return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
-
-
-def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
-    """The first reason of any window."""
-    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in _windows(problem))
-    return next((reason for reason in reasons if reason), None)
+def _price(
+    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int, links: Links
+) -> Price:
+    volume = EXCHANGES[exchange].volume(problem, rank, per_node)
+    size = {key: units.bytes(head_dim, element_size) for key, units in volume.units.items()}
+    total = lambda *names: round(sum(n for key, n in size.items() if any(name in key for name in names)))  # noqa: E731
+    seconds = total("near") / links.near + total("far") / links.far
+    seconds += volume.rounds * links.round + volume.messages * links.message
+    kept = round(volume.kept * head_dim * element_size)
+    passes = total("forward"), total("backward"), total("far")
+    return Price(exchange, *passes, volume.rounds, volume.messages, kept, seconds)
 
 
 def _seconds(x: Price) -> float:
     return x.seconds + x.waiting
 
 
-def _price(
-    problem: Problem, exchange: str, rank: int, per_node: int, head_dim: int, element_size: int, links: Links
-) -> Price:
-    found = EXCHANGES[exchange].count(problem, rank, per_node)
-    size = {key: units.bytes(head_dim, element_size) for key, units in found.units.items()}
-    of = lambda *names: round(sum(n for key, n in size.items() if any(name in key for name in names)))  # noqa: E731
-    seconds = of("near") / links.near + of("far") / links.far
-    seconds += found.rounds * links.round + found.messages * links.message
-    kept = round(found.kept * head_dim * element_size)
-    return Price(exchange, of("forward"), of("backward"), of("far"), found.rounds, found.messages, kept, seconds)
+def _few_rows(problem: Problem) -> bool:
+    """Whether at most `FEW` of a rank's rows belong to wide segments (of all branches together)."""
+    length = problem.shard.longest
+    branches = enumerate(problem.pattern.branches)
+    wide = [i for i, b in branches if b.segment_length is None or b.segment_length > length or b.shift]
+    rows = sum(len(served(problem, i)) / problem.pattern.branches[i].dilation_rate for i in wide)
+    return rows <= FEW * len(range(*problem.heads))
+
+
+def _windows(problem: Problem) -> list[Problem]:
+    """The problem of every member of a head-parallel group: they have to choose one exchange, whatever their own heads."""
+    cuts = windows(problem.num_heads, problem.num_kv_heads, problem.shard.members)
+    return [replace(problem, heads=cut) for cut in cuts if cut[0] < cut[1]]
+
+
+def _why_not(problem: Problem, exchange: str, per_node: int) -> str | None:
+    reasons = (EXCHANGES[exchange].why_not(x, per_node) for x in _windows(problem))
+    return next((reason for reason in reasons if reason), None)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -296,10 +300,10 @@ def plan(
         exchange: "auto" or a name of `EXCHANGES`.
         ranks_per_node: ranks that share fast links; None: all of them.
         head_dim, element_size: D, and bytes of an element of q, k and v.
-        links: the speeds to reckon with.
+        links: the link speeds of this machine.
 
     Raises:
-        ValueError: if the exchange that is named cannot serve the problem, with the condition that fails.
+        ValueError: if the named exchange cannot serve the problem, with the condition that fails.
     """
     check_exchange(exchange)
     if not crosses(problem):

@@ -25,7 +25,7 @@ def clip(a: range, start: int, stop: int) -> range:
 
 
 def intersect(a: range, b: range) -> range:
-    """The elements of both, by the Chinese remainder theorem; empty where their residues differ."""
+    """The common elements, by the Chinese remainder theorem; empty where residues differ."""
     start, stop = max(a.start, b.start), min(a.stop, b.stop)
     if start >= stop:
         return range(0)
@@ -54,7 +54,7 @@ def subtract(a: range, b: range) -> list[range]:
         inner = range(both[0], both[-1], a.step)
         if period <= len(both):
             out += [inner[i::period] for i in range(1, period)]
-        else:  # few elements are taken: the stretches between them
+        else:  # few elements are taken: the runs between them
             out += [inner[i + 1 : i + period] for i in range(0, len(inner), period)]
     return [x for x in out if x]
 
@@ -69,7 +69,7 @@ def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
             rest.append(waiting.pop())
         left: list[range] = []
         for a in rest:
-            if a[-1] < b.start:  # as all that is taken later starts further on
+            if a[-1] < b.start:  # everything taken later starts further on
                 done.append(a)
             else:
                 left += subtract(a, b)
@@ -78,22 +78,22 @@ def remove(pieces: Iterable[range], taken: Iterable[range]) -> list[range]:
 
 
 def union(pieces: Iterable[range]) -> list[range]:
-    """Disjoint ranges that hold the same elements; dense pieces come first, so that sparse ones vanish in them.
+    """Disjoint ranges with the same elements; dense pieces come first, so that they absorb sparse ones.
 
-    The result depends on the sets of elements only, not on the order of the pieces or on how equal ranges are written:
-    sender and receiver of a message find its rows apart.
+    The result depends on the elements only, not on the order of the pieces or on how equal ranges are written: sender and
+    receiver of a message compute its rows independently.
     """
     out: list[range] = []
     by_step = sorted(_merged({_plain(x) for x in pieces if x}), key=lambda x: x.step)
     for _, same in itertools.groupby(by_step, key=lambda x: x.step):
-        found = _Found(out)
+        placed = _RangesByExtent(out)
         # ranges of one step that are left by then share no element
-        out += [x for piece in same for x in remove([piece], found.overlapping(piece))]
+        out += [x for piece in same for x in remove([piece], placed.overlapping(piece))]
     return out
 
 
 def _merged(pieces: Iterable[range]) -> list[range]:
-    """Ranges of one step and residue that overlap or continue each other made one, by their starts."""
+    """Ranges of one step and residue joined where they overlap or continue each other, by their starts."""
     out: list[range] = []
     for piece in sorted(pieces, key=lambda x: (x.step, x.start % x.step, x.start, x.stop)):
         last = out[-1] if out else piece
@@ -105,25 +105,25 @@ def _merged(pieces: Iterable[range]) -> list[range]:
     return sorted((_plain(x) for x in out), key=lambda x: (x.step, x.start, x.stop))
 
 
-class _Found:
-    """Ranges by where they lie: those that reach into others are found without looking at all."""
+class _RangesByExtent:
+    """Ranges sorted so that those overlapping another are found without a scan of all."""
 
     def __init__(self, pieces: Iterable[range]) -> None:
         # by length, within a factor of two: few of a length reach into one place unless they interleave
         self._sorted: dict[int, tuple[list[int], list[range], int]] = {}
         for piece in sorted(pieces, key=lambda x: x.start):
             extent = piece[-1] - piece.start
-            starts, found, longest = self._sorted.setdefault(extent.bit_length(), ([], [], 0))
+            starts, alike, longest = self._sorted.setdefault(extent.bit_length(), ([], [], 0))
             starts.append(piece.start)
-            found.append(piece)
-            self._sorted[extent.bit_length()] = starts, found, max(longest, extent)
+            alike.append(piece)
+            self._sorted[extent.bit_length()] = starts, alike, max(longest, extent)
 
     def overlapping(self, piece: range) -> list[range]:
-        """All whose ends lie about some of [start, stop)."""
+        """All that span some position of [piece.start, piece.stop)."""
         out: list[range] = []
-        for starts, found, longest in self._sorted.values():
+        for starts, alike, longest in self._sorted.values():
             low, high = bisect.bisect_left(starts, piece.start - longest), bisect.bisect_left(starts, piece.stop)
-            out += (x for x in found[low:high] if x[-1] >= piece.start)
+            out += (x for x in alike[low:high] if x[-1] >= piece.start)
         return out
 
 
@@ -152,17 +152,17 @@ class Holed:
         return remove(self.pieces, holes)
 
 
-#: a hole of up to so many elements cuts ranges into those before and after each, a longer one into residues
+#: a hole of up to this many elements splits ranges before and after each element, a longer one into residues
 SPLIT = 8192
 
 
 def _plain(a: range) -> range:
-    """The one way to write a range that is not empty; range(5, 6, 3) and range(5, 9, 4) are equal in Python, too."""
+    """The canonical form of a range that is not empty: range(5, 6, 3) and range(5, 9, 4) are equal, written differently."""
     return range(a.start, a[-1] + 1, a.step if len(a) > 1 else 1)
 
 
 def join(pieces: Iterable[range]) -> tuple[range, ...]:
-    """The same elements in the same order, with neighbours that continue each other made one; empty ones left out."""
+    """The same elements in the same order, with neighbours that continue each other joined; empty ranges left out."""
     out: list[range] = []
     for piece in pieces:
         if out and piece and out[-1].step == piece.step and out[-1][-1] + piece.step == piece.start:
@@ -173,5 +173,4 @@ def join(pieces: Iterable[range]) -> tuple[range, ...]:
 
 
 def size(pieces: Iterable[range]) -> int:
-    """How many elements disjoint pieces hold."""
     return sum(map(len, pieces))

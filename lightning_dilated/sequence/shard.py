@@ -1,6 +1,4 @@
-"""Where the positions of one sequence lie: global position <-> (rank, local index), as ranges of integers.
-
-SequenceSpec: which entries of a batch are sequences, declared and never guessed, and the cut of a batch to one rank.
+"""How a sequence is sharded: global position <-> (rank, local index) as ranges, and the cut of a batch to a rank.
 
 Shape letters: N tokens of the sequence, R ranks, L the most tokens a rank holds, B batch.
 """
@@ -23,7 +21,7 @@ LAYOUTS = ("contiguous", "zigzag", "strided")
 
 @dataclass(frozen=True)
 class Shard:
-    """How `seq_len` positions are dealt to `ranks` ranks.
+    """How `seq_len` positions are sharded over `ranks` ranks.
 
     Args:
         seq_len: N; it need not be a multiple of anything, and ranks may be left empty (N = 9 on 4 ranks: 3, 3, 3, 0).
@@ -49,43 +47,51 @@ class Shard:
         integer(self.members, "members", 1)
         check_layout(self.layout)
 
-    @property
+    @functools.cached_property
+    def total(self) -> int:
+        """T = R * members."""
+        return self.ranks * self.members
+
+    @functools.cached_property
+    def interleaved(self) -> bool:
+        """Whether neighbouring positions lie on different ranks or members everywhere (strided)."""
+        return self.layout == "strided" and self.total > 1
+
+    @functools.cached_property
     def chunk(self) -> int:
-        """Tokens of a full chunk of one member: ceil(N / R), or ceil(N / 2R) in zigzag."""
-        return -(-self.seq_len // (self.ranks * self.members * (2 if self.layout == "zigzag" else 1)))
+        """Tokens of a full chunk of one member: ceil(N / T), or ceil(N / 2T) in zigzag."""
+        return -(-self.seq_len // (self.total * (2 if self.layout == "zigzag" else 1)))
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - shards are small values, equal ones share their entries
     def ranges(self, rank: int) -> tuple[range, ...]:
         """The positions of a rank, in local order; empty ranges are left out."""
         if not 0 <= rank < self.ranks:
             raise IndexError(f"rank {rank} lies outside the {self.ranks} ranks of the sequence.")
-        return join(x for member in range(rank * self.members, (rank + 1) * self.members) for x in self._held(member))
+        members = range(rank * self.members, (rank + 1) * self.members)
+        return join(x for member in members for x in self._member_ranges(member))
 
-    def _held(self, member: int) -> list[range]:
-        total = self.ranks * self.members
+    def _member_ranges(self, member: int) -> list[range]:
         if self.layout == "strided":
-            return [range(member, self.seq_len, total)]
+            return [range(member, self.seq_len, self.total)]
         if self.layout == "contiguous":
-            return [self._chunk(member)]
-        return [self._chunk(member), self._chunk(2 * total - 1 - member)]
+            return [self._chunk_range(member)]
+        return [self._chunk_range(member), self._chunk_range(2 * self.total - 1 - member)]
 
-    def _chunk(self, index: int) -> range:
+    def _chunk_range(self, index: int) -> range:
         return range(min(index * self.chunk, self.seq_len), min((index + 1) * self.chunk, self.seq_len))
 
     def _member(self, position: int) -> int:
-        total = self.ranks * self.members
         if self.layout == "strided":
-            return position % total
+            return position % self.total
         chunk = position // self.chunk
-        return min(chunk, 2 * total - 1 - chunk)
+        return min(chunk, 2 * self.total - 1 - chunk)
 
     def length(self, rank: int) -> int:
-        """Tokens that a rank holds."""
         return sum(map(len, self.ranges(rank)))
 
     @property
     def longest(self) -> int:
-        """L, the most tokens a rank holds: rank 0, or in zigzag, where rank 0 has the short last chunk, rank R - 1."""
+        """L, the most tokens a rank holds: rank 0's, or in zigzag (where rank 0 has the short last chunk) rank R - 1's."""
         return max(self.length(0), self.length(self.ranks - 1))
 
     def owner(self, position: int) -> tuple[int, int]:
@@ -97,10 +103,10 @@ class Shard:
         if not 0 <= position < self.seq_len:
             raise IndexError(f"position {position} lies outside the sequence of {self.seq_len} tokens.")
         rank, before = self._member(position) // self.members, 0
-        for held in self.ranges(rank):
-            if position in held:
-                return rank, before + held.index(position)
-            before += len(held)
+        for piece in self.ranges(rank):
+            if position in piece:
+                return rank, before + piece.index(position)
+            before += len(piece)
         raise AssertionError(f"{self} lost position {position}")
 
     def local(self, rank: int, position: int) -> int:
@@ -118,10 +124,9 @@ class Shard:
         """The ranks that hold some position of [start, stop), rising."""
         start, stop = max(start, 0), min(stop, self.seq_len)
         if self.layout == "strided":
-            total = self.ranks * self.members
-            if stop - start >= total:
+            if stop - start >= self.total:
                 return list(range(self.ranks))
-            return sorted({p % total // self.members for p in range(start, stop)})
+            return sorted({p % self.total // self.members for p in range(start, stop)})
         # one position of every chunk stands for it
         seen = {self._member(p) // self.members for p in range(start, stop, max(self.chunk, 1))}
         return sorted(seen | {self._member(stop - 1) // self.members} if start < stop else seen)
@@ -134,7 +139,7 @@ def check_layout(layout: str) -> str:
 
 @dataclass(frozen=True)
 class Place:
-    """One rank's place in a sequence: what a loader has to know, also in a worker process."""
+    """One rank's position among the ranks of a sequence, and their layout: picklable, for loaders and their workers."""
 
     ranks: int = 1
     rank: int = 0
@@ -150,14 +155,14 @@ class Place:
 
 @dataclass(frozen=True)
 class SequenceSpec:
-    """The entries of a batch, by name (or by number, for batches that are tuples).
+    """Which entries of a batch are sequences: declared by name (or by number, for batches that are tuples), never guessed.
 
     Args:
         dims: {entry: its dimension that runs over the tokens}; these are cut.
-        whole: entries that every rank gets whole: `lengths`, `cu_seqlens`, an index, a label of the whole sequence.
-        shift: {entry: fill}: entries that hold the tokens themselves and become the next token of each position before the
-            cut; the last position of the sequence, of each length and of each document gets `fill` (-100 is left out of
-            the loss). An entry that is not named here is taken as shifted already.
+        whole: entries that every rank gets whole: `lengths`, `cu_seqlens`, an index, a label of the sequence.
+        shift: {entry: fill}: entries that hold the tokens themselves; before the cut each position gets the next token,
+            and the last position of the sequence, of each length and of each document gets `fill` (the loss ignores
+            -100). An entry that is not named here is already shifted.
 
     Raises:
         TypeError, ValueError: naming the entry.
@@ -226,8 +231,8 @@ class SequenceSpec:
             if name in entries:
                 x = entries[name]
                 if not isinstance(x, Tensor) or not -x.ndim <= dim < x.ndim:
-                    found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-                    raise ValueError(f"batch entry {name!r} should be a tensor with dimension {dim}, got {found}.")
+                    shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                    raise ValueError(f"batch entry {name!r} should be a tensor with dimension {dim}, got {shape}.")
                 sizes[name] = x.shape[dim]
         if not sizes:
             raise ValueError(
@@ -259,7 +264,7 @@ class SequenceSpec:
 
 
 def _take(x: Tensor, dim: int, ranges: tuple[range, ...]) -> Tensor:
-    """The positions along a dimension, in storage of their own: what a worker hands over is only these bytes."""
+    """The positions along a dimension, in storage of their own, so that a worker hands over only these bytes."""
     parts = [x.narrow(dim, r.start, len(r)) if r.step == 1 else _strided(x, dim, r) for r in ranges]
     if not parts:
         return x.narrow(dim, 0, 0).clone()

@@ -35,7 +35,7 @@ from lightning_dilated._compat.lightning import (
 )
 from lightning_dilated._compat.torch import default_store
 from lightning_dilated.checkpoint.ranks import reason
-from lightning_dilated.sequence.consensus import Quiet
+from lightning_dilated.sequence.consensus import ControlGroup
 
 _log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Preemption:
         #: whether a callback saves when the fit ends, and requeues the job; else Lightning's handler does
         self.saves = False
         self._recorded, self._requeue_requested, self._requeued = 0, False, False
-        self._quiet = Quiet(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
+        self._quiet = ControlGroup(dist.group.WORLD, timeout, "endings") if trainer.world_size > 1 else None
         self._second = OnSecondInterrupt(self._kill_at_once)
         self._hooks = SignalHooks(trainer)
         self._hooks.replace(self._check_and_advance, self._register_signal_handlers, self.record, self.record_requeue)

@@ -52,13 +52,13 @@ class Spy(pl.Callback):
 
     def on_before_optimizer_step(self, trainer, *args):
         self.group = trainer.strategy.sequence
-        self.within.append(self.group.forward_traffic.clock is not None)
+        self.within.append(self.group.forward_traffic.log is not None)
         if trainer.global_step == self.fails_at:
             raise ValueError("trouble")
 
     def on_validation_start(self, trainer, *args):
         if not trainer.sanity_checking:
-            self.between.append(trainer.strategy.sequence.backward_traffic.clock)
+            self.between.append(trainer.strategy.sequence.backward_traffic.log)
 
 
 def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
@@ -84,7 +84,7 @@ def fit(rank, group, run, settings, options=None, unlike=False, fails_at=None):
         "traffic": [spy.group.forward_traffic.received, spy.group.backward_traffic.received],
         "within": spy.within,
         "between": spy.between,
-        "after": [spy.group.forward_traffic.clock, spy.group.backward_traffic.clock],
+        "after": [spy.group.forward_traffic.log, spy.group.backward_traffic.log],
         "left": [len(profiler._unread), len(profiler._asked), profiler._group],
     }
 

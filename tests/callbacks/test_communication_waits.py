@@ -24,7 +24,7 @@ class Slow(pl.Callback):
 def fit(rank, group, timeout):
     """(timeout of the profiler's words, batches it logged, steps)."""
     profiler, seen = CommunicationProfiler(warmup=0, table=False), []
-    start = lambda trainer, module: seen.append(profiler._quiet._own.options._timeout)  # noqa: E731
+    start = lambda trainer, module: seen.append(profiler._quiet.backend.backend.options._timeout)  # noqa: E731
     slow = Slow()
     slow.on_train_start = start
     run = Run(steps=2, strategy={"timeout": timeout})

@@ -1,4 +1,4 @@
-"""What workers run, and one rank's answer to compare it with: a call's slices, its results, and all ranks put together.
+"""Calls on workers: a rank's slices and results, all ranks together, and one rank's results to compare with.
 
 Shape letters: B batch, N tokens of the sequence, L tokens of a rank, H query heads, D head dim.
 """
@@ -48,7 +48,7 @@ def positions(group: SequenceGroup, seq_len: int) -> list[int]:
 
 
 def restride(strides: str, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same values with the strides that `Case.layout` names, as a model would hand over its own shard."""
+    """The same values with the strides that `Case.layout` names, as a model would pass its shard."""
     if strides == "fused":
         q, k, v = torch.cat([q, k, v], 2).split([q.shape[2], k.shape[2], k.shape[2]], 2)
     elif strides == "expanded kv":

@@ -48,7 +48,7 @@ class Answer:
 
 
 class Hang(BaseException):
-    """Some ranks did not answer. No Exception: hypothesis would otherwise wait for every smaller case to hang, too."""
+    """Some ranks did not answer. Not an Exception: otherwise hypothesis would wait for every smaller case to hang, too."""
 
 
 class Failed(AssertionError):
@@ -84,8 +84,8 @@ class Pool:
         if wrong:
             if len(wrong) < len(answers):
                 self.close()  # the ranks may no longer be in step
-            told = "\n".join(f"--- rank {a.rank} of {len(answers)}:\n{a.trace}" for a in wrong)
-            raise Failed(f"{call} failed on ranks {[a.rank for a in wrong]}\n{told}")
+            traces = "\n".join(f"--- rank {a.rank} of {len(answers)}:\n{a.trace}" for a in wrong)
+            raise Failed(f"{call} failed on ranks {[a.rank for a in wrong]}\n{traces}")
         return [a.value for a in answers]
 
     def answers(
@@ -96,23 +96,23 @@ class Pool:
         name = (function.__module__, function.__qualname__)
         for _, pipe in self._workers[:ranks]:
             pipe.send_bytes(pickle.dumps((ranks, name, args)))
-        found: dict[int, Answer] = {}
+        received: dict[int, Answer] = {}
         pipes = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:ranks])}
         end = time.monotonic() + (timeout or self.timeout)
         while pipes and (ready := wait(pipes, end - time.monotonic())):
             for pipe in ready:
                 rank = pipes.pop(pipe)
-                found[rank] = _read(pipe, rank)
-                if found[rank].error:
+                received[rank] = _read(pipe, rank)
+                if received[rank].error:
                     end = min(end, time.monotonic() + GRACE)
-        if pipes or any(a.error == "EOFError" for a in found.values()):
-            self._give_up(f"{function.__name__}{args}", sorted(pipes.values()), found)
-        return [found[rank] for rank in range(ranks)]
+        if pipes or any(a.error == "EOFError" for a in received.values()):
+            self._give_up(f"{function.__name__}{args}", sorted(pipes.values()), received)
+        return [received[rank] for rank in range(ranks)]
 
-    def _give_up(self, call: str, silent: list[int], found: dict[int, Answer]) -> None:
+    def _give_up(self, call: str, silent: list[int], received: dict[int, Answer]) -> None:
         self.close()
-        told = [f"--- rank {a.rank} raised:\n{a.trace}" for a in found.values() if a.error]
-        raise Hang("\n".join([f"{call}: ranks {silent} did not answer; the workers were ended.", *told]))
+        traces = [f"--- rank {a.rank} raised:\n{a.trace}" for a in received.values() if a.error]
+        raise Hang("\n".join([f"{call}: ranks {silent} did not answer; the workers were ended.", *traces]))
 
     def _start(self) -> None:
         if self._workers:

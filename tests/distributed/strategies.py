@@ -29,9 +29,9 @@ RATES = (1, 2, 4, 8, 16)
 
 @dataclass(frozen=True)
 class Sharded:
-    """A call and the ranks that share it: its repr is what a failing test prints, and all that repeats it.
+    """A call and the ranks that share it: a failing test prints its repr, which is enough to repeat it.
 
-    `nested` says that the case was made for a butterfly, which then must not refuse it.
+    `nested`: the case is one for a butterfly, which must not refuse it.
     """
 
     call: Case
@@ -50,11 +50,11 @@ class Sharded:
 
     @property
     def may_refuse(self) -> bool:
-        """Whether the exchange may say that it does not serve the call."""
+        """Whether the exchange may refuse the call."""
         return not self.nested and "butterfly" in self.exchange
 
     def features(self) -> set[str]:
-        """What the case has, by names: a sample has to meet every one of them."""
+        """Features of the case by name: a sample has to cover every one of them."""
         call, pattern = self.call, self.call.pattern
         longest = max((b - a for _, a, b in call.spans()), default=0)
         per_rank = -(-call.seq_len // self.ranks)
@@ -105,7 +105,7 @@ def powers(draw) -> Branch:
 
 @st.composite
 def families(draw, heads: int, rules: dict[str, str]) -> DilatedPattern:
-    """The patterns that the package has names for."""
+    """The named families of patterns."""
     kind = draw(st.sampled_from(["geometric", "head_groups", "dense", "powers"]))
     if kind == "geometric":
         first = 1 << draw(st.integers(0, 4))

@@ -1,4 +1,4 @@
-"""benchmarks/context_parallel.py on the CPU: every way that serves has a row, and its bytes are those of the plan."""
+"""benchmarks/context_parallel.py on the CPU: every mode that serves has a row, with the bytes of the plan."""
 
 import runpy
 import subprocess
@@ -24,7 +24,7 @@ COLUMNS = ["tokens", "pattern", "way", "forward + backward ms", "times torch's r
 
 
 def script():
-    """What context_parallel.py defines; it imports the script beside it."""
+    """What context_parallel.py defines; it imports the script next to it."""
     with mock.patch.object(sys, "path", [str(FOLDER), *sys.path]):
         return runpy.run_path(str(FOLDER / "context_parallel.py"))
 
@@ -34,14 +34,14 @@ WAYS = script()["WAYS"]
 
 
 def test_ways():
-    """The ring, what takes turns with heads, and what `auto` makes of either layout of tokens."""
+    """The ring, the switch, and the choice of `auto` for either layout."""
     assert {("ring", 1, "zigzag"), ("auto", 4, "contiguous"), ("auto", 1, "contiguous"), ("auto", 1, "zigzag")} < set(
         WAYS
     )
 
 
 def table(rank, group, options, of_torch=None):
-    """The lines. `of_torch`: the seconds that torch's context parallel is said to take, which needs GPUs."""
+    """The lines. `of_torch`: assumed seconds of torch's context parallel, which needs GPUs."""
     made = script()
     told = mock.patch.object(sys, "argv", ["context_parallel.py", *options])
     with told, mock.patch.dict(made["lines"].__globals__, of_torch=lambda *unused: of_torch):
@@ -60,7 +60,7 @@ def planned(n, pattern, ranks, exchange, layout):
 
 
 def check(rows, ranks):
-    """The rows of dense patterns, one a way that serves so many ranks, and last that of the geometric one."""
+    """The rows of dense patterns, one for each mode that serves so many ranks, and last that of the geometric one."""
     dense, dilated = DilatedPattern.dense(), DilatedPattern.geometric(128, DILATED)
     want = [(DENSE, dense, "dense", way) for way in WAYS if ranks % way[1] == 0]
     want += [(DILATED, dilated, "geometric(128, N)", ("auto", 1, "contiguous"))]
@@ -82,7 +82,7 @@ def test_four_ranks(pool):
 
 
 def test_beside_torch(pool):
-    """Torch's rows come first and say nothing of bytes and waits; each row says how often it fits into torch's ring."""
+    """Torch's rows come first, without bytes and waits; each row has its speed relative to torch's ring."""
     options = [*SIZES[1:], "--dilated", "--rotate", "allgather", "alltoall"]
     rows = [cells(line) for line in pool.run(4, table, options, 2.0)[0]]
     assert rows[:2] == [
@@ -94,7 +94,7 @@ def test_beside_torch(pool):
 
 
 def test_two_ranks_of_torchrun():
-    """As one starts it, from another folder than the script's; head_size 4 serves no two ranks."""
+    """Started from another folder than the script's; head_size 4 does not serve two ranks."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*launch, FOLDER / "context_parallel.py", *SIZES]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -26,7 +26,7 @@ FEATURES = BUTTERFLIES | {
 
 
 def check(pool: Pool, case: Sharded, seen: Counter) -> None:
-    """Run a case on its ranks; an exchange that does not serve it must say so on all of them."""
+    """Run a case on its ranks; an exchange that does not serve it must refuse on all of them."""
     answers = pool.answers(case.ranks, attend, case)
     if case.may_refuse and answers[0].message.startswith(f"exchange={case.exchange!r} cannot serve this call: "):
         told = {(a.error, a.message) for a in answers}

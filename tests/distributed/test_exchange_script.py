@@ -48,7 +48,7 @@ def test_every_exchange(pool):
 
 
 def test_head_groups(pool):
-    """Trading tokens for heads is counted, and no part of the plan's bytes."""
+    """Trading tokens for heads is counted, but is not part of the plan's bytes."""
     _, line = pool.run(4, table, ["--head-sizes", "2", "--exchanges", "gather"])[0][0]
     assert (
         line["size"] == 2
@@ -59,7 +59,7 @@ def test_head_groups(pool):
 
 
 def in_turn(rank, group, options, told=None):
-    """The cells of each line. `told`: what is said to have been counted."""
+    """The cells of each line. `told`: the bytes to report as counted."""
     path = mock.patch.object(sys, "path", [str(FOLDER), *sys.path])  # it imports the other script
     with path, mock.patch.object(sys, "argv", ["choice.py", *options.split()]):
         script = runpy.run_path(str(FOLDER / "choice.py"))
@@ -73,7 +73,7 @@ TURNS = "--device cpu --local 128 --first 128 --heads 4 --head-dim 64 --dtype fl
 
 
 def test_in_turn(pool):
-    """All ranks say the same, the best of the named ones is 1.000 of itself, and bytes are those of the plan."""
+    """All ranks report the same, the best named exchange is 1.000 of itself, and bytes are those of the plan."""
     first, *others = pool.run(4, in_turn, TURNS + "--rounds 2 --causal 0 1")
     assert others == [first] * 3
     problem = partial(make_problem, DilatedPattern.geometric(128, 512), 512, 4, ranks=4)

@@ -1,4 +1,4 @@
-"""sequence_halo, SequenceConv1d and kv_conv on ranks: what one rank computes, gradients too, whoever holds a neighbour."""
+"""sequence_halo, SequenceConv1d and kv_conv on several ranks equal one rank, gradients too, wherever neighbours lie."""
 
 import pytest
 import torch
@@ -20,16 +20,16 @@ def numbers(seed, *shape):
 
 
 def surrounded(rank, group, seq_len, left, right, layout):
-    """On this rank: [(first position, rows, gradients of the whole) of each stretch], and the gradient of its own rows."""
+    """On this rank: [(first position, rows, gradients of the whole) of each chunk], and the gradient of its own rows."""
     with sequence(group, layout=layout) as ours:
         x = numbers(0, 2, seq_len, 3)[:, positions(ours, seq_len)].requires_grad_()
-        stretches = sequence_halo(x, left, right, sequence=ours)
-        loss = sum((y * numbers(100 * rank + i, *y.shape)).sum() for i, y in enumerate(stretches))
+        chunks = sequence_halo(x, left, right, sequence=ours)
+        loss = sum((y * numbers(100 * rank + i, *y.shape)).sum() for i, y in enumerate(chunks))
         (grad,) = torch.autograd.grad(loss, x)
         held = ours.shard(seq_len).ranges(rank) or (range(seq_len, seq_len),)
         firsts = [h.start for h in held]
         moved = ours.forward_traffic.received, ours.backward_traffic.sent
-        return [(p, y.detach()) for p, y in zip(firsts, stretches, strict=True)], positions(ours, seq_len), grad, moved
+        return [(p, y.detach()) for p, y in zip(firsts, chunks, strict=True)], positions(ours, seq_len), grad, moved
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -39,8 +39,8 @@ def test_rows_and_gradients(pool, seq_len, left, right, ranks, layout):
     padded = torch.nn.functional.pad(numbers(0, 2, seq_len, 3), (0, 0, left, right))
     total = torch.zeros_like(padded)
     found = pool.run(ranks, surrounded, seq_len, left, right, layout)
-    for rank, (stretches, _, _, moved) in enumerate(found):
-        for i, (first, rows) in enumerate(stretches):
+    for rank, (chunks, _, _, moved) in enumerate(found):
+        for i, (first, rows) in enumerate(chunks):
             if rows.shape[1] > left + right:
                 torch.testing.assert_close(rows, padded[:, first : first + rows.shape[1]], rtol=0, atol=0)
                 total[:, first : first + rows.shape[1]] += numbers(100 * rank + i, *rows.shape)

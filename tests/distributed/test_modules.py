@@ -21,10 +21,10 @@ N, WIDTH = 21, 16
 def layer(encoding: str) -> MultiheadDilatedAttention:
     """The same weights on every rank."""
     torch.manual_seed(2)
-    made = MultiheadDilatedAttention(
+    built = MultiheadDilatedAttention(
         WIDTH, 4, PATTERN, num_kv_heads=2, causal=True, sub_layernorm=True, position_encoding=encoding
     )
-    return made.double()
+    return built.double()
 
 
 def tokens() -> torch.Tensor:
@@ -62,7 +62,7 @@ def test_layer(pool, layout, encoding):
 def refusals(rank, group):
     with sequence(group) as ours, ours.active():
         x = tokens()[:, positions(ours, N)]
-        told = []
+        errors = []
         for encoding, options in (
             ("none", {"key_padding_mask": torch.zeros(x.shape[:2], dtype=torch.bool)}),
             ("none", {"cache": layer("none").new_cache()}),
@@ -70,23 +70,23 @@ def refusals(rank, group):
             try:
                 layer(encoding).eval()(x, **options)
             except ValueError as error:
-                told.append(str(error))
-        return told
+                errors.append(str(error))
+        return errors
 
 
 def test_what_a_layer_refuses(pool):
-    for told in pool.run(2, refusals):
-        assert "pass lengths" in told[0] and "a cache serves one rank" in told[1], told
+    for errors in pool.run(2, refusals):
+        assert "pass lengths" in errors[0] and "a cache serves one rank" in errors[1], errors
 
 
 def far_xpos(rank, group, given):
-    """xPos in fp16 overflows at the last positions only: the ranks before have to hear of it."""
+    """xPos in fp16 overflows at the last positions only: the other ranks have to raise, too."""
     with sequence(group) as ours, ours.active():
-        made = layer("xpos").half()
-        made.rotary.xpos_scale_base = 1.0
+        built = layer("xpos").half()
+        built.rotary.xpos_scale_base = 1.0
         try:
             mine = positions(ours, N)
-            made(tokens()[:, mine].half(), positions=torch.as_tensor(mine) if given else None)
+            built(tokens()[:, mine].half(), positions=torch.as_tensor(mine) if given else None)
         except ValueError as error:
             return str(error)
 
@@ -138,7 +138,7 @@ def test_flops(pool, name, layout, head_size):
 
 
 def compiled_and_plain(rank, group, exchange, backend, given):
-    """Whether a compiled call is bitwise the plain one, forward and backward; twice, to find what was baked in."""
+    """Whether a compiled call equals the plain one bit by bit, forward and backward; twice, to detect constants."""
     with sequence(group, exchange=exchange) as ours, ours.active():
         options = {"sequence": ours} if given else {}
         pattern = DilatedPattern.geometric(4, 32)
@@ -149,8 +149,8 @@ def compiled_and_plain(rank, group, exchange, backend, given):
 
         run, equal = torch.compile(block, fullgraph=True, backend=backend), []
         for seed in range(2):
-            made = torch.Generator().manual_seed(seed)
-            x, weight = (torch.randn(*s, generator=made, dtype=torch.float64) for s in ((1, 32, 8), (8, 48)))
+            built = torch.Generator().manual_seed(seed)
+            x, weight = (torch.randn(*s, generator=built, dtype=torch.float64) for s in ((1, 32, 8), (8, 48)))
             leaves = x[:, positions(ours, 32)].requires_grad_(), weight.requires_grad_()
             got, want = ((out, *torch.autograd.grad(out.sum(), leaves)) for out in (run(*leaves), block(*leaves)))
             equal += [torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(got, want, strict=True)]
@@ -186,7 +186,7 @@ def test_compile_with_kv_conv(pool, layout):
 
 
 def compiled_once(rank, group):
-    """Outputs of one compiled function: in a sequence, out of it, and in another one; with those of the plain function."""
+    """Outputs of one compiled function inside a sequence, outside and in another one, with those of the plain function."""
     pattern = DilatedPattern.geometric(4, 32)
     block = lambda x: dilated_attention(x.sin(), x, x, pattern)  # noqa: E731
     run = torch.compile(block, fullgraph=True, backend="aot_eager")

@@ -79,7 +79,7 @@ def every_comparison(rank, ranks):
 
 
 def recomputed(rank, ranks):
-    """[plain gradient equals the recomputed one], the error of a backward outside of the sequence, bytes of all ways.
+    """[plain gradient equals the recomputed one], the error of a backward outside of the sequence, bytes of all modes.
 
     On GPUs a backward runs in a thread of its own.
     """

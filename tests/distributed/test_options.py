@@ -79,7 +79,7 @@ def test_dropout_follows_rank_0(pool):
 
 @every_way
 def test_low_precision(pool, way):
-    """Many ranks round no more than one: partial results and gradients travel in fp32."""
+    """Several ranks round no more than one: partial results and gradients travel in fp32."""
     cases = calls_for(way)
     first = WAYS.index(way)  # every way has every dtype, and every call has each of them in one way or another
     for i, dtype in enumerate((torch.float32, torch.bfloat16, torch.float16)):
@@ -136,7 +136,7 @@ def test_fused_projection(pool, exchange):
 
 @every_way
 def test_no_samples(pool, way):
-    """B = 0: nothing to compute or to move, and nobody waits."""
+    """B = 0: nothing to compute or to move, and no rank waits."""
     case = Sharded(NESTED.but(batch=0), *way)
     results = pool.run(case.ranks, attend, case)
     compare(case, results, alone(case), 0.0)

@@ -1,4 +1,4 @@
-"""Ranks that disagree, or calls that nobody can serve: an error on every rank, before any row moves; then work goes on."""
+"""Ranks that disagree, and impossible calls: an error on every rank before any row moves; then work goes on."""
 
 import os
 from datetime import timedelta
@@ -35,7 +35,7 @@ def call(group, length=8, pattern=NESTED, dtype=torch.float64, batch=1, k_heads=
 
 
 def odd_one(rank, group, settings, usual, odd):
-    """The last rank calls otherwise; afterwards all make a right call."""
+    """The last rank makes a different call; afterwards all make a valid one."""
     with sequence(group, **settings) as ours:
         mine = {**usual, **(odd if rank == ours.ranks - 1 else {})}
         return call(ours, **mine), call(ours, **usual) if not settings else None
@@ -112,22 +112,22 @@ def test_active_groups_nest(pool):
     assert pool.run(1, nested_activation) == [(True, True)]
 
 
-def beside_nccl(rank, group):
-    """What groups over NCCL do, where agreeing takes gloo beside it: five are opened, used, refused and closed."""
-    told = []
+def with_nccl(rank, group):
+    """Groups over NCCL, which agree over gloo: five are opened, used, refused and closed."""
+    errors = []
     with mock.patch.object(dist, "get_backend", return_value="nccl"):
         for timeout in (None, timedelta(seconds=20), None, None, None):
             with sequence(group, timeout=timeout) as ours:
                 assert call(ours)[0] is None
-                told.append(call(ours, causal=rank == 1)[0])
-    return told, len(os.listdir("/proc/self/fd"))
+                errors.append(call(ours, causal=rank == 1)[0])
+    return errors, len(os.listdir("/proc/self/fd"))
 
 
-def test_groups_beside_nccl(pool):
-    before = pool.run(3, beside_nccl)
-    for (told, descriptors), (_, after) in zip(before, pool.run(3, beside_nccl), strict=True):
-        assert all("causal: rank 1 has True; the others have False" in words for words in told)
-        assert after == descriptors  # one side group for each process group, however often it is opened
+def test_groups_with_nccl(pool):
+    before = pool.run(3, with_nccl)
+    for (errors, descriptors), (_, after) in zip(before, pool.run(3, with_nccl), strict=True):
+        assert all("causal: rank 1 has True; the others have False" in text for text in errors)
+        assert after == descriptors  # one gloo backend for each process group, however often it is opened
 
 
 def after_close(rank, group):
@@ -146,7 +146,7 @@ def test_closed_before_its_backward(pool):
 
 
 def waiting(rank, group):
-    """Rank 0 asks, the other does not come."""
+    """Rank 0 makes a call, the other does not."""
     short = dist.new_group([0, 1], timeout=timedelta(seconds=3))
     if rank == 0:
         with sequence(short) as ours:
@@ -209,9 +209,9 @@ def test_without_a_process_group():
         dilated_attention(*torch.ones(3, 1, 4, 1, 2), NESTED, sequence="x")
 
 
-# -- errors while rows fly -----------------------------------------------------------------------------------------------
-def broken_off(rank, group, backward):
-    """How many posted rounds were waited for, each time, in a call whose own blocks find no memory left."""
+# -- errors with rows in transit ---------------------------------------------------------------------------------------
+def out_of_memory(rank, group, backward):
+    """How many posted rounds were waited for, each time, in a call whose local blocks run out of memory."""
     waited = []
 
     def no_memory(*args):
@@ -234,9 +234,9 @@ def broken_off(rank, group, backward):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.full
 def test_rows_land_before_their_memory_is_free(backward):
-    """Else what is caught and tried again with fewer tokens would compute with rows that land later."""
+    """Otherwise a retry with fewer tokens could compute with rows that land later."""
     own = Pool(2)
     try:
-        assert own.run(2, broken_off, backward) == [[1], [1]]  # once each, with the round that flies
+        assert own.run(2, out_of_memory, backward) == [[1], [1]]  # once each, with the round in transit
     finally:
         own.close()

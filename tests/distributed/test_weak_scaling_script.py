@@ -1,4 +1,4 @@
-"""benchmarks/weak_scaling.py on two ranks that torchrun starts: what its row says, and that bytes are those of the plan."""
+"""benchmarks/weak_scaling.py on two ranks that torchrun starts: its row, with the bytes of the plan."""
 
 import math
 import subprocess

@@ -1,4 +1,4 @@
-"""The definition once more, as plain Python loops over integers, straight from its words and sharing no code with it."""
+"""The definition as plain Python loops over integers, sharing no code with the package."""
 
 from itertools import pairwise
 
@@ -17,7 +17,7 @@ def offset(pattern: DilatedPattern, branch: Branch, head: int, heads: int, kv_he
     return head // block
 
 
-def place(
+def segment_of(
     pattern: DilatedPattern, branch: Branch, head: int, position: int, seq_len: int, heads: int, kv_heads: int
 ) -> int | None:
     """The segment in which `head` uses `position`, None where it does not."""
@@ -37,7 +37,7 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
     for start, stop in pairwise(bounds):
         for branch in pattern.branches:
             for h in range(heads):
-                at = [place(pattern, branch, h, p, stop - start, heads, kv_heads) for p in range(stop - start)]
+                at = [segment_of(pattern, branch, h, p, stop - start, heads, kv_heads) for p in range(stop - start)]
                 for p in range(stop - start):
                     for j in range(stop - start):
                         sees = at[p] is not None and at[p] == at[j] and (j <= p or not causal)
@@ -54,7 +54,7 @@ def pads(pattern: DilatedPattern, seq_len: int, heads: int, kv_heads: int, branc
         width = seq_len if branch.segment_length is None else min(branch.segment_length, seq_len)
         slots = (width + branch.dilation_rate - 1) // branch.dilation_rate
         for h in range(heads):
-            at = [place(pattern, branch, h, p, seq_len, heads, kv_heads) for p in range(seq_len)]
+            at = [segment_of(pattern, branch, h, p, seq_len, heads, kv_heads) for p in range(seq_len)]
             for p in range(seq_len):
                 if at[p] is not None:
                     out[h][p] += slots - at.count(at[p])

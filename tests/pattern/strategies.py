@@ -7,7 +7,7 @@ from lightning_dilated.pattern import Branch, DilatedPattern
 
 @st.composite
 def head_counts(draw, largest: int = 13):
-    """(query heads, kv heads): primes too, and every way to group them."""
+    """(query heads, kv heads): primes too, and every grouping."""
     kv = draw(st.integers(1, largest))
     return draw(st.integers(1, largest // kv)) * kv, kv
 

@@ -1,4 +1,4 @@
-"""What `explain` says against brute force over the definition's counts: walls, reach, dead residues, cost, hints."""
+"""`explain` against brute force over the definition's counts: walls, reach, dead residues, cost, hints."""
 
 import re
 
@@ -70,7 +70,7 @@ def test_equals_brute_force(case, depth):
 @example((DilatedPattern([(4, 1), (8, 8)]), 8, 8, 8, False))  # every residue is used, but by one position a segment
 @settings(max_examples=examples(75))
 def test_hints_speak_where_something_is_lost(case):
-    """No silence where the last token never sees everything, and no warning where nothing is wrong."""
+    """A hint wherever the last token never sees everything, and none where nothing is wrong."""
     pattern, n, heads, kv, causal = case
     got = pattern.explain(n, heads, 1, causal, kv)
     if got.layers_to_full_reach is None or got.uncovered:
@@ -109,7 +109,7 @@ def test_walls(name):
 )
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both directions"])
 def test_shifted_layers_have_no_wall(pattern, causal):
-    """Every other layer shifted, as the hint says: nothing is walled off any more."""
+    """With every other layer shifted, as the hint advises, no wall remains."""
     even, odd = (sees(p, 40, 4, causal) for p in (pattern, pattern.shifted()))
     assert crossing(even) and crossing(even | odd) == ()
     assert not set(pattern.explain(40, 4, 2, causal).walls) & set(pattern.shifted().explain(40, 4, 2, causal).walls)

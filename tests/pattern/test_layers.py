@@ -57,13 +57,17 @@ REFUSED = {
         ValueError,
         "pattern names hybrid and branches: give hybrid alone",
     ),
-    "hybrid of another word": ({"hybrid": {"locals": 3}}, ValueError, "no key 'locals'. Did you mean 'local'"),
+    "hybrid with an unknown value": ({"hybrid": {"locals": 3}}, ValueError, "no key 'locals'. Did you mean 'local'"),
     "hybrid with depth": ({"hybrid": {"depth": 3}}, ValueError, "pattern.hybrid has no key 'depth'"),
     "hybrid of a list": ({"hybrid": [1]}, TypeError, "pattern.hybrid must be a mapping"),
     "no such layer": ({"hybrid": {"global_first": 5}}, ValueError, "global_first=5 is none of the layers 0 to 4"),
     "no dense layer": ({"hybrid": {"global_every": 6}}, ValueError, "global_every=6 leaves none of 5 layers"),
     "too many dense heads": ({"hybrid": {"global_heads": 5}}, ValueError, "global_heads=5 is above the 4 kv heads"),
-    "dense heads of another word": ({"hybrid": {"global_heads": "some"}}, TypeError, "global_heads must be an integer"),
+    "unknown dense heads": (
+        {"hybrid": {"global_heads": "some"}},
+        TypeError,
+        "global_heads must be an integer",
+    ),
 }
 
 
@@ -144,7 +148,7 @@ def test_whole_sequence_branches_stay_where_others_shift():
 
 
 UNSHIFTABLE = {
-    "another word": (PATTERN, ("even", None), "shift_layers must be none or odd; got 'even'"),
+    "unknown value": (PATTERN, ("even", None), "shift_layers must be none or odd; got 'even'"),
     "below alone": (PATTERN, ("none", 16), 'shift_below=16 needs shift_layers="odd"'),
     "attended": (DilatedPattern([(4, 1)], padding="attended"), ("odd", None), 'needs padding="masked"'),
     "shifted already": (PATTERN.shifted(), ("odd", None), "no shift of their own"),

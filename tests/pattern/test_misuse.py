@@ -1,4 +1,4 @@
-"""Wrong branches and patterns: each error names the culprit, what was given, and what to do."""
+"""Wrong branches and patterns: each error names the argument, its value and the remedy."""
 
 import re
 

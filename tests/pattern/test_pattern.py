@@ -1,4 +1,4 @@
-"""Branch and DilatedPattern as values: equality, round trips, and what each way to make one gives."""
+"""Branch and DilatedPattern as values: equality, round trips, and the result of each constructor."""
 
 import copy
 import dataclasses

@@ -63,7 +63,7 @@ def test_the_longest_sequence():
 
 
 def test_grouped_offsets():
-    """Where offsets follow the kv heads, the picture has to know how many there are, as counts and explain do."""
+    """Where offsets follow the kv heads, the picture needs their number, as counts and explain do."""
     pattern = DilatedPattern([(16, 2)], offset_heads="kv")
     figure = pattern.plot(16, 4, causal=False, num_kv_heads=2, head=1)
     drawn = torch.as_tensor(figure.axes[0].images[0].get_array())

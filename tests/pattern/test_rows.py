@@ -38,7 +38,7 @@ def test_blocks_cover_the_definition_once(data):
         assert block.rows > 0 and block.position_step >= 0
         for head, kv_head, positions in cells(block):
             assert kv_head == head // (heads // kv)
-            places = {naive.place(pattern, branch, head, p, n, heads, kv) for p in positions}
+            places = {naive.segment_of(pattern, branch, head, p, n, heads, kv) for p in positions}
             assert len(places) == 1 and None not in places  # one segment, and the head's residue
             for p in positions:
                 assert 0 <= p < n
@@ -49,7 +49,7 @@ def test_blocks_cover_the_definition_once(data):
         for i, branch in enumerate(pattern.branches)
         for h in range(heads)
         for p in range(n)
-        if naive.place(pattern, branch, h, p, n, heads, kv) is not None
+        if naive.segment_of(pattern, branch, h, p, n, heads, kv) is not None
     }
 
 
@@ -60,12 +60,12 @@ def test_a_cell_holds_the_whole_segment(data):
     heads, kv = data.draw(head_counts(7))
     pattern = data.draw(patterns(heads, kv))
     n = data.draw(st.integers(1, 64))
-    found = Counter()
+    cells_of = Counter()
     for block in blocks(pattern, n, heads, kv):
         for head, _, positions in cells(block):
-            at = naive.place(pattern, pattern.branches[block.branch], head, positions[0], n, heads, kv)
-            found[block.branch, head, at] += 1
-    assert set(found.values()) <= {1}
+            at = naive.segment_of(pattern, pattern.branches[block.branch], head, positions[0], n, heads, kv)
+            cells_of[block.branch, head, at] += 1
+    assert set(cells_of.values()) <= {1}
 
 
 @given(st.data())

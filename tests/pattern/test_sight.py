@@ -1,4 +1,4 @@
-"""Sight against brute force over the definition's counts, and what it says of patterns that are known."""
+"""Sight against brute force over the definition's counts, and for known patterns."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ def brute(patterns, n, heads, kv):
     """[(first, share, heads)] of all pairs."""
     seen = torch.stack([(p.counts(n, heads, False, kv) > 0).sum(0) for p in patterns]).sum(0)
     distance = torch.arange(n)[:, None] - torch.arange(n)
-    found, first = [], 1
+    octaves, first = [], 1
     while first < n:
         of = seen[(distance >= first) & (distance < 2 * first)].double()
-        found.append((first, (of > 0).double().mean().item(), of.mean().item()))
+        octaves.append((first, (of > 0).double().mean().item(), of.mean().item()))
         first *= 2
-    return found
+    return octaves
 
 
 @given(cases())

@@ -10,7 +10,7 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import compile_program
 from lightning_dilated.sequence.exchange.switch import compile_switch
 from lightning_dilated.sequence.planner import make_problem
-from lightning_dilated.sequence.requirements import wants
+from lightning_dilated.sequence.requirements import row_requests
 
 CAUSAL = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 PATTERNS = {
@@ -31,10 +31,10 @@ def test_pairs_are_those_of_the_wants(name, causal):
     problem = make_problem(pattern, length, 4, 2, ranks=ranks, causal=causal)
     found, queries = list(reaches(problem)), reached(problem)
     for rank in range(ranks):
-        want = sorted((w.branch, w.head, len(w.queries), sum(map(len, w.keys))) for w in wants(problem, rank))
+        want = sorted((w.branch, w.head, len(w.queries), sum(map(len, w.keys))) for w in row_requests(problem, rank))
         have = sorted((x.branch, x.head, x.queries[rank], x.keys[rank]) for x in found if x.keys[rank])
         assert have == want
-        rows = len({(w.head, position) for w in wants(problem, rank) for position in w.queries})
+        rows = len({(w.head, position) for w in row_requests(problem, rank) for position in w.queries})
         nested = name in ("nested", "rates above a shard", "dense", "head groups")
         assert queries[rank] == rows if nested else min(rows, 1) <= queries[rank] <= rows
 

@@ -1,4 +1,4 @@
-"""Random cases of sharded attention, and what they ask for by the definition, pair by pair in plain Python sets.
+"""Random cases of sharded attention, and their pairs and rows by the definition, in plain Python sets.
 
 A pair is (document, branch, head, query position, key position) and a row (document, kv head, position); all positions are
 global.
@@ -38,10 +38,10 @@ class Case:
     documents: tuple[Document, ...]
 
     def problem(self, window: tuple[int, int] | None = None) -> Problem:
-        """The problem of one window of heads, without one that of all heads."""
-        found = straddling(self.documents, self.shard)
+        """The problem of one window of heads; None: of all heads."""
+        across = straddling(self.documents, self.shard)
         heads = window or (0, self.heads)
-        return Problem(self.pattern, self.heads, self.kv_heads, self.causal, self.shard, found, heads)
+        return Problem(self.pattern, self.heads, self.kv_heads, self.causal, self.shard, across, heads)
 
     def problems(self) -> list[Problem]:
         """One problem for each member of a head-parallel group."""
@@ -65,12 +65,12 @@ class Case:
             n = d.stop - d.start
             for i, branch in enumerate(self.pattern.branches):
                 for head in range(self.heads):
-                    found = defaultdict(list)
+                    segments = defaultdict(list)
                     for p in range(n):
-                        segment = naive.place(self.pattern, branch, head, p, n, self.heads, self.kv_heads)
+                        segment = naive.segment_of(self.pattern, branch, head, p, n, self.heads, self.kv_heads)
                         if segment is not None:
-                            found[segment].append(d.start + p)
-                    yield from ((d, i, head, positions) for positions in found.values())
+                            segments[segment].append(d.start + p)
+                    yield from ((d, i, head, positions) for positions in segments.values())
 
     def held(self) -> list[set[int]]:
         """The positions of each rank."""
@@ -82,16 +82,16 @@ class Case:
     def rows_seen(self, problem: Problem) -> list[set[tuple]]:
         """For each rank the rows that the queries it holds see, those of its own among them."""
         held = self.held()
-        home = {p: rank for rank, positions in enumerate(held) for p in positions}
+        owner = {p: rank for rank, positions in enumerate(held) for p in positions}
         out = [set() for _ in held]
         for document, _, head, p, j in self.pairs:
             if document in problem.documents and problem.heads[0] <= head < problem.heads[1]:
-                out[home[p]].add((document, head // (self.heads // self.kv_heads), j))
+                out[owner[p]].add((document, head // (self.heads // self.kv_heads), j))
         return out
 
 
 def member_of(shard: Shard, position: int) -> int:
-    """The member that holds a position, from the words of `Shard`'s docstring."""
+    """The member that holds a position, by the docstring of `Shard`."""
     total = shard.ranks * shard.members
     if shard.layout == "strided":
         return position % total
@@ -103,18 +103,18 @@ def member_of(shard: Shard, position: int) -> int:
 
 def runs_of(shard: Shard) -> list[tuple[int, int]]:
     """(first, last) of the maximal runs of consecutive positions on one rank that are consecutive in its tensor."""
-    homes = [shard.owner(p) for p in range(shard.seq_len)]
+    owners = [shard.owner(p) for p in range(shard.seq_len)]
     out = []
-    for p, (rank, index) in enumerate(homes):
-        if out and homes[p - 1] == (rank, index - 1):
+    for p, (rank, index) in enumerate(owners):
+        if out and owners[p - 1] == (rank, index - 1):
             out[-1] = out[-1][0], p
         else:
             out.append((p, p))
     return out
 
 
-def dealt_singly(shard: Shard) -> bool:
-    """Whether neighbours lie on different members everywhere: then local blocks take nothing, not even a lone token."""
+def interleaved(shard: Shard) -> bool:
+    """Whether neighbours lie on different members everywhere: then no local block takes anything, not even one token."""
     return shard.layout == "strided" and shard.ranks * shard.members > 1
 
 
@@ -129,7 +129,7 @@ def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LA
 
 @st.composite
 def calls_of(draw, seq_len: int):
-    """The documents of a call as the op finds them: packed, or samples with lengths of their own; no empty ones."""
+    """The documents of a call: packed, or samples with lengths of their own; no empty ones."""
     if draw(st.booleans()):
         bounds = (0, *sorted(draw(st.lists(st.integers(0, seq_len), max_size=6))), seq_len)
         return tuple(Document(0, 1, a, b) for a, b in pairwise(bounds) if b > a)
@@ -150,10 +150,10 @@ def cases(
     heads, kv_heads = draw(st.sampled_from(HEADS))
     shard = draw(shards(longest, ranks, members, layouts, fewest))
     pattern = draw(patterns(heads, kv_heads, padding=padding, widest=longest + longest // 2))
-    found = draw(calls_of(shard.seq_len))
+    documents = draw(calls_of(shard.seq_len))
     try:
-        for d in found:
+        for d in documents:
             check_padding(pattern, d.stop - d.start)
     except ValueError:
         assume(False)
-    return Case(pattern, heads, kv_heads, draw(st.booleans()), shard, found)
+    return Case(pattern, heads, kv_heads, draw(st.booleans()), shard, documents)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange.program import Message, Program, Round
-from lightning_dilated.sequence.requirements import Document, Problem, wants
+from lightning_dilated.sequence.requirements import Document, Problem, row_requests
 from lightning_dilated.sequence.shard import Shard
 
 from .cases import Case, member_of
@@ -38,13 +38,13 @@ def held_rows(problem: Problem, rank: int, heads: tuple[int, int] | None = None)
     }
 
 
-def wanted_rows(problem: Problem, rank: int) -> set[tuple]:
-    """The rows that a rank's wants read."""
+def requested_rows(problem: Problem, rank: int) -> set[tuple]:
+    """The rows that a rank's requests read."""
     return {
-        (want.document, sample, want.head // problem.group, p)
-        for want in wants(problem, rank)
-        for sample in range(want.document.samples)
-        for piece in want.keys
+        (request.document, sample, request.head // problem.group, p)
+        for request in row_requests(problem, rank)
+        for sample in range(request.document.samples)
+        for piece in request.keys
         for p in piece
     }
 
@@ -55,16 +55,16 @@ def all_programs(problem: Problem, program: Callable, per_node: int = 1) -> list
 
 
 def check_agreed(rounds: list[Round]) -> None:
-    """One round of all ranks: whoever sends is expected by whom it sends to, with the same pieces in the same order."""
+    """One round of all ranks: every message is expected by its receiver, with the same rows in the same order."""
     for rank, step in enumerate(rounds):
         for peer, message in step.sends.items():
             assert message and rounds[peer].receives.get(rank) == message, (rank, peer)
         for peer in step.receives:
-            assert rank in rounds[peer].sends, f"rank {rank} waits for rank {peer}, who sends nothing"
+            assert rank in rounds[peer].sends, f"rank {rank} waits for rank {peer}, which sends nothing"
 
 
 def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
-    """What each rank received, round by round; a message may only hold what its sender holds then."""
+    """What each rank received, round by round; a message may only contain what its sender holds by then."""
     assert len({len(program.rounds) for program in programs}) == 1
     own = [held_rows(problem, rank) for rank in range(problem.shard.ranks)]
     arrived: list[list[list[tuple]]] = [[] for _ in programs]
@@ -83,11 +83,11 @@ def play(problem: Problem, programs: list[Program]) -> list[list[list[tuple]]]:
 
 
 def check_kept(problem: Problem, arrived: list[list[list[tuple]]]) -> None:
-    """At the end every rank has received the rows of its wants, and no row twice: wants are read from what was received."""
+    """At the end every rank has received the rows of its requests, and no row twice."""
     for rank, rounds in enumerate(arrived):
-        found = Counter(row for rows in rounds for row in rows)
-        assert not found or max(found.values()) == 1
-        assert wanted_rows(problem, rank) <= set(found)
+        rows = Counter(row for rows in rounds for row in rows)
+        assert not rows or max(rows.values()) == 1
+        assert requested_rows(problem, rank) <= set(rows)
 
 
 def from_others(step: Round, rank: int) -> list[tuple]:
@@ -110,7 +110,7 @@ def needed_by_definition(case: Case, problem: Problem) -> list[set[tuple]]:
 
 
 def check_enters_once(problem: Problem, programs: list[Program], per_node: int, needs: list[set]) -> None:
-    """The rows that enter a node are those that a rank of it needs and none of it holds, each carried by one rank."""
+    """The rows that enter a node are those that one of its ranks needs and none holds, each carried by one rank."""
     for node in range(len(programs) // per_node):
         mates = range(node * per_node, (node + 1) * per_node)
         entered = Counter()
@@ -133,20 +133,20 @@ def geometric(
 
 @st.composite
 def nested_cases(draw, ranks: tuple[int, ...] = (2, 4, 8, 16)):
-    """Cases that the butterfly serves: wide branches at some doublings of the shard, rates that divide the next."""
+    """Cases that the butterfly serves: wide branches at doublings of the shard, rates that divide the next."""
     count, local = draw(st.sampled_from(ranks)), draw(st.sampled_from([2, 3, 4, 6, 8]))
     heads, kv_heads = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1), (6, 3)]))
     n, levels = count * local, count.bit_length() - 1
     last_offset, rate = draw(st.one_of(st.none(), st.integers(0, 63))), 1
     offset_heads = draw(st.sampled_from(["query", "kv"]))
-    lot = heads // kv_heads if offset_heads == "kv" else 1
+    unit = heads // kv_heads if offset_heads == "kv" else 1
     branches = []
     for level in range(levels + 1):
         width = local << level
         for _ in range(draw(st.integers(0, 2)) if level else draw(st.integers(0, 1))):
             rate *= draw(st.sampled_from([x for x in (1, 2, 3) if width % (rate * x) == 0 or width == n]))
-            lots = draw(st.one_of(st.none(), st.sets(st.integers(0, heads // lot - 1), min_size=1)))
-            served = None if lots is None else [x * lot + i for x in lots for i in range(lot)]
+            units = draw(st.one_of(st.none(), st.sets(st.integers(0, heads // unit - 1), min_size=1)))
+            served = None if units is None else [x * unit + i for x in units for i in range(unit)]
             offset = None if last_offset is None else last_offset % rate
             longer = width == n and draw(st.booleans())
             branches.append(Branch(width + 5 if longer else width, rate, heads=served, offset=offset))

@@ -1,4 +1,4 @@
-"""What ranks compute, summed over ranks and pair by pair, against the pairs and pads of the definition."""
+"""The pairs and pads that all ranks compute together, against those of the definition."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable
 
 from lightning_dilated.attention.resolve import local_spans
 from lightning_dilated.pattern.rows import blocks
-from lightning_dilated.sequence.requirements import Document, Problem, Want, wants
+from lightning_dilated.sequence.requirements import Document, Problem, RowRequest, row_requests
 
 from ..pattern import naive
 from .cases import Case
 
-Wanted = Callable[[Problem, int], Iterable[Want]]
+Requests = Callable[[Problem, int], Iterable[RowRequest]]
 
 
 def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
@@ -23,8 +23,8 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
         assert document in case.documents
         for i in range(span.length):  # the tokens lie where the rank's tensor has them
             assert problem.shard.owner(start + span.offset + i) == (rank, span.start + i)
-        of = (case.pattern, span.document, case.heads, case.kv_heads, span.part, problem.heads, whole)
-        for block in blocks(*of):
+        arguments = (case.pattern, span.document, case.heads, case.kv_heads, span.part, problem.heads, whole)
+        for block in blocks(*arguments):
             for s in range(block.segments):
                 for j in range(block.heads):
                     first = block.first + s * block.segment_stride + j * block.position_step
@@ -36,38 +36,38 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
 
 
 def triangle(queries: list[int], keys: list[int], causal: bool):
-    """(query, key) pairs as the engines take them: causal means that query i sees the keys up to the i-th."""
+    """(query, key) pairs as the backends take them: causal means that query i sees the keys up to the i-th."""
     assert not causal or len(queries) == len(keys)
     return [(p, j) for n, p in enumerate(queries) for j in (keys[: n + 1] if causal else keys)]
 
 
-def computed(case: Case, wanted: Wanted, whole: bool) -> tuple[Counter, Counter]:
+def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Counter]:
     """How often each pair is computed, and the pads that each (document, branch, head, query) attends, over all ranks."""
-    found, pads = Counter(), Counter()
+    pairs, pads = Counter(), Counter()
     for problem in case.problems():
         for rank in range(case.shard.ranks):
             for document, branch, head, rows, pad in local_cells(case, problem, rank, whole):
-                found.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal))
+                pairs.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal))
                 pads.update({(document, branch, head, p): pad for p in rows})
-            for want in wanted(problem, rank):
-                keys = [j for piece in want.keys for j in piece]
-                at = want.document, want.branch, want.head
-                found.update((*at, p, j) for p, j in triangle(list(want.queries), keys, want.causal))
-                pads.update({(*at, p): want.pads for p in want.queries})
-    return found, pads
+            for request in requests(problem, rank):
+                keys = [j for piece in request.keys for j in piece]
+                which = request.document, request.branch, request.head
+                pairs.update((*which, p, j) for p, j in triangle(list(request.queries), keys, request.causal))
+                pads.update({(*which, p): request.pads for p in request.queries})
+    return pairs, pads
 
 
-def check_pairs(case: Case, wanted: Wanted = wants, whole: bool = False) -> Counter:
+def check_pairs(case: Case, requests: Requests = row_requests, whole: bool = False) -> Counter:
     """Every pair of the definition once, each branch apart, and nothing else; returns the pads."""
-    found, pads = computed(case, wanted, whole)
-    assert set(found) == case.pairs
-    assert all(n == 1 for n in found.values())
+    pairs, pads = computed(case, requests, whole)
+    assert set(pairs) == case.pairs
+    assert all(n == 1 for n in pairs.values())
     return pads
 
 
-def check_pads(case: Case, wanted: Wanted = wants, whole: bool = False) -> None:
-    """Besides, the pads of every (branch, head, query) are those of the definition, none twice."""
-    pads = check_pairs(case, wanted, whole)
+def check_pads(case: Case, requests: Requests = row_requests, whole: bool = False) -> None:
+    """`check_pairs`, and the pads of every (branch, head, query) are those of the definition, none twice."""
+    pads = check_pairs(case, requests, whole)
     for document in case.documents:
         n = document.stop - document.start
         for branch in range(len(case.pattern.branches)):

@@ -8,7 +8,7 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.sequence.exchange import butterfly, gather, hierarchical
+from lightning_dilated.sequence.exchange import butterfly, gather
 from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
@@ -115,8 +115,8 @@ def test_hierarchical(data):
     ranks = case.shard.ranks
     per_node = data.draw(st.sampled_from([x for x in (2, 4, 8) if x < ranks]))
     for problem in case.problems():
-        assert hierarchical.butterfly_why_not(problem, per_node) is None
-        programs = all_programs(problem, hierarchical.butterfly, per_node)
+        assert butterfly.hierarchical_why_not(problem, per_node) is None
+        programs = all_programs(problem, butterfly.hierarchical_program, per_node)
         check_kept(problem, play(problem, programs))
         for rank, program in enumerate(programs):
             inside, above = per_node.bit_length() - 1, (ranks // per_node).bit_length() - 1
@@ -141,7 +141,7 @@ def test_hierarchical_closed_form(ranks, per_node):
     problem = geometric(16, 32, ranks, heads=2)
     above = (ranks // per_node).bit_length() - 1
     for rank in range(ranks):
-        steps = hierarchical.butterfly(problem, rank, per_node).rounds
+        steps = butterfly.hierarchical_program(problem, rank, per_node).rounds
         far = rows_in(m for step in steps for peer, m in step.receives.items() if peer // per_node != rank // per_node)
         assert len(far) == 2 * 8 * above // per_node
         assert sum(len(from_others(step, rank)) for step in steps) == 2 * 8 * (ranks.bit_length() - 1)
@@ -177,9 +177,9 @@ def test_refused(name):
     pattern, shard, documents, text = REFUSED[name]
     problem = Problem(pattern, 4, 4, False, shard, documents, (0, 4))
     assert text in butterfly.why_not(problem, 1)
-    assert text in hierarchical.butterfly_why_not(problem, 2)
+    assert text in butterfly.hierarchical_why_not(problem, 2)
 
 
 @pytest.mark.parametrize("ranks, per_node, text", [(8, 1, "several ranks"), (8, 8, "several nodes"), (8, 3, "not 3")])
 def test_hierarchical_refused(ranks, per_node, text):
-    assert text in hierarchical.butterfly_why_not(geometric(16, 32, ranks, heads=1), per_node)
+    assert text in butterfly.hierarchical_why_not(geometric(16, 32, ranks, heads=1), per_node)

@@ -1,6 +1,6 @@
-"""What a fresh batch of packed documents costs before anything moves: integers only, and little time of one core.
+"""The time of planning a new batch of packed documents: integers only, a few milliseconds of one core.
 
-Every step of training brings new documents, so nothing of this is cached from the step before.
+Every training step brings new documents, so nothing is cached from the step before.
 """
 
 import itertools
@@ -10,10 +10,9 @@ import time
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import ranges as progressions
-from lightning_dilated.sequence import requirements as problems
+from lightning_dilated.sequence import ranges, requirements
 from lightning_dilated.sequence.exchange import gather
-from lightning_dilated.sequence.requirements import Document, Problem, crosses, needed, straddling
+from lightning_dilated.sequence.requirements import Document, Problem, crosses, needed_rows, straddling
 from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12
@@ -30,7 +29,7 @@ def packed(count: int) -> list[Document]:
 
 def forget() -> None:
     """Empty every cache of the integers."""
-    for cached in (needed, crosses, problems._cuts, Shard.ranges, progressions._inverse):
+    for cached in (needed_rows, crosses, requirements._cuts, Shard.ranges, ranges._inverse):
         cached.cache_clear()
 
 
@@ -55,7 +54,7 @@ def test_ten_thousand_documents(ranks, layout, causal):
         shard = Shard(N, ranks, layout)
         problem = Problem(PATTERN, HEADS, HEADS, causal, shard, straddling(documents, shard), (0, HEADS))
         assert crosses(problem)
-        assert needed(problem, rank)
+        assert needed_rows(problem, rank)
         return gather.program(problem, rank, 8)
 
     took = seconds(prepare)

@@ -1,4 +1,4 @@
-"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with what was asked."""
+"""From ranges to numbers of rows: every number decoded back to (sample, position, head) and compared with the request."""
 
 from dataclasses import replace
 
@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.head_parallel import windows
-from lightning_dilated.sequence.exchange.program import Piece
-from lightning_dilated.sequence.exchange.row_ops import Own, Packing, Store, batches, expand
-from lightning_dilated.sequence.requirements import Document, Problem, wants
+from lightning_dilated.sequence.exchange.program import RowSet
+from lightning_dilated.sequence.exchange.row_ops import LocalRows, Packing, ReceivedRows, batches, expand
+from lightning_dilated.sequence.requirements import Document, Problem, row_requests
 
 from ..examples import examples
 from .cases import Case, cases
@@ -32,8 +32,8 @@ def named(rows: list[tuple]) -> list[tuple]:
     return [(document.sample + sample, p, head) for document, sample, head, p in rows]
 
 
-def asked(document: Document, sample: int, head: int, rows) -> list[tuple]:
-    """(sample, position, head) of rows that are asked for."""
+def requested_rows(document: Document, sample: int, head: int, rows) -> list[tuple]:
+    """(sample, position, head) of requested rows."""
     return [(document.sample + sample, p, head) for p in rows]
 
 
@@ -49,15 +49,15 @@ def test_expand_large_numbers():
     assert expand([(1 << 40, 1 << 35, 3)]).tolist() == [1 << 40, (1 << 40) + (1 << 35), (1 << 40) + (1 << 36)]
 
 
-def check_found(found, rows: range, have: list[tuple], wanted: list[tuple]) -> None:
-    """`found` tells for every one of `rows` that is in `have` where it is in both, once."""
+def check_overlaps(overlaps, rows: range, have: list[tuple], expected: list[tuple]) -> None:
+    """`overlaps` gives for each of `rows` that is in `have` its indices in both, once."""
     places: dict[int, int] = {}
-    for inside, there in found:
+    for inside, there in overlaps:
         assert inside[2] == there[2] > 0
         for i, n in zip(expand([inside]).tolist(), expand([there]).tolist(), strict=True):
             assert i not in places
             places[i] = n
-    assert {i: have[n] for i, n in places.items()} == {i: row for i, row in enumerate(wanted) if row in set(have)}
+    assert {i: have[n] for i, n in places.items()} == {i: row for i, row in enumerate(expected) if row in set(have)}
 
 
 @st.composite
@@ -77,33 +77,33 @@ SOME = cases(longest=30, ranks=4, members=2).filter(lambda case: case.documents)
 def test_own(case, data):
     rank = data.draw(st.integers(0, case.shard.ranks - 1))
     heads = data.draw(st.sampled_from([(0, case.heads), (case.heads - 1, case.heads)]))
-    own = Own(case.shard.ranges(rank), heads)
+    own = LocalRows(case.shard.ranges(rank), heads)
     assert own.length == case.shard.length(rank)
     document, head, rows, sample = data.draw(asks(case, heads))
-    wanted = asked(document, sample, head, rows)
-    check_found(own.find(document, head, rows, sample), rows, own_rows(case, rank, heads), wanted)
+    expected = requested_rows(document, sample, head, rows)
+    check_overlaps(own.find(document, head, rows, sample), rows, own_rows(case, rank, heads), expected)
 
 
 @given(SOME, st.data())
 @settings(max_examples=examples(50))
 def test_store(case, data):
     # pieces of all documents and heads, some positions left out, in two messages
-    store, message = Store(), []
+    store, message = ReceivedRows(), []
     for document in case.documents:
         for head in range(case.kv_heads):
             cut = data.draw(st.integers(document.start, document.stop))
             step = data.draw(st.integers(1, 3))
             pieces = [range(document.start, cut, step), range(cut, document.stop)]
-            message += [Piece(document, head, rows) for rows in pieces if rows and data.draw(st.booleans())]
+            message += [RowSet(document, head, rows) for rows in pieces if rows and data.draw(st.booleans())]
     half = len(message) // 2
     store.add(message[:half])
     store.add(message[half:])
     have = rows_in([message])
     assert store.size == len(have)
     document, head, rows, sample = data.draw(asks(case, (0, case.kv_heads)))
-    mine = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
-    wanted = [(document, sample, head, p) for p in rows]
-    check_found(store.find(document, head, rows, sample), rows, mine, wanted)
+    there = [row if row[0] == document else None for row in have]  # equal positions of other documents are other rows
+    expected = [(document, sample, head, p) for p in rows]
+    check_overlaps(store.find(document, head, rows, sample), rows, there, expected)
 
 
 def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: list[tuple]) -> None:
@@ -121,13 +121,13 @@ def check_packing(packing: Packing, own: list[tuple], store: list[tuple], sent: 
 def check_packings(case: Case, problem: Problem, exchange: str, per_node: int = 1) -> None:
     """Every round's send buffer on every rank, as `run` fills it."""
     for rank, program in enumerate(all_programs(problem, EXCHANGES[exchange].program, per_node)):
-        own, store, arrived = Own(case.shard.ranges(rank), problem.kv_heads), Store(), []
-        mine = own_rows(case, rank, problem.kv_heads)
+        own, store, arrived = LocalRows(case.shard.ranges(rank), problem.kv_heads), ReceivedRows(), []
+        held = own_rows(case, rank, problem.kv_heads)
         for step in program.rounds:
             pieces = [piece for message in step.sends.values() for piece in message]
-            check_packing(Packing.of(pieces, own, store), mine, arrived, rows_in(step.sends.values()))
+            check_packing(Packing.of(pieces, own, store), held, arrived, rows_in(step.sends.values()))
             if not program.keep:
-                store, arrived = Store(), []
+                store, arrived = ReceivedRows(), []
             for message in step.receives.values():
                 store.add(message)
             arrived = arrived + named(rows_in(step.receives.values()))
@@ -155,36 +155,36 @@ def test_packing_of_halves(case, nodes):
 
 def test_packing_of_a_row_that_is_not_there():
     document = Document(0, 2, 0, 8)
-    own = Own((range(0, 4),), (0, 1))
-    Packing.of([Piece(document, 0, range(0, 4, 2))], own, Store())
+    own = LocalRows((range(0, 4),), (0, 1))
+    Packing.of([RowSet(document, 0, range(0, 4, 2))], own, ReceivedRows())
     with pytest.raises(AssertionError, match="not held"):
-        Packing.of([Piece(document, 0, range(3, 5))], own, Store())
+        Packing.of([RowSet(document, 0, range(3, 5))], own, ReceivedRows())
 
 
-def check_batches(problem: Problem, made, found: list, query_rows: list[tuple], key_rows: list[tuple]) -> None:
-    """All wants are in one batch each, whose numbers and positions are those of its wants."""
-    assert sorted(map(repr, (want for batch in made for want in batch.wants))) == sorted(map(repr, found))
-    for batch in made:
-        each = [(want, sample) for want in batch.wants for sample in range(want.document.samples)]
+def check_batches(problem: Problem, joined, requests: list, query_rows: list[tuple], key_rows: list[tuple]) -> None:
+    """Each request is in one batch, and a batch has the numbers and positions of its requests."""
+    assert sorted(map(repr, (x for batch in joined for x in batch.requests))) == sorted(map(repr, requests))
+    for batch in joined:
+        each = [(want, sample) for want in batch.requests for sample in range(want.document.samples)]
         assert {(w.branch, w.causal, w.pads) for w, _ in each} == {(batch.branch, batch.causal, batch.pads)}
         assert len({w.slot for w, _ in each}) == 1
         sample, head, queries, keys = batch.positions()
         assert batch.queries.shape == queries.shape and batch.keys.shape == keys.shape
         assert batch.queries.unique().numel() == batch.queries.numel()  # rows are written in place
         for i, (want, s) in enumerate(each):
-            wanted = [p for rows in want.keys for p in rows]
+            expected = [p for rows in want.keys for p in rows]
             kv_head = want.head // problem.group
-            assert [query_rows[n] for n in batch.queries[i].tolist()] == asked(
+            assert [query_rows[n] for n in batch.queries[i].tolist()] == requested_rows(
                 want.document, s, want.head, want.queries
             )
-            assert [key_rows[n] for n in batch.keys[i].tolist()] == asked(want.document, s, kv_head, wanted)
+            assert [key_rows[n] for n in batch.keys[i].tolist()] == requested_rows(want.document, s, kv_head, expected)
             assert (int(sample[i]), int(head[i])) == (want.document.sample + s, want.head)
-            assert queries[i].tolist() == list(want.queries) and keys[i].tolist() == wanted
+            assert queries[i].tolist() == list(want.queries) and keys[i].tolist() == expected
 
 
-def store_of(messages) -> tuple[Store, list[tuple]]:
+def store_of(messages) -> tuple[ReceivedRows, list[tuple]]:
     """A store with these messages, and its rows."""
-    store = Store()
+    store = ReceivedRows()
     for message in messages:
         store.add(message)
     return store, named(rows_in(messages))
@@ -196,9 +196,9 @@ def test_batches(case):
     for problem in case.problems():
         for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
             store, key_rows = store_of(program.rounds[0].receives.values())
-            own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
-            made = batches(problem, found, own, store)
-            check_batches(problem, made, found, own_rows(case, rank, problem.heads), key_rows)
+            own, requests = LocalRows(case.shard.ranges(rank), problem.heads), list(row_requests(problem, rank))
+            joined = batches(problem, requests, own, store)
+            check_batches(problem, joined, requests, own_rows(case, rank, problem.heads), key_rows)
 
 
 @given(cases(longest=24, ranks=5, padding="attended"))
@@ -207,9 +207,9 @@ def test_batches_with_pads(case):
     problem = replace(case.problem(), causal=False)
     for rank, program in enumerate(all_programs(problem, EXCHANGES["gather"].program)):
         store, key_rows = store_of(program.rounds[0].receives.values())
-        own, found = Own(case.shard.ranges(rank), problem.heads), list(wants(problem, rank))
+        own, requests = LocalRows(case.shard.ranges(rank), problem.heads), list(row_requests(problem, rank))
         check_batches(
-            problem, batches(problem, found, own, store), found, own_rows(case, rank, problem.heads), key_rows
+            problem, batches(problem, requests, own, store), requests, own_rows(case, rank, problem.heads), key_rows
         )
 
 
@@ -220,17 +220,17 @@ def test_batches_of_received_queries(case):
         for program in all_programs(problem, EXCHANGES["switch"].program):
             store, key_rows = store_of(program.keys.receives.values())
             queries, query_rows = store_of(program.queries.receives.values())
-            made = batches(problem, program.tasks, queries, store)
-            check_batches(problem, made, program.tasks, query_rows, key_rows)
+            joined = batches(problem, program.tasks, queries, store)
+            check_batches(problem, joined, program.tasks, query_rows, key_rows)
 
 
-def test_a_want_whose_rows_were_not_received():
+def test_a_request_whose_rows_were_not_received():
     problem = geometric(4, 4, 4, 1)
-    found = list(wants(problem, 1))
+    requests = list(row_requests(problem, 1))
     (step,) = EXCHANGES["gather"].program(problem, 1, 1).rounds
     store, _ = store_of(list(step.receives.values())[1:])
     with pytest.raises(AssertionError, match="not received"):
-        batches(problem, found, Own(problem.shard.ranges(1), (0, 1)), store)
+        batches(problem, requests, LocalRows(problem.shard.ranges(1), (0, 1)), store)
 
 
 @given(st.integers(1, 40), st.data())

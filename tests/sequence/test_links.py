@@ -31,8 +31,8 @@ def test_round_trip(tmp_path):
     path = tmp_path / "new" / "links.json"
     OURS.save(path)
     OURS.save(path)
-    found = Links.load(str(path))
-    assert found == OURS and found.source == OURS.source
+    loaded = Links.load(str(path))
+    assert loaded == OURS and loaded.source == OURS.source
     assert [p.name for p in path.parent.iterdir()] == ["links.json"]
 
 
@@ -54,12 +54,12 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_file(tmp_path, name):
-    found, words = WRONG[name]
+    values, text = WRONG[name]
     path = tmp_path / "links.json"
-    path.write_text(json.dumps(found))
+    path.write_text(json.dumps(values))
     with pytest.raises(ValueError) as raised:
         Links.load(path)
-    assert str(raised.value).startswith(f"{path}: {words}")
+    assert str(raised.value).startswith(f"{path}: {text}")
     assert f"`lightning-dilated bench links --output {path}` measures" in str(raised.value)
 
 
@@ -82,7 +82,7 @@ def test_no_file(tmp_path):
 
 # -- where it is looked for --------------------------------------------------------------------------------------------
 @pytest.fixture
-def home(tmp_path, monkeypatch):
+def home_folder(tmp_path, monkeypatch):
     """A machine on which nothing was measured."""
     monkeypatch.delenv(VARIABLE)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -90,25 +90,25 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_of_this_machine(home, monkeypatch):
+def test_of_this_machine(home_folder, monkeypatch):
     assert Links.of_this_machine() == Links() and Links.of_this_machine().source == "defaults"
     OURS.save(cached())
-    assert Links.of_this_machine() == OURS and cached() == home / ".cache" / "lightning-dilated" / "links.json"
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home / "elsewhere"))
+    assert Links.of_this_machine() == OURS and cached() == home_folder / ".cache" / "lightning-dilated" / "links.json"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home_folder / "elsewhere"))
     assert Links.of_this_machine() == Links()
-    monkeypatch.setenv(VARIABLE, str(home / ".cache" / "lightning-dilated" / "links.json"))
+    monkeypatch.setenv(VARIABLE, str(home_folder / ".cache" / "lightning-dilated" / "links.json"))
     assert Links.of_this_machine() == OURS
     monkeypatch.setenv(VARIABLE, "defaults")
     assert Links.of_this_machine() == Links()
 
 
-def test_the_variable_names_no_file(home, monkeypatch):
+def test_the_variable_names_no_file(home_folder, monkeypatch):
     monkeypatch.setenv(VARIABLE, "none.json")
     with pytest.raises(FileNotFoundError, match=rf"^{VARIABLE}=none\.json: none\.json: No such file"):
         Links.of_this_machine()
 
 
-def test_a_broken_cached_file_is_no_default(home):
+def test_a_broken_cached_file_is_no_default(home_folder):
     cached().parent.mkdir(parents=True)
     cached().write_text("{}")
     with pytest.raises(ValueError, match="missing: near, far, round, message"):
@@ -139,9 +139,9 @@ DEAR = {
 @pytest.mark.parametrize("name", PROBLEMS)
 def test_auto_follows_the_links(name):
     problem, per_node = PROBLEMS[name]
-    found = [plan(problem, ranks_per_node=per_node, links=x) for x in (Links(), *(x for x, _ in DEAR.values()))]
-    assert tuple(x.exchange for x in found) == TAKEN[name]
-    for chosen, (links, of) in zip(found[1:], DEAR.values(), strict=True):
+    plans = [plan(problem, ranks_per_node=per_node, links=x) for x in (Links(), *(x for x, _ in DEAR.values()))]
+    assert tuple(x.exchange for x in plans) == TAKEN[name]
+    for chosen, (links, of) in zip(plans[1:], DEAR.values(), strict=True):
         taken = next(p for p in chosen.prices if p.exchange == chosen.exchange)
         assert of(taken) == min(of(p) for p in chosen.prices)
         assert chosen.links == links
@@ -149,9 +149,9 @@ def test_auto_follows_the_links(name):
 
 def test_a_plan_says_its_links():
     problem, per_node = PROBLEMS["4 GPUs"]
-    words = "near 1.5 GB/s, far 0.25 GB/s, 3.333e+05 us a round, 10 us a message (measured on two tin cans)"
-    assert f"links: {words}" in str(plan(problem, ranks_per_node=per_node, links=OURS)).splitlines()
-    assert "links" not in str(plan(problem, "gather"))  # nothing was reckoned
+    text = "near 1.5 GB/s, far 0.25 GB/s, 3.333e+05 us a round, 10 us a message (measured on two tin cans)"
+    assert f"links: {text}" in str(plan(problem, ranks_per_node=per_node, links=OURS)).splitlines()
+    assert "links" not in str(plan(problem, "gather"))  # nothing was estimated
 
 
 def test_a_file_nested_too_deeply(tmp_path):

@@ -45,7 +45,7 @@ def test_bytes_are_flat_in_n_and_logarithmic_in_r():
 def test_the_fast_count_is_that_of_the_program(exchange, causal):
     problem = make_problem(DilatedPattern.geometric(16, 512), 512, 4, 2, ranks=8, causal=causal)
     for rank in range(8):
-        units = EXCHANGES[exchange].count(problem, rank, 2).units
+        units = EXCHANGES[exchange].volume(problem, rank, 2).units
         forward, _ = moved(problem, exchange, rank, 2, 8, 4)
         assert sum(u.bytes(8, 4) for (run, _), u in units.items() if run == "forward") == forward.received
 
@@ -72,10 +72,10 @@ CHOICES = {
 @pytest.mark.parametrize("name", CHOICES)
 def test_auto(name):
     problem, per_node, want = CHOICES[name]
-    found = plan(problem(), ranks_per_node=per_node)
-    assert found.exchange == want
-    assert want is None or {x for x, _ in found.rejected} == set(EXCHANGES) - {want}
-    assert all(reason in str(found) for _, reason in found.rejected)
+    chosen = plan(problem(), ranks_per_node=per_node)
+    assert chosen.exchange == want
+    assert want is None or {x for x, _ in chosen.rejected} == set(EXCHANGES) - {want}
+    assert all(reason in str(chosen) for _, reason in chosen.rejected)
 
 
 BILLION = """
@@ -85,9 +85,9 @@ from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import make_problem, plan
 begin = time.process_time()
 problem = make_problem({pattern}, 1 << 30, 16, ranks=4096, causal={causal})
-found = plan(problem, ranks_per_node=8)
-EXCHANGES[found.exchange].program(problem, 1234, 8)
-print(found.exchange, time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+chosen = plan(problem, ranks_per_node=8)
+EXCHANGES[chosen.exchange].program(problem, 1234, 8)
+print(chosen.exchange, time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 """
 
 
@@ -163,16 +163,16 @@ def test_an_exchange_that_cannot_serve():
 @pytest.mark.parametrize("heads", [5, 12])
 @pytest.mark.parametrize("tokens", [4096, 131072])
 def test_every_window_takes_one_exchange(heads, tokens):
-    """Members of a head-parallel group, whose heads are unlike many, choose alike and reckon alike."""
+    """Members of a head-parallel group with unequal windows of heads make the same choice at the same prices."""
     pattern = DilatedPattern([(2048, 1), (None, 8), *([(4096, 2)] if heads == 5 else [])])
     options = {"ranks": 4, "head_size": 2, "causal": True}
-    found = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
-    assert found[0].exchange == found[1].exchange and found[0].prices == found[1].prices
+    plans = [plan(make_problem(pattern, tokens, heads, head_rank=r, **options)) for r in range(2)]
+    assert plans[0].exchange == plans[1].exchange and plans[0].prices == plans[1].prices
 
 
 def test_names_the_layout_that_balances_a_dense_head():
     pattern = DilatedPattern([Branch(64, 1, heads=range(3)), Branch(None, 1, heads=[3])])
-    said = "layout='zigzag' gives every rank an early and a late part"
+    hint = "layout='zigzag' gives every rank an early and a late part"
     for causal, layout, expected in ((True, "contiguous", True), (True, "zigzag", False), (False, "contiguous", False)):
         problem = make_problem(pattern, 1 << 20, 4, ranks=8, causal=causal, layout=layout)
-        assert (said in str(plan(problem))) == expected
+        assert (hint in str(plan(problem))) == expected

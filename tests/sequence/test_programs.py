@@ -1,7 +1,7 @@
 """gather (flat and hierarchical) and ring on all ranks of any case, played with sets.
 
-Who sends is expected, nobody sends what it lacks, everything needed arrives; every layout, packed documents, samples,
-windows of heads, empty ranks.
+Every message is expected, no rank sends what it does not hold, everything needed arrives; with every layout, packed
+documents, samples, windows of heads and empty ranks.
 """
 
 from collections import Counter
@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.exchange import gather, hierarchical, ring
-from lightning_dilated.sequence.exchange.program import count, merged, pieces_of
-from lightning_dilated.sequence.requirements import needed
+from lightning_dilated.sequence.exchange import EXCHANGES, gather, ring
+from lightning_dilated.sequence.exchange.program import count, merge, rows_held_by
+from lightning_dilated.sequence.requirements import needed_rows
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples
@@ -28,9 +28,9 @@ from .play import (
     held_rows,
     needed_by_definition,
     play,
+    requested_rows,
     rows_in,
     rows_of,
-    wanted_rows,
 )
 
 ANY = cases(longest=32, ranks=16, members=2)
@@ -40,7 +40,7 @@ ANY = cases(longest=32, ranks=16, members=2)
 @settings(max_examples=examples(75))
 def test_gather(case):
     for problem in case.problems():
-        assert gather.why_not(problem, 1) is None
+        assert EXCHANGES["gather"].why_not(problem, 1) is None
         programs = all_programs(problem, gather.program)
         check_kept(problem, play(problem, programs))
         for rank, want in enumerate(needed_by_definition(case, problem)):
@@ -54,10 +54,10 @@ def test_gather(case):
 def check_ring(problem, programs, needs: list[set]) -> None:
     """Round t brings rows of the rank t back: those that this rank or one after it needs, and no others."""
     ranks = problem.shard.ranks
-    home = [held_rows(problem, rank) for rank in range(ranks)]
+    own = [held_rows(problem, rank) for rank in range(ranks)]
     arrived = play(problem, programs)
     for rank in range(ranks):
-        wanted = wanted_rows(problem, rank)
+        wanted = requested_rows(problem, rank)
         for t, rows in enumerate(arrived[rank]):
             source = (rank - t) % ranks
             step = programs[rank].rounds[t]
@@ -65,17 +65,17 @@ def check_ring(problem, programs, needs: list[set]) -> None:
             assert set(step.sends) <= {(rank + 1) % ranks if t else rank}
             assert len(set(rows)) == len(rows)
             if t == 0:
-                assert set(rows) == wanted & home[rank]
+                assert set(rows) == wanted & own[rank]
                 continue
             users = [(source + hops) % ranks for hops in range(t, ranks)]
-            assert set(rows) == home[source].intersection(set().union(*(needs[user] for user in users)))
-            assert set(rows) >= wanted & home[source]  # the round's rows serve the wants cut down to their source
+            assert set(rows) == own[source].intersection(set().union(*(needs[user] for user in users)))
+            assert set(rows) >= wanted & own[source]  # the round's rows serve the requests cut down to their source
 
 
 def check_returns(problem, programs) -> None:
     """The gradient of every used row goes straight to the owner of the row, once."""
     ranks = problem.shard.ranks
-    home = [held_rows(problem, rank) for rank in range(ranks)]
+    own = [held_rows(problem, rank) for rank in range(ranks)]
     for t in range(ranks):
         check_agreed([program.returns[t] for program in programs])
     for rank, program in enumerate(programs):
@@ -84,17 +84,17 @@ def check_returns(problem, programs) -> None:
         for t, step in enumerate(program.returns):
             there = set(rows_in(program.rounds[t].receives.values()))
             for owner, message in step.sends.items():
-                assert home[owner].issuperset(rows_of(message))
+                assert own[owner].issuperset(rows_of(message))
                 assert there.issuperset(rows_of(message))  # only rows of this round have a gradient now
             sent.update(rows_in(step.sends.values()))
-        assert sent == Counter(wanted_rows(problem, rank))
+        assert sent == Counter(requested_rows(problem, rank))
 
 
 @given(ANY)
 @settings(max_examples=examples(75))
 def test_ring(case):
     for problem in case.problems():
-        assert ring.why_not(problem, 1) is None
+        assert EXCHANGES["ring"].why_not(problem, 1) is None
         programs = all_programs(problem, ring.program)
         check_ring(problem, programs, needed_by_definition(case, problem))
         check_returns(problem, programs)
@@ -107,8 +107,8 @@ def test_hierarchical_gather(data):
     case = data.draw(cases(longest=32, ranks=ranks, fewest=ranks, members=2))
     per_node = data.draw(st.sampled_from([x for x in range(2, ranks) if ranks % x == 0]))
     for problem in case.problems():
-        assert hierarchical.gather_why_not(problem, per_node) is None
-        programs = all_programs(problem, hierarchical.gather, per_node)
+        assert gather.hierarchical_why_not(problem, per_node) is None
+        programs = all_programs(problem, gather.hierarchical_program, per_node)
         check_kept(problem, play(problem, programs))
         check_enters_once(problem, programs, per_node, needed_by_definition(case, problem))
         for rank, program in enumerate(programs):
@@ -131,7 +131,7 @@ NO_NODES = {
 def test_hierarchical_gather_refuses(ranks, per_node):
     problem = geometric(keys=4, local=8, ranks=8, heads=1)
     problem = replace(problem, shard=Shard(64, ranks))
-    assert NO_NODES[ranks, per_node] in hierarchical.gather_why_not(problem, per_node)
+    assert NO_NODES[ranks, per_node] in gather.hierarchical_why_not(problem, per_node)
 
 
 @given(ANY)
@@ -140,10 +140,10 @@ def test_messages(case):
     problem = case.problem()
     ranks = range(problem.shard.ranks)
     for rank in ranks:
-        needs = needed(problem, rank)
-        messages = [pieces_of(problem, needs, source) for source in ranks]
+        needs = needed_rows(problem, rank)
+        messages = [rows_held_by(problem, needs, source) for source in ranks]
         for source, message in zip(ranks, messages, strict=True):
-            assert set(rows_of(message)) == wanted_rows(problem, rank) & held_rows(problem, source)
+            assert set(rows_of(message)) == requested_rows(problem, rank) & held_rows(problem, source)
             assert count(message) == len(rows_of(message)) == len(set(rows_of(message)))
-        twice = merged([*messages, *messages])
+        twice = merge([*messages, *messages])
         assert Counter(rows_of(twice)) == Counter(rows_in(messages))

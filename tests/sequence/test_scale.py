@@ -1,6 +1,6 @@
 """Programs of 64, 512 and 4096 ranks, set-exact with small segments: S = 16 rows, 32 tokens a rank, 4 heads.
 
-What a rank needs is written out here as sums, and shares no code with the package. The largest runs are marked slow; samples
+What a rank needs is computed here by loops, sharing no code with the package. The largest runs are marked slow; samples
 of their ranks, with the ranks that they talk to, are not.
 """
 
@@ -84,7 +84,7 @@ def rounds_of(program) -> list[Round]:
 
 
 class Sample:
-    """Some ranks of an exchange, and the programs of the ranks that these talk to, made when asked for."""
+    """Some ranks of an exchange, and the programs of the ranks that they exchange messages with, built on demand."""
 
     def __init__(self, exchange: str, ranks: int, causal: bool, seed: int = 0):
         self.problem, self.exchange, self.programs = problem_of(ranks, causal), exchange, {}
@@ -93,7 +93,7 @@ class Sample:
         self.ranks = [0, ranks // 2 - 1, ranks - 1, self.random.randrange(ranks)]
 
     def program(self, rank: int):
-        """A rank's program, made once."""
+        """A rank's program, built once."""
         if rank not in self.programs:
             self.programs[rank] = EXCHANGES[self.exchange].program(self.problem, rank, PER_NODE)
         return self.programs[rank]
@@ -146,8 +146,9 @@ def test_sample_of_switch(ranks):
     # ranks that hold parts of one segment name the same owner
     owners: dict = {}
     for rank in sample.ranks:
-        for owner, task in switch.owned(sample.problem, rank):
-            assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
+        for owner, tasks in switch.tasks_by_owner(sample.problem, rank).items():
+            for task in tasks:
+                assert owners.setdefault((task.branch, task.head, task.queries), owner) == owner
 
 
 def test_64_ranks_of_switch():

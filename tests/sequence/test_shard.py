@@ -1,4 +1,4 @@
-"""Where positions lie: every layout deals each position to exactly one rank, as its docstring says."""
+"""Shards: every layout gives each position to exactly one rank, as its docstring says."""
 
 from itertools import pairwise
 
@@ -61,8 +61,8 @@ def test_owner_and_local(shard):
 @settings(max_examples=examples(150))
 def test_holders(shard, data):
     start, stop = data.draw(st.integers(-5, shard.seq_len + 5)), data.draw(st.integers(-5, shard.seq_len + 5))
-    asked = range(max(start, 0), min(stop, shard.seq_len))
-    assert shard.holders(start, stop) == sorted({member_of(shard, p) // shard.members for p in asked})
+    inside = range(max(start, 0), min(stop, shard.seq_len))
+    assert shard.holders(start, stop) == sorted({member_of(shard, p) // shard.members for p in inside})
 
 
 def test_empty_ranks():

@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES, program, switch
 from lightning_dilated.sequence.exchange.program import Program, origins, rows_for
 from lightning_dilated.sequence.exchange.run import compile_program
 from lightning_dilated.sequence.exchange.switch import compile_switch
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import joint_pairs, make_problem, pairs, plan, price
-from lightning_dilated.sequence.requirements import wants
+from lightning_dilated.sequence.planner import joint_pairs, make_problem, plan, price, rank_pairs
+from lightning_dilated.sequence.requirements import row_requests
 
 from .cases import Case, cases
 
@@ -28,9 +28,9 @@ FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 ODD = DilatedPattern([(1000, 3), (2047, 1), (37, 2)]), FIVE.shifted(), DilatedPattern([(5792, 2), (30001, 8)])
 
 
-def rows_of(found: requirements.Rows) -> Counter:
+def rows_of(held: strided.HeldRows) -> Counter:
     """{(document, head, position): how often}."""
-    return Counter((*key, p) for key, parts in found.items() for x in parts for piece in x.ranges() for p in piece)
+    return Counter((*key, p) for key, parts in held.items() for x in parts for piece in x.ranges() for p in piece)
 
 
 @given(STRIDED, st.data())
@@ -42,11 +42,11 @@ def test_rows_that_readers_need(case: Case, data):
         seen = case.rows_seen(problem)
         needed = set().union(*(seen[r] for r in readers))
         for source in range(case.shard.ranks):
-            found = requirements.read(problem, frozenset(readers), source)
-            rows = rows_of(found)
+            read = strided.rows_read(problem, frozenset(readers), source)
+            rows = rows_of(read)
             assert all(n == 1 for n in rows.values())
             assert set(rows) == {x for x in needed if x[2] in held[source]}
-            assert requirements.size(found) == sum(key[0].samples for key in rows)
+            assert strided.row_count(read) == sum(key[0].samples for key in rows)
             message = rows_for(problem, sorted(readers), source)
             assert Counter((x.document, x.head, p) for x in message for p in x.rows) == rows
 
@@ -57,11 +57,11 @@ def test_rows_of_owners(case: Case):
     held = case.held()
     for problem in case.problems():
         for owner in range(case.shard.ranks):
-            tasks = [task for who, task in switch.owned(problem, owner) if who == owner]
+            tasks = switch.tasks_by_owner(problem, owner).get(owner, [])
             for group in {1, problem.group}:
                 want = {(t.document, t.head // group, p) for t in tasks for p in t.queries}
                 for source in range(case.shard.ranks):
-                    rows = rows_of(requirements.owned(problem, owner, group, source))
+                    rows = rows_of(strided.rows_owned(problem, owner, group, source))
                     assert all(n == 1 for n in rows.values())
                     assert set(rows) == {x for x in want if x[2] in held[source]}
 
@@ -71,9 +71,9 @@ def test_rows_of_owners(case: Case):
 def test_pairs(case: Case):
     for problem in case.problems():
         for rank in range(case.shard.ranks):
-            assert joint_pairs(problem, rank) == sum(want.pairs for want in wants(problem, rank))
-            owned = sum(task.pairs for who, task in switch.owned(problem, rank) if who == rank)
-            assert pairs(problem, "switch", rank) == owned
+            assert joint_pairs(problem, rank) == sum(want.pairs for want in row_requests(problem, rank))
+            owned = sum(task.pairs for task in switch.tasks_by_owner(problem, rank).get(rank, []))
+            assert rank_pairs(problem, "switch", rank) == owned
 
 
 @given(STRIDED)
@@ -83,14 +83,14 @@ def test_messages_are_those_of_the_program(case: Case):
         for rank in range(case.shard.ranks):
             (step,) = EXCHANGES["gather"].program(problem, rank, 1).rounds
             others = step.receives.keys() - {rank}
-            assert EXCHANGES["gather"].count(problem, rank, 1).messages == 2 * len(others)
+            assert EXCHANGES["gather"].volume(problem, rank, 1).messages == 2 * len(others)
             assert origins(problem, [rank]).ranks - {rank} == others
             program = EXCHANGES["switch"].program(problem, rank, 1)
             owners, sources = (x.keys() - {rank} for x in (program.queries.sends, program.queries.receives))
             keys = program.keys.receives.keys() - {rank}
-            assert EXCHANGES["switch"].count(problem, rank, 1).messages == 3 * len(owners) + 2 * len(sources) + 2 * len(
-                keys
-            )
+            assert EXCHANGES["switch"].volume(problem, rank, 1).messages == 3 * len(owners) + 2 * len(
+                sources
+            ) + 2 * len(keys)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -101,23 +101,23 @@ def test_long_sequences_of_any_pattern(pattern, ranks, causal):
     problem = make_problem(pattern, 12_345, 3, ranks=ranks, layout="strided", causal=causal)
     for rank in (0, ranks - 1):
         want: Counter = Counter()
-        for x in wants(problem, rank):
+        for x in row_requests(problem, rank):
             want.update({(x.document, x.head, p): 1 for keys in x.keys for p in keys})
         rows: Counter = Counter()
         for source in range(ranks):
-            rows.update(rows_of(requirements.read(problem, frozenset([rank]), source)))
+            rows.update(rows_of(strided.rows_read(problem, frozenset([rank]), source)))
         assert set(rows) == set(want) and max(rows.values()) == 1
         assert origins(problem, [rank]).total == len(rows)
-        assert joint_pairs(problem, rank) == sum(x.pairs for x in wants(problem, rank))
+        assert joint_pairs(problem, rank) == sum(x.pairs for x in row_requests(problem, rank))
 
 
 def forget() -> None:
     """Clear what earlier tests left in caches."""
     for cached in (
-        requirements.read,
-        requirements.owned,
-        requirements._read,
-        requirements._owned,
+        strided.rows_read,
+        strided.rows_owned,
+        strided._read_by,
+        strided._owned_by,
         program._strided_origins,
         plan,
     ):
@@ -127,11 +127,11 @@ def forget() -> None:
 def calls(work) -> int:
     """How many Python functions are called."""
     forget()
-    found = 0
+    total = 0
 
     def note(frame, event, arg):
-        nonlocal found
-        found += event == "call"
+        nonlocal total
+        total += event == "call"
 
     before = sys.getprofile()
     sys.setprofile(note)
@@ -139,7 +139,7 @@ def calls(work) -> int:
         work()
     finally:
         sys.setprofile(before)
-    return found
+    return total
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -169,10 +169,10 @@ def test_seconds_of_a_million_tokens(pattern, ranks, per_node, seconds, causal):
     forget()
     problem = make_problem(pattern, 1 << 20, 12, ranks=ranks, layout="strided", causal=causal)
     begin = time.process_time()  # that of other processes does not count
-    found = plan(problem, ranks_per_node=per_node)
+    chosen = plan(problem, ranks_per_node=per_node)
     assert time.process_time() - begin < seconds
     # what a rank receives is of the order of all rows: nobody may call this layout cheap
-    gathered = next(x for x in found.prices if x.exchange == "gather")
+    gathered = next(x for x in chosen.prices if x.exchange == "gather")
     assert gathered.forward > (1 << 20) * 12 * 2 * 64 * 2 * 0.8
 
 
@@ -184,5 +184,5 @@ def test_a_price_by_hand():
     assert price(full, "gather", 4, 64, 2, Links()).forward == 48 * 2 * 64 * 2
     # the last query of rank 0 is 60: 61, 62 and 63 are read by nobody there
     assert origins(causal, [0]).total == 61 and origins(causal, [3]).total == 64
-    assert [origins(causal, [0]).of([r]) for r in range(4)] == [16, 15, 15, 15]
+    assert [origins(causal, [0]).held_by([r]) for r in range(4)] == [16, 15, 15, 15]
     assert origins(causal, [0, 1, 2]).total == 63

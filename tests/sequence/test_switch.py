@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence.exchange import switch
+from lightning_dilated.sequence.exchange import EXCHANGES, switch
 from lightning_dilated.sequence.requirements import Document, Problem
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples
 from ..pattern import naive
-from .cases import Case, cases, dealt_singly, runs_of
+from .cases import Case, cases, interleaved, runs_of
 from .play import all_programs, check_agreed, held_rows, rows_in, rows_of
 from .sums import check_pads, check_pairs
 
@@ -32,10 +32,10 @@ def wide(case: Case, problem: Problem) -> set[tuple]:
                 segments.setdefault((p + branch.shift) // (branch.segment_length or n), []).append(p)
             for positions in segments.values():
                 everywhere = {d.start + p for p in positions}
-                if not dealt_singly(case.shard) and any(everywhere <= run for run in runs):
+                if not interleaved(case.shard) and any(everywhere <= run for run in runs):
                     continue
                 for h in range(*problem.heads):
-                    at = (naive.place(case.pattern, branch, h, p, n, case.heads, case.kv_heads) for p in positions)
+                    at = (naive.segment_of(case.pattern, branch, h, p, n, case.heads, case.kv_heads) for p in positions)
                     used = tuple(d.start + p for p, x in zip(positions, at, strict=True) if x is not None)
                     if used:
                         out.add((d, i, h, used))
@@ -51,7 +51,7 @@ def owned(problem: Problem, rank: int) -> list:
 @settings(max_examples=examples(75))
 def test_one_owner_with_all_rows(case):
     for problem in case.problems():
-        assert switch.why_not(problem, 1) is None
+        assert EXCHANGES["switch"].why_not(problem, 1) is None
         programs = all_programs(problem, switch.program)
         check_agreed([program.keys for program in programs])
         check_agreed([program.queries for program in programs])

@@ -32,7 +32,7 @@ from lightning_dilated.callbacks.memory.probe import (
     host_memory,
 )
 from lightning_dilated.callbacks.memory.report import Row, Top, draw, metrics, numbers, rows_of, show, top_of
-from lightning_dilated.sequence.consensus import Asked, Quiet
+from lightning_dilated.sequence.consensus import ControlGroup, PendingGather
 
 #: what to try where nothing better is known, the cheapest first
 GENERAL = (
@@ -235,7 +235,7 @@ class MemoryProfiler(pl.Callback):
         self.peak_reserved: int | None = None
         self._logged, self._open, self._measuring, self._stepped = -1, False, False, False
         self._most: torch.Tensor | None = None
-        self._asked: deque[tuple[int, Asked]] = deque()
+        self._asked: deque[tuple[int, PendingGather]] = deque()
         self._hooks: list[Any] = []
 
     # -- hooks of the fit --------------------------------------------------------------------------------------------
@@ -267,7 +267,7 @@ class MemoryProfiler(pl.Callback):
         )
         self._quiet = None
         if trainer.world_size > 1 and dist.is_available() and dist.is_initialized():
-            self._quiet = Quiet(cast(dist.ProcessGroup, dist.group.WORLD), None, f"memory-{next(_fits)}")
+            self._quiet = ControlGroup(cast(dist.ProcessGroup, dist.group.WORLD), None, f"memory-{next(_fits)}")
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """See the ends of optimizers' steps."""
@@ -379,7 +379,7 @@ class MemoryProfiler(pl.Callback):
         if self._quiet is None:
             self._log(trainer, step, mine[None])
         else:
-            self._asked.append((step, self._quiet.ask(mine)))
+            self._asked.append((step, self._quiet.start_gather(mine)))
 
     def _peaks(self) -> None:
         self._probe.read()

@@ -17,7 +17,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns
-from lightning_dilated.pattern.rows import place
+from lightning_dilated.pattern.rows import segment_width
 from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.memory_tracker import (
@@ -307,7 +307,9 @@ def _priced(found: Plan, name: str, per_node: int, dim: int, size: int, links: L
     own, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
     rows = [
-        own * served(b) // b.dilation_rate for b in problem.pattern.branches if place(b, problem.shard.seq_len)[0] > own
+        own * served(b) // b.dilation_rate
+        for b in problem.pattern.branches
+        if segment_width(b, problem.shard.seq_len) > own
     ]
     queries = max(rows, default=0)
     few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lightning_dilated.pattern.rows import place
+from lightning_dilated.pattern.rows import segment_width
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.butterfly import half, wide_branches
 from lightning_dilated.sequence.exchange.program import Round, count
@@ -165,11 +165,11 @@ def bounds(problem: Problem) -> tuple[NDArray, NDArray]:
 
 
 def reaches(problem: Problem) -> Iterator[Reach]:
-    """What `problem.wants` yields for contiguous shards, for all ranks at once; where a rank has none, `keys` is 0."""
+    """What `row_requests` yields for contiguous shards, for all ranks at once; where a rank has none, `keys` is 0."""
     low, high = bounds(problem)
     length = problem.shard.seq_len
     for i, branch in enumerate(problem.pattern.branches):
-        width, shift = place(branch, length)
+        width, shift = segment_width(branch, length), branch.shift
         firsts = [(np.clip(x, 0, length - 1) + shift) // width * width - shift for x in (low, high - 1)]
         for head in served(problem, i):
             offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
@@ -210,7 +210,7 @@ def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple
 
 
 def _different(found: list[Reach]) -> NDArray:
-    """How many sizes of (queries, keys) each rank has: wants of one size are one call."""
+    """How many sizes of (queries, keys) each rank has: requests of one size are one call."""
     codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in found]), 0)
     new = np.concatenate([np.ones_like(codes[:1], dtype=bool), codes[1:] != codes[:-1]]) & (codes > 0)
     return new.sum(0)
@@ -339,7 +339,7 @@ def _sampled(problem: Problem, exchange: str, per_node: int, near: Array, far: A
     """((2, R) rows received, (R,) messages) of estimates, set to the exact counts of sampled ranks."""
     ranks = problem.shard.ranks
     chosen = sorted({i * (ranks - 1) // (SAMPLES - 1) for i in range(SAMPLES)})
-    found = [EXCHANGES[exchange].count(problem, rank, per_node) for rank in chosen]
+    found = [EXCHANGES[exchange].volume(problem, rank, per_node) for rank in chosen]
     rows = np.zeros((2, ranks))
     for i, (side, estimate) in enumerate((("near", near), ("far", far))):
         true = sum(x.units["forward", side].own / 2 for x in found)
@@ -355,8 +355,8 @@ def _mirrored(problem: Problem, x: Array) -> Array:
 def _together(problem: Problem) -> NDArray:
     """A number for each rank: that of its segment of the widest branch."""
     low, _ = bounds(problem)
-    width, shift = max((place(b, problem.shard.seq_len) for b in problem.pattern.branches), key=lambda x: x[0])
-    return (low + shift) // width
+    widest = max(problem.pattern.branches, key=lambda b: segment_width(b, problem.shard.seq_len))
+    return (low + widest.shift) // segment_width(widest, problem.shard.seq_len)
 
 
 def _gather(problem: Problem, per_node: int) -> list[Rows]:

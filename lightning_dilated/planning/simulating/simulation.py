@@ -26,7 +26,7 @@ import numpy as np
 from lightning_dilated._validation import integer
 from lightning_dilated.memory.recompute import check_policy
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import blocks, pairs, place
+from lightning_dilated.pattern.rows import blocks, pairs, segment_width
 from lightning_dilated.planning.simulating.machine import Machine
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves, bounds, exact, many
 from lightning_dilated.planning.simulating.timeline import GRADIENTS, Clock, Event, Op
@@ -222,7 +222,7 @@ class _Buckets:
 
 def _narrow(pattern: DilatedPattern, tokens: int, ranks: int) -> DilatedPattern | None:
     """The branches whose segments fit into a rank; None without any."""
-    found = tuple(b for b in pattern.branches if ranks == 1 or place(b, tokens * ranks)[0] <= tokens)
+    found = tuple(b for b in pattern.branches if ranks == 1 or segment_width(b, tokens * ranks) <= tokens)
     return replace(pattern, branches=found) if found else None
 
 

@@ -2,44 +2,50 @@
 
 Step j pairs a rank with rank XOR 2^(j-1): each sends the rows it holds of its half of the segment that the next wider branch
 uses, so that (S/2) log2 R rows a head suffice (S = w/r rows of a segment). It needs offsets that nest: each wide branch's
-rows lie among those of the one before.
+rows lie among those of the one before. In the hierarchical form each rank of a node carries its share of the rows that its
+node needs, and the ranks of the node spread them over their faster links.
 """
 
 from __future__ import annotations
 
 import itertools
 
-from lightning_dilated.pattern.rows import place
-from lightning_dilated.sequence.exchange.program import Count, Message, Piece, Program, Round, count, node_of
+from lightning_dilated.pattern.rows import head_rows, segment_width
+from lightning_dilated.sequence.exchange.program import Message, Program, Round, RowSet, Volume, count, node_of
 from lightning_dilated.sequence.ranges import union
 from lightning_dilated.sequence.requirements import Problem
 
 
 def why_not(problem: Problem, per_node: int) -> str | None:
-    """None, or the condition that fails."""
     shard = problem.shard
     if shard.ranks & (shard.ranks - 1):
         return f"needs a power of two of ranks, not {shard.ranks}"
     if shard.layout != "contiguous":
         return f"needs the contiguous layout, not {shard.layout}"
-    if shard.seq_len % (shard.ranks * shard.members):
-        return f"needs equal shards, and {shard.ranks * shard.members} ranks do not divide {shard.seq_len} tokens"
+    if shard.seq_len % shard.total:
+        return f"needs equal shards, and {shard.total} ranks do not divide {shard.seq_len} tokens"
     if any((d.start, d.stop) != (0, shard.seq_len) for d in problem.documents):
         return "needs documents as long as the sequence, not packed or padded ones"
-    local = shard.seq_len // shard.ranks
-    for i, branch in enumerate(problem.pattern.branches):
-        width, _ = place(branch, shard.seq_len)
-        if branch.shift:
-            return f"needs branches without a shift, and branches[{i}] has shift={branch.shift}"
-        if width <= local:
-            if local % width:
-                return f"branches[{i}]: its segments of {width} tokens do not divide the {local} tokens of a rank"
-            continue
-        if width % local or (width // local) & (width // local - 1):
-            return f"branches[{i}]: segments of {width} tokens are no power of two of the {local} tokens of a rank"
-        if width % branch.dilation_rate and width < shard.seq_len:
-            return f"branches[{i}]: dilation_rate={branch.dilation_rate} does not divide segment_length={width}"
-    return _not_nested(problem)
+    reasons = (_unfit_branch(problem, i) for i in range(len(problem.pattern.branches)))
+    return next(filter(None, reasons), None) or _not_nested(problem)
+
+
+def _unfit_branch(problem: Problem, number: int) -> str | None:
+    """Why the segments of a branch do not fit shards and their doublings."""
+    branch = problem.pattern.branches[number]
+    local = problem.shard.seq_len // problem.shard.ranks
+    width = segment_width(branch, problem.shard.seq_len)
+    if branch.shift:
+        return f"needs branches without a shift, and branches[{number}] has shift={branch.shift}"
+    if width <= local:
+        if local % width:
+            return f"branches[{number}]: its segments of {width} tokens do not divide the {local} tokens of a rank"
+        return None
+    if width % local or (width // local) & (width // local - 1):
+        return f"branches[{number}]: segments of {width} tokens are no power of two of the {local} tokens of a rank"
+    if width % branch.dilation_rate and width < problem.shard.seq_len:
+        return f"branches[{number}]: dilation_rate={branch.dilation_rate} does not divide segment_length={width}"
+    return None
 
 
 def _not_nested(problem: Problem) -> str | None:
@@ -56,32 +62,32 @@ def _not_nested(problem: Problem) -> str | None:
 
 
 def wide_branches(problem: Problem, head: int) -> list[tuple[int, int, int, int]]:
-    """(w, r, o, number) of the branches of a head that are wider than a shard, from the narrowest."""
+    """(w, r, o, number) of a head's branches that are wider than a shard, narrowest first."""
     length = problem.shard.seq_len
     local = length // problem.shard.ranks
-    found = []
+    wide = []
     for i, branch in enumerate(problem.pattern.branches):
-        width, _ = place(branch, length)
-        if width > local and (branch.heads is None or head in branch.heads):
-            offset = problem.pattern.offset(branch, head, problem.num_heads, problem.num_kv_heads)
-            found.append((width, branch.dilation_rate, offset, i))
-    return sorted(found)
+        width = segment_width(branch, length)
+        if width > local and branch.serves(head):
+            wide.append((width, branch.dilation_rate, problem.offset(i, head), i))
+    return sorted(wide)
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
     """log2 R rounds."""
-    rounds = []
-    for level in range(1, problem.shard.ranks.bit_length()):
-        partner = rank ^ (1 << (level - 1))
-        step = Round()
-        step.send(partner, half(problem, rank, level))
-        step.receive(partner, half(problem, partner, level))
-        rounds.append(step)
-    return Program(rounds)
+    levels = range(1, problem.shard.ranks.bit_length())
+    return Program([_swap(problem, rank, rank ^ (1 << (level - 1)), level) for level in levels])
+
+
+def _swap(problem: Problem, rank: int, partner: int, level: int, share: tuple[int, int] = (0, 1)) -> Round:
+    step = Round()
+    step.send(partner, half(problem, rank, level, share))
+    step.receive(partner, half(problem, partner, level, share))
+    return step
 
 
 def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1)) -> Message:
-    """The rows of a rank's half of its segment of 2^level shards that any branch so wide uses.
+    """The rows of a rank's half of its segment of 2^level shards that any branch that wide uses.
 
     `share` = (i, m) takes every m-th of them from the i-th on.
     """
@@ -91,33 +97,73 @@ def half(problem: Problem, rank: int, level: int, share: tuple[int, int] = (0, 1
     out: Message = []
     for document in problem.documents:
         for kv_head in range(*problem.kv_heads):
-            rows = {_rows(problem, head, level, start, stop) for head in _readers(problem, kv_head)}
-            out += [Piece(document, kv_head, x[share[0] :: share[1]]) for x in union(rows)]
-    return [piece for piece in out if piece.rows]
+            rows = {_rows(problem, head, level, start, stop) for head in _query_heads(problem, kv_head)}
+            out += [RowSet(document, kv_head, x[share[0] :: share[1]]) for x in union(rows)]
+    return [rows for rows in out if rows.rows]
 
 
-def _readers(problem: Problem, kv_head: int) -> list[int]:
+def _query_heads(problem: Problem, kv_head: int) -> list[int]:
     first, stop = problem.heads
     return [h for h in range(kv_head * problem.group, (kv_head + 1) * problem.group) if first <= h < stop]
 
 
 def _rows(problem: Problem, head: int, level: int, start: int, stop: int) -> range:
-    """The rows in [start, stop) of a head's narrowest branch that is at least 2^level shards wide; the wider ones nest."""
+    """The rows in [start, stop) of a head's narrowest branch that is at least 2^level shards wide; wider ones nest in it."""
     local = problem.shard.seq_len // problem.shard.ranks
     for width, rate, offset, _ in wide_branches(problem, head):
         if width >= local << level:
-            low = start // width * width + offset
-            return range(low + -((low - start) // rate) * rate, stop, rate)
+            return head_rows(start, stop, start // width * width, rate, offset)
     return range(0)
 
 
-def rows(problem: Problem, rank: int, per_node: int) -> Count:
-    """What a rank receives."""
+def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     levels = problem.shard.ranks.bit_length() - 1
-    found = Count(rounds=2 * levels, messages=2 * levels)
+    total = Volume(rounds=2 * levels, messages=2 * levels)
+    node = node_of(rank, per_node, problem.shard.ranks)
     for level in range(1, levels + 1):
         partner = rank ^ (1 << (level - 1))
-        found.add_rows(
-            partner not in node_of(rank, per_node, problem.shard.ranks), count(half(problem, partner, level))
-        )
-    return found
+        total.add_rows(partner not in node, count(half(problem, partner, level)))
+    return total
+
+
+def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
+    if per_node == 1 or problem.shard.ranks <= per_node:
+        return f"needs several nodes of several ranks, and has {problem.shard.ranks} ranks, {per_node} a node"
+    if per_node & (per_node - 1):
+        return f"needs a power of two of ranks a node, not {per_node}"
+    return why_not(problem, per_node)
+
+
+def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
+    """Inside a node as `program`; above it, each rank carries one in `per_node` rows and the node spreads them."""
+    rounds, inside = [], per_node.bit_length() - 1
+    node, number = divmod(rank, per_node)
+    for level in range(1, problem.shard.ranks.bit_length()):
+        partner = rank ^ (1 << (level - 1))
+        rounds.append(_swap(problem, rank, partner, level, (number, per_node) if level > inside else (0, 1)))
+        if level > inside:
+            rounds.append(_spread(problem, rank, partner, level, range(node * per_node, (node + 1) * per_node)))
+    return Program(rounds)
+
+
+def _spread(problem: Problem, rank: int, partner: int, level: int, mates: range) -> Round:
+    """Every rank of a node passes the rows that it just received to the others."""
+    step = Round()
+    for mate in mates:
+        if mate != rank:
+            step.send(mate, half(problem, partner, level, (rank % len(mates), len(mates))))
+            step.receive(mate, half(problem, partner, level, (mate % len(mates), len(mates))))
+    return step
+
+
+def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
+    levels, inside = problem.shard.ranks.bit_length() - 1, per_node.bit_length() - 1
+    above = max(0, levels - inside)
+    total = Volume(rounds=2 * (levels + above), messages=2 * (levels + above * (per_node - 1)))
+    for level in range(1, levels + 1):
+        partner = rank ^ (1 << (level - 1))
+        everything = count(half(problem, partner, level))
+        own = count(half(problem, partner, level, (rank % per_node, per_node))) if level > inside else everything
+        total.add_rows(level > inside, own)
+        total.add_rows(False, everything - own)
+    return total

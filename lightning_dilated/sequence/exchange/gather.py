@@ -1,18 +1,16 @@
-"""gather: each row goes from its owner to every rank that needs it, all in one all-to-all; any pattern, any layout."""
+"""gather: each row goes from its owner to every rank that needs it; any pattern, any layout.
+
+The flat form is one all-to-all. In the hierarchical form a row enters each other node once, and the ranks of a node spread
+it over their faster links.
+"""
 
 from __future__ import annotations
 
-from lightning_dilated.sequence.exchange.program import Count, Program, Round, node_of, origins, rows_for
+from lightning_dilated.sequence.exchange.program import Message, Program, Round, Volume, node_of, origins, rows_for
 from lightning_dilated.sequence.requirements import Problem, partners
 
 
-def why_not(problem: Problem, per_node: int) -> str | None:
-    """None: gather serves everything."""
-    return None
-
-
 def program(problem: Problem, rank: int, per_node: int) -> Program:
-    """One round."""
     step = Round()
     for peer in partners(problem, rank):
         step.receive(peer, rows_for(problem, [rank], peer))
@@ -20,12 +18,61 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
     return Program([step])
 
 
-def rows(problem: Problem, rank: int, per_node: int) -> Count:
-    """What a rank receives."""
+def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     needs = origins(problem, [rank])
-    found = Count(rounds=2, messages=2 * len(needs.ranks - {rank}))
-    own = needs.of([rank])
-    near = needs.of(node_of(rank, per_node, problem.shard.ranks)) - own
-    found.add_rows(False, near)
-    found.add_rows(True, needs.total - near - own)
-    return found
+    total = Volume(rounds=2, messages=2 * len(needs.ranks - {rank}))
+    own = needs.held_by([rank])
+    near = needs.held_by(node_of(rank, per_node, problem.shard.ranks)) - own
+    total.add_rows(False, near)
+    total.add_rows(True, needs.total - near - own)
+    return total
+
+
+def hierarchical_why_not(problem: Problem, per_node: int) -> str | None:
+    """None, or why the ranks do not form several whole nodes."""
+    ranks = problem.shard.ranks
+    if per_node == 1:
+        return "needs several ranks a node"
+    if ranks <= per_node:
+        return f"needs several nodes, and the {ranks} ranks share one of {per_node}"
+    if ranks % per_node:
+        return f"needs whole nodes, and {per_node} ranks a node do not divide {ranks}"
+    return None
+
+
+def hierarchical_program(problem: Problem, rank: int, per_node: int) -> Program:
+    """Two rounds: rows enter each other node at the rank that has their owner's number there; then they are spread."""
+    ranks = problem.shard.ranks
+    node, number = divmod(rank, per_node)
+    mates = range(node * per_node, (node + 1) * per_node)
+    between, within = Round(), Round()
+    for other in range(ranks // per_node):
+        twin = other * per_node + number
+        there = range(other * per_node, (other + 1) * per_node)
+        if other != node:
+            between.send(twin, rows_for(problem, there, rank))
+            between.receive(twin, rows_for(problem, mates, twin))
+    for mate in mates:
+        within.send(mate, _relayed(problem, rank, mate, per_node))
+        within.receive(mate, _relayed(problem, mate, rank, per_node))
+    return Program([between, within])
+
+
+def _relayed(problem: Problem, carrier: int, receiver: int, per_node: int) -> Message:
+    """What a rank passes to a rank of its node: its own rows, and those that entered the node with it."""
+    twins = range(carrier % per_node, problem.shard.ranks, per_node)
+    owners = [carrier] if carrier == receiver else [carrier, *(x for x in twins if x != carrier)]
+    return [rows for owner in owners for rows in rows_for(problem, [receiver], owner)]
+
+
+def hierarchical_volume(problem: Problem, rank: int, per_node: int) -> Volume:
+    """What a rank of the node receives, on average over the node."""
+    mates = node_of(rank, per_node, problem.shard.ranks)
+    joint = origins(problem, mates)
+    nodes = {x // per_node for x in joint.ranks} - {rank // per_node}
+    total = Volume(rounds=4, messages=2 * (len(nodes) + per_node - 1))
+    total.add_rows(True, (joint.total - joint.held_by(mates)) / per_node)
+    needs = origins(problem, [rank])
+    inside, own = needs.held_by(mates), needs.held_by([rank])
+    total.add_rows(False, inside - own + (needs.total - inside) * (per_node - 1) / per_node)
+    return total

@@ -1,27 +1,22 @@
-"""ring: rows travel from rank to rank, and a row stops where nobody further on needs it; only one round is held at a time.
+"""ring: rows travel from rank to rank until no later rank needs them; only one round is held at a time.
 
 In the backward the rows travel again, and each rank sends its share of their gradient straight to their owner.
 """
 
 from __future__ import annotations
 
-from lightning_dilated.sequence import requirements
+from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange.program import (
-    Count,
     Message,
     Program,
     Round,
+    Volume,
     count,
     node_of,
     origins,
     rows_for,
 )
 from lightning_dilated.sequence.requirements import Problem
-
-
-def why_not(problem: Problem, per_node: int) -> str | None:
-    """None: the ring serves everything."""
-    return None
 
 
 def program(problem: Problem, rank: int, per_node: int) -> Program:
@@ -38,21 +33,21 @@ def program(problem: Problem, rank: int, per_node: int) -> Program:
 
 
 def travelling(problem: Problem, source: int, hops: int) -> Message:
-    """The rows of `source` that arrive at the rank `hops` further on: what it or anyone after it needs."""
+    """The rows of `source` that arrive `hops` ranks further on: those that this rank or a later one needs."""
     ranks = problem.shard.ranks
     return rows_for(problem, [(source + x) % ranks for x in range(hops, ranks)], source)
 
 
 def _arriving(problem: Problem, source: int, hops: int) -> int:
     """How many rows those are."""
-    if not requirements.serves(problem):
+    if not problem.shard.interleaved:
         return count(travelling(problem, source, hops))
     after = frozenset((source + x) % problem.shard.ranks for x in range(hops, problem.shard.ranks))
-    return requirements.size(requirements.read(problem, after, source))
+    return strided.row_count(strided.rows_read(problem, after, source))
 
 
 def returning(problem: Problem, rank: int, hops: int) -> Round:
-    """The way back of the gradients of round `hops`: each rank to the owner of the rows it used."""
+    """The gradients of round `hops`: each rank sends them to the owner of the rows it used."""
     ranks = problem.shard.ranks
     owner, user = (rank - hops) % ranks, (rank + hops) % ranks
     step = Round()
@@ -61,21 +56,21 @@ def returning(problem: Problem, rank: int, hops: int) -> Round:
     return step
 
 
-#: up to so many ranks the rows that travel are counted; beyond, only those that a rank needs itself
+#: up to this many ranks travelling rows are counted; beyond, only those that a rank needs itself
 COUNTED = 16
 
 
-def rows(problem: Problem, rank: int, per_node: int) -> Count:
+def volume(problem: Problem, rank: int, per_node: int) -> Volume:
     """What a rank receives; with more than `COUNTED` ranks this is a lower bound."""
     ranks = problem.shard.ranks
     needs, mates = origins(problem, [rank]), node_of(rank, per_node, ranks)
-    used = needs.total - needs.of([rank])
+    used = needs.total - needs.held_by([rank])
     hops = range(1, ranks) if ranks <= COUNTED else ()
     passing = sum(_arriving(problem, (rank - t) % ranks, t) for t in hops) if hops else used
-    found = Count(rounds=3 * (ranks - 1), messages=3 * (ranks - 1))
+    total = Volume(rounds=3 * (ranks - 1), messages=3 * (ranks - 1))
     for run in ("forward", "backward"):
-        found.add(run, (rank - 1) % ranks not in mates, own=2 * passing)
-    near = needs.of(mates) - needs.of([rank])
-    found.add("backward", False, wide=2 * near)
-    found.add("backward", True, wide=2 * (used - near))
-    return found
+        total.add(run, (rank - 1) % ranks not in mates, own=2 * passing)
+    near = needs.held_by(mates) - needs.held_by([rank])
+    total.add("backward", False, wide=2 * near)
+    total.add("backward", True, wide=2 * (used - near))
+    return total

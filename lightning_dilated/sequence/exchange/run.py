@@ -1,7 +1,8 @@
-"""Running a program: rows leave, arrive, are used, and their gradients go home the same way.
+"""Running a program: rows leave and arrive, and their gradients travel back the same way.
 
-The attention op drives it: it starts a run, computes what needs no other rank, then takes arrivals as they come. An arrival
-holds the batches of wants that have become computable and the rows they read; no engine is imported here.
+The attention op drives a run: it starts it, computes what needs no other rank, then takes arrivals in turn. An arrival holds
+the batches of requests that have become computable and the rows they read; no backend is imported here.
+
 Shape letters: B samples, L local tokens, K kv heads, D head dim; a row is (2, D): K and V.
 """
 
@@ -14,26 +15,40 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from lightning_dilated.sequence.exchange.program import Program, Round, count
+from lightning_dilated.sequence.exchange.program import Program, Round
 from lightning_dilated.sequence.exchange.row_ops import (
     Batch,
-    Own,
+    LocalRows,
     Packing,
+    ReceivedRows,
     Rows,
-    Store,
     add_at,
     add_rows,
     batches,
-    numbered,
     pack_rows,
+    select_rows,
 )
-from lightning_dilated.sequence.exchange.transport import Posted, Wire, abandon, beside, rejoin
+from lightning_dilated.sequence.exchange.transport import Posted, Wire, abandon, rejoin, side_stream
 from lightning_dilated.sequence.ranges import intersect
-from lightning_dilated.sequence.requirements import Problem, Want, wants
+from lightning_dilated.sequence.requirements import Problem, RowRequest, row_requests
 
 
 @dataclass
-class Step:
+class GradientReturn:
+    """How the gradients of a round's rows travel back: those of the rows `leaving`, added where `packing` took them from."""
+
+    leaving: Tensor | slice
+    sends: dict[int, int]
+    receives: dict[int, int]
+    packing: Packing
+
+    def to(self, device: torch.device) -> GradientReturn:
+        leaving = self.leaving if isinstance(self.leaving, slice) else self.leaving.to(device)
+        return replace(self, leaving=leaving, packing=self.packing.to(device))
+
+
+@dataclass
+class CompiledRound:
     """One round with its indices: its rows lie at [start, stop) of the store, or of the round's own buffer (ring)."""
 
     packing: Packing
@@ -42,39 +57,23 @@ class Step:
     start: int
     stop: int
     batches: list[Batch]
-    home: Home
+    gradients: GradientReturn
 
-    def to(self, device: torch.device) -> Step:
-        """The same on a device."""
-        found = [batch.to(device) for batch in self.batches]
-        return replace(self, packing=self.packing.to(device), batches=found, home=self.home.to(device))
-
-
-@dataclass
-class Home:
-    """How the gradients of a round's rows go home: those of the rows `leaving`, added at the places of `packing`."""
-
-    leaving: Tensor | slice
-    sends: dict[int, int]
-    receives: dict[int, int]
-    packing: Packing
-
-    def to(self, device: torch.device) -> Home:
-        """The same on a device."""
-        leaving = self.leaving if isinstance(self.leaving, slice) else self.leaving.to(device)
-        return replace(self, leaving=leaving, packing=self.packing.to(device))
+    def to(self, device: torch.device) -> CompiledRound:
+        moved = [batch.to(device) for batch in self.batches]
+        return replace(self, packing=self.packing.to(device), batches=moved, gradients=self.gradients.to(device))
 
 
 @dataclass
 class Compiled:
-    """A program with its indices on a device; `size` rows are kept for the backward.
+    """A program with its indices on a device; `size` rows are saved for the backward.
 
     Attributes:
         queries: the rows of q that batches number; None: all, by their flat numbers.
-        keys: the rank's own rows of K and V whose gradients come home, likewise.
+        keys: the rank's own rows of K and V that receive gradients, likewise.
     """
 
-    steps: list[Step]
+    rounds: list[CompiledRound]
     size: int
     keep: bool
     queries: Rows | None = None
@@ -82,81 +81,80 @@ class Compiled:
 
 
 def compile_program(problem: Problem, rank: int, program: Program, device: torch.device) -> Compiled:
-    """The indices of a rank's program, and its wants dealt to the rounds after which they can be computed."""
+    """The indices of a rank's program, with its requests assigned to the rounds after which they can be computed."""
     pieces = problem.shard.ranges(rank)
-    queries, own, store = Own(pieces, problem.heads), Own(pieces, problem.kv_heads), Store()
-    waiting = list(wants(problem, rank))
-    steps = []
+    queries, own, store = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads), ReceivedRows()
+    waiting = list(row_requests(problem, rank))
+    rounds = []
     for number, step in enumerate(program.rounds):
-        packing = Packing.of([p for message in step.sends.values() for p in message], own, store)
-        store = store if program.keep else Store()
+        packing = Packing.of([rows for message in step.sends.values() for rows in message], own, store)
+        store = store if program.keep else ReceivedRows()
         start = store.size
         for message in step.receives.values():
             store.add(message)
         if program.keep:
-            ready = {w: None for w in waiting if _covered(problem, w, store)}
-            waiting = [w for w in waiting if w not in ready]
-            home = Home(slice(start, store.size), *_counts(step)[::-1], packing)
+            ready = {x: None for x in waiting if _covered(problem, x, store)}
+            waiting = [x for x in waiting if x not in ready]
+            gradients = GradientReturn(slice(start, store.size), *step.counts[::-1], packing)
         else:
-            ready = _of_source(problem, waiting, rank, number)
-            home = _home(program.returns[number], own, store)
-        found = batches(problem, ready, queries, store)
-        steps.append(Step(packing, *_counts(step), start, store.size, found, home))
+            ready = _from_source(problem, waiting, rank, number)
+            gradients = _direct_return(program.returns[number], own, store)
+        joined = batches(problem, ready, queries, store)
+        rounds.append(CompiledRound(packing, *step.counts, start, store.size, joined, gradients))
     assert not program.keep or not waiting, f"rank {rank} never received the rows of {waiting[0]}"
-    compiled = Compiled(steps, store.size if program.keep else 0, program.keep)
+    compiled = Compiled(rounds, store.size if program.keep else 0, program.keep)
     return _renumbered(compiled, problem, queries, own, device)
 
 
-def _renumbered(compiled: Compiled, problem: Problem, queries: Own, own: Own, device: torch.device) -> Compiled:
-    """The same on a device, with rows numbered among those that anything is done with, where these are few."""
+def _renumbered(
+    compiled: Compiled, problem: Problem, queries: LocalRows, own: LocalRows, device: torch.device
+) -> Compiled:
+    """The same on a device, with rows numbered among those that are used, where these are few."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
-    some, at = numbered([b.queries for step in compiled.steps for b in step.batches], *sizes(queries))
-    keys, home_at = numbered([step.home.packing.own for step in compiled.steps], *sizes(own))
-    at, steps = iter(at), []
-    for step, mine in zip(compiled.steps, home_at, strict=True):
-        found = [replace(batch, queries=next(at)) for batch in step.batches]
-        home = replace(step.home, packing=replace(step.home.packing, own=mine))
-        steps.append(replace(step, batches=found, home=home).to(device))
-    moved = [None if x is None else x.to(device) for x in (some, keys)]
-    return replace(compiled, steps=steps, queries=moved[0], keys=moved[1])
+    query_rows, numbers = select_rows([b.queries for x in compiled.rounds for b in x.batches], *sizes(queries))
+    key_rows, key_numbers = select_rows([x.gradients.packing.own for x in compiled.rounds], *sizes(own))
+    query_numbers, rounds = iter(numbers), []
+    for step, keys in zip(compiled.rounds, key_numbers, strict=True):
+        moved = [replace(batch, queries=next(query_numbers)) for batch in step.batches]
+        gradients = replace(step.gradients, packing=replace(step.gradients.packing, own=keys))
+        rounds.append(replace(step, batches=moved, gradients=gradients).to(device))
+    selected = [None if x is None else x.to(device) for x in (query_rows, key_rows)]
+    return replace(compiled, rounds=rounds, queries=selected[0], keys=selected[1])
 
 
-def _counts(step: Round) -> tuple[dict[int, int], dict[int, int]]:
-    return {p: count(m) for p, m in step.sends.items()}, {p: count(m) for p, m in step.receives.items()}
-
-
-def _home(step: Round, own: Own, store: Store) -> Home:
-    """A way back of its own: the rows that this rank used, and its own rows that others did."""
-    leaving = Packing.of([p for message in step.sends.values() for p in message], Own((), own.heads), store)
-    arriving = Packing.of([p for message in step.receives.values() for p in message], own, Store())
+def _direct_return(step: Round, own: LocalRows, store: ReceivedRows) -> GradientReturn:
+    """Gradients in a round of their own: out go those of rows that this rank used, in come those of its rows."""
+    leaving = Packing.of([x for message in step.sends.values() for x in message], LocalRows((), own.heads), store)
+    arriving = Packing.of([x for message in step.receives.values() for x in message], own, ReceivedRows())
     rows = torch.empty_like(leaving.store)
     rows[leaving.store_at] = leaving.store
-    return Home(rows, *_counts(step), arriving)
+    return GradientReturn(rows, *step.counts, arriving)
 
 
-def _covered(problem: Problem, want: Want, store: Store) -> bool:
-    found = (x for rows in want.keys for x in store.find(want.document, want.head // problem.group, rows, 0))
-    return sum(there[2] for _, there in found) == sum(map(len, want.keys))
+def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool:
+    kv_head = request.head // problem.group
+    runs = (x for rows in request.keys for x in store.find(request.document, kv_head, rows, 0))
+    return sum(numbers[2] for _, numbers in runs) == sum(map(len, request.keys))
 
 
-def _of_source(problem: Problem, waiting: list[Want], rank: int, hops: int) -> list[Want]:
-    """The wants cut down to the rows of the rank `hops` back; zero pads are attended once, beside the rank's own rows."""
+def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
+    """The requests cut down to the rows of the rank `hops` back; zero pads are attended once, with the rank's own rows."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
     cut = (
         replace(
-            want,
-            keys=tuple(x for x in (intersect(rows, piece) for rows in want.keys for piece in held) if x),
-            pads=0 if hops else want.pads,
+            request,
+            keys=tuple(x for x in (intersect(rows, piece) for rows in request.keys for piece in held) if x),
+            pads=0 if hops else request.pads,
         )
-        for want in waiting
+        for request in requests
     )
-    return [want for want in cut if want.keys]
+    return [request for request in cut if request.keys]
 
 
 @dataclass
 class Arrival:
-    """Batches that can be computed now, the rows (n, 2, D) they read, and (backward) where their gradients go, fp32."""
+    """Batches that can be computed now, the rows (n, 2, D) they read, and (backward) the fp32 sum for their gradients."""
 
     batches: list[Batch]
     rows: Tensor
@@ -164,22 +162,22 @@ class Arrival:
 
 
 class Run:
-    """One call's rows under way, forward or backward: made before the local work, asked for arrivals after it.
+    """One call's rows in transit, forward or backward: created before the local work, asked for arrivals after it.
 
-    On a GPU all rounds of rows that stay are asked for at once, on a stream of their own, so that those of later rounds fly
-    beside the local work, too.
+    On a GPU all rounds of rows that are saved are posted at once, on a stream of their own, so that later rounds overlap
+    with the local work, too.
 
     Args:
         k, v: (B, L, K, D), whose rows the other ranks need.
-        kept: the rows that the forward kept, in the backward of a program that keeps them; nothing is then moved again.
+        kept: the rows that the forward saved, in the backward of a program that saves them; nothing is then moved again.
     """
 
     def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor | None = None):
         self.compiled, self.wire, self.k, self.v = compiled, wire, k, v
         self.rows = k.new_empty(compiled.size, 2, k.shape[3]) if kept is None else kept.view(-1, 2, k.shape[3])
-        self._posted: list[Posted] = []
+        self._posted: list[Posted | None] = []
         self._ahead = compiled.keep and k.device.type == "cuda"
-        if kept is None and compiled.steps:
+        if kept is None and compiled.rounds:
             self._begin()
 
     def __enter__(self) -> Self:
@@ -187,32 +185,31 @@ class Run:
 
     def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
         if kind is not None:
-            abandon(self.k.device, self._flying())
+            abandon(self.k.device, self._in_flight())
 
-    def _flying(self) -> list[Posted]:
+    def _in_flight(self) -> list[Posted]:
         return [posted for posted in self._posted if posted is not None]
 
     def _begin(self) -> None:
         """Post the first round, or all; also the second where the first is a copy of own rows (of a ring), or empty."""
-        steps = self.compiled.steps
+        rounds = self.compiled.rounds
         copied = (
-            len(steps) > 1 and not (steps[0].receives.keys() - {self.wire.rank}) and not len(steps[1].packing.store)
+            len(rounds) > 1 and not (rounds[0].receives.keys() - {self.wire.rank}) and not len(rounds[1].packing.store)
         )
-        rounds = range(len(steps) if self._ahead else 1 + copied)
-        buffers = [self._buffer(number) for number in rounds]
-        with beside(self.k.device):
-            for number in rounds:
+        numbers = range(len(rounds) if self._ahead else 1 + copied)
+        buffers = [self._send_buffer(number) for number in numbers]
+        with side_stream(self.k.device):
+            for number in numbers:
                 if number and self._ahead:
                     self._posted[-1].follow()
                 self._post(number, self.rows, buffers[number])
 
-    def _buffer(self, number: int) -> Tensor:
-        """Room for what a round sends."""
-        return self.k.new_empty(sum(self.compiled.steps[number].sends.values()), 2, self.k.shape[3])
+    def _send_buffer(self, number: int) -> Tensor:
+        return self.k.new_empty(sum(self.compiled.rounds[number].sends.values()), 2, self.k.shape[3])
 
     def _post(self, number: int, before: Tensor, buffer: Tensor) -> None:
         """Send the rows of a round; `before` holds the rows of earlier ones."""
-        step = self.compiled.steps[number]
+        step = self.compiled.rounds[number]
         pack = step.packing
         pack_rows(self.k, self.v, pack.own, pack.own_at, buffer)
         if len(pack.store):
@@ -221,85 +218,87 @@ class Run:
         self._posted.append(self.wire.post(buffer, step.sends, step.receives, into))
 
     def arrivals(self) -> Iterator[Arrival]:
-        """The rounds in order; while the caller computes with one, the next is under way."""
-        for number, step in enumerate(self.compiled.steps):
+        """The rounds in order; while the caller computes with one, the next is in transit."""
+        for number, step in enumerate(self.compiled.rounds):
             arrived = self._posted[number].wait()
             rows = self.rows if self.compiled.keep else arrived
-            if number + 1 == len(self._posted) < len(self.compiled.steps):
-                self._post(number + 1, rows, self._buffer(number + 1))
+            if number + 1 == len(self._posted) < len(self.compiled.rounds):
+                self._post(number + 1, rows, self._send_buffer(number + 1))
             if not self.compiled.keep:
-                self._posted[number] = None  # its memory serves a later round
+                self._posted[number] = None  # a later round reuses its memory
             yield Arrival(step.batches, rows)
 
 
 class BackwardRun(Run):
-    """The backward: arrivals with room for gradients, then `finish` adds what came home to dk and dv.
+    """The backward: arrivals with room for gradients, then `finish` adds the gradients of this rank's rows to dk and dv.
 
     Args:
-        wide: the dtype of gradients that travel and of their sums.
+        wide: the dtype of gradients in transit and of their sums.
     """
 
     def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor, wide: torch.dtype):
         super().__init__(compiled, wire, k, v, kept if compiled.keep else None)
         self._wide = wide
-        self._coming: list[tuple[int, Posted]] = []
+        self._returning: list[tuple[int, Posted]] = []
         self._grads: Tensor | None = None
         rows = k.shape[:3].numel() if compiled.keys is None else len(compiled.keys.at[0])
         self._sum = torch.zeros(rows, 2, k.shape[3], dtype=wide, device=k.device)
 
     def arrivals(self) -> Iterator[Arrival]:
-        """All batches at once where the rows were kept; else (ring) round by round as the rows pass again."""
+        """All batches at once where the rows were saved; else (ring) round by round as the rows pass again."""
         if self.compiled.keep:
             self._grads = self._zeros(self.rows)
-            yield Arrival([batch for step in self.compiled.steps for batch in step.batches], self.rows, self._grads)
-            self._send_home()
+            yield Arrival([batch for step in self.compiled.rounds for batch in step.batches], self.rows, self._grads)
+            self._return_all()
             return
         for number, arrival in enumerate(super().arrivals()):
             arrival.grads = self._zeros(arrival.rows)
             yield arrival
-            self._return(number, arrival.grads, self._room(number))
+            self._return(number, arrival.grads, self._receive_buffer(number))
 
-    def _flying(self) -> list[Posted]:
-        return [*super()._flying(), *(posted for _, posted in self._coming)]
+    def _in_flight(self) -> list[Posted]:
+        return [*super()._in_flight(), *(posted for _, posted in self._returning)]
 
     def _zeros(self, rows: Tensor) -> Tensor:
         return torch.zeros(rows.shape, dtype=self._wide, device=rows.device)
 
-    def _room(self, number: int) -> Tensor:
-        """Room for the gradients that come home in a round."""
-        return self._sum.new_empty(sum(self.compiled.steps[number].home.receives.values()), *self._sum.shape[1:])
+    def _receive_buffer(self, number: int) -> Tensor:
+        """Room for the gradients that arrive in a round."""
+        return self._sum.new_empty(sum(self.compiled.rounds[number].gradients.receives.values()), *self._sum.shape[1:])
 
-    def _send_home(self) -> None:
-        """Return the gradients of all rounds, last first: on a GPU beside what is computed from now on."""
-        rounds = range(len(self.compiled.steps))
-        self._rooms = [self._room(number) for number in (rounds if self._ahead else rounds[-1:])]
-        with beside(self.k.device):
+    def _return_all(self) -> None:
+        """Return the gradients of all rounds, last first; on a GPU concurrently with what is computed from now on."""
+        rounds = range(len(self.compiled.rounds))
+        self._buffers = [self._receive_buffer(number) for number in (rounds if self._ahead else rounds[-1:])]
+        with side_stream(self.k.device):
             if rounds:
-                self._return(rounds[-1], self._grads, self._rooms[-1])
+                self._return(rounds[-1], self._grads, self._buffers[-1])
             if self._ahead:
-                self._bring_home()
+                self._collect()
 
-    def _return(self, number: int, grads: Tensor, room: Tensor) -> None:
-        """Send the gradients of a round's rows on their way home."""
-        home = self.compiled.steps[number].home
-        self._coming.append((number, self.wire.post(grads[home.leaving], home.sends, home.receives, room, "gradients")))
+    def _return(self, number: int, grads: Tensor, buffer: Tensor) -> None:
+        """Send the gradients of a round's rows back."""
+        gradients = self.compiled.rounds[number].gradients
+        posted = self.wire.post(grads[gradients.leaving], gradients.sends, gradients.receives, buffer, "gradients")
+        self._returning.append((number, posted))
 
-    def _bring_home(self) -> None:
-        """Sum what comes home; the gradients of relayed rows go on to where the rows came from."""
-        while self._coming:
-            number, posted = self._coming.pop(0)
-            back, pack = (posted.follow if self._ahead else posted.wait)(), self.compiled.steps[number].home.packing
-            add_at(self._sum, pack.own[None], _halves(back if pack.own_at is None else back[pack.own_at]))
+    def _collect(self) -> None:
+        """Sum the gradients that arrive; those of relayed rows travel on to where the rows came from."""
+        while self._returning:
+            number, posted = self._returning.pop(0)
+            arrived = (posted.follow if self._ahead else posted.wait)()
+            pack = self.compiled.rounds[number].gradients.packing
+            own = arrived if pack.own_at is None else arrived[pack.own_at]
+            add_at(self._sum, pack.own[None], _halves(own))
             if len(pack.store):
-                add_at(self._grads, pack.store[None], _halves(back[pack.store_at]))
+                add_at(self._grads, pack.store[None], _halves(arrived[pack.store_at]))
             if self.compiled.keep and number:
-                self._return(
-                    number - 1, self._grads, self._rooms[number - 1] if self._ahead else self._room(number - 1)
-                )
+                buffer = self._buffers[number - 1] if self._ahead else self._receive_buffer(number - 1)
+                self._return(number - 1, self._grads, buffer)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients that came home to dk and dv."""
-        self._bring_home()
+        """Add the gradients of this rank's rows to dk and dv."""
+        self._collect()
         rejoin(self.k.device, self.wire.traffic, "gradients")
         add_rows(self.compiled.keys, dk, self._sum[:, 0])
         add_rows(self.compiled.keys, dv, self._sum[:, 1])

@@ -1,4 +1,4 @@
-"""Calls that are compared later: equal results, no waiting, and every rank refuses before results are used."""
+"""Deferred checks of calls: equal results, no waiting, and every rank refuses before results are used."""
 
 import weakref
 
@@ -12,7 +12,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.memory_tracker import Meter
 from lightning_dilated.sequence import SequenceGroup
-from lightning_dilated.sequence.consensus import Quiet
+from lightning_dilated.sequence.consensus import ControlGroup
 
 from .calls import sequence
 
@@ -29,26 +29,26 @@ def call(ours, pattern, tokens=16, seed=0, causal=False):
 
 
 def as_on_gpus(ours):
-    """Have calls put off, by a connection beside the group's."""
-    ours._table.may_trust, ours._table._quiet = True, Quiet(ours.group, ours.timeout, "as on gpus")
+    """Have checks deferred, over a connection of their own."""
+    ours._consensus.may_defer, ours._consensus.control = True, ControlGroup(ours.group, ours.timeout, "as on gpus")
 
 
-def put_off(ours):
-    return len(ours._table._owed)
+def deferred_checks(ours):
+    return len(ours._consensus.deferred)
 
 
 def equal_calls(rank, group):
-    """(calls put off without and within `trusting`, whether the results are the same, calls put off after `settle`)."""
+    """(checks deferred without and within `trusting`, whether results are equal, checks deferred after `settle`)."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         plain = [call(ours, WIDE, seed=i) for i in range(3)]
-        before = put_off(ours)
+        before = deferred_checks(ours)
         with ours.trusting():
             found = [call(ours, WIDE, seed=i) for i in range(3)]
-        within = put_off(ours)
+        within = deferred_checks(ours)
         ours.settle()
         same = all(torch.equal(a, b) for x, y in zip(plain, found, strict=True) for a, b in zip(x, y, strict=True))
-        return before, within, same, put_off(ours)
+        return before, within, same, deferred_checks(ours)
 
 
 def test_equal_calls(pool):
@@ -56,7 +56,7 @@ def test_equal_calls(pool):
 
 
 def calls_without_gradients(rank, group):
-    """Results within inference_mode, as of validate, test and predict on GPUs, and what an equal call gives without."""
+    """Whether results in inference_mode (validate, test and predict on GPUs) equal those of a plain call."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, generator=torch.Generator().manual_seed(rank))
@@ -72,40 +72,40 @@ def test_inference_mode(pool):
 
 
 def new_calls(rank, group):
-    """Calls put off where each is a new one: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
+    """Deferred checks after new calls: with another pattern, other tokens, or dropout, whose seed is rank 0's."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         found = []
         with ours.trusting():
             for pattern, tokens in ((NARROW, 16), (OTHER, 16), (NARROW, 8)):
                 call(ours, pattern, tokens)
-                found.append(put_off(ours))  # a forward waits, its backward is like it but for the pass
+                found.append(deferred_checks(ours))  # a new forward waits; its backward differs by the pass only
             q = torch.randn(1, 16, 2, 8, requires_grad=True)
             for _ in range(2):
                 dilated_attention(q, q, q, NARROW, dropout=0.5, sequence=ours)
-                found.append(put_off(ours))
+                found.append(deferred_checks(ours))
             with torch.no_grad():
                 dilated_attention(q, q, q, NARROW, sequence=ours)
-        return [*found, put_off(ours)]
+        return [*found, deferred_checks(ours)]
 
 
 def test_new_calls_wait(pool):
     assert pool.run(2, new_calls) == [[0] * 6] * 2
 
 
-def unlike_calls(rank, group, way):
-    """What each rank is told, and where."""
+def unlike_calls(rank, group, mode):
+    """The error on each rank."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         for pattern in (NARROW, OTHER):
             call(ours, pattern)
         try:
             with ours.trusting():
-                if way == "known":  # all ranks have seen both calls: all put them off
+                if mode == "known":  # all ranks have seen both calls: all defer the checks
                     call(ours, NARROW if rank else OTHER)
-                elif way == "new":  # rank 1 makes a call that it has to wait for
+                elif mode == "new":  # rank 1 makes a call that it has to wait for
                     call(ours, NARROW, causal=bool(rank))
-                elif way == "refused":
+                elif mode == "refused":
                     q = torch.randn(1, 16, 2, 8, requires_grad=True)
                     dilated_attention(q, q, q, NARROW, scale=float("nan") if rank else None, sequence=ours)
                 for _ in range(3):
@@ -116,31 +116,31 @@ def unlike_calls(rank, group, way):
 
 
 @pytest.mark.parametrize(
-    ("way", "told"),
+    ("mode", "text"),
     [
         ("known", "pattern: rank 0 has {"),
         ("new", "causal: rank 0 has False, rank 1 has True"),
         ("refused", "rank 1 of the sequence refused the call with ValueError: scale must be a finite number"),
     ],
 )
-def test_unlike_calls(pool, way, told):
-    found = pool.run(2, unlike_calls, way)
+def test_unlike_calls(pool, mode, text):
+    found = pool.run(2, unlike_calls, mode)
     assert all(x is not None for x in found), found
-    assert told in found[0] and ("scale must be" if way == "refused" else told) in found[1]
+    assert text in found[0] and ("scale must be" if mode == "refused" else text) in found[1]
 
 
-def gloo_never_trusts(rank, group):
+def gloo_never_defers(rank, group):
     with sequence(group) as ours, ours.trusting():
         call(ours, NARROW), call(ours, NARROW)
-        return put_off(ours)
+        return deferred_checks(ours)
 
 
-def test_gloo_never_trusts(pool):
-    assert pool.run(2, gloo_never_trusts) == [0, 0]
+def test_gloo_never_defers(pool):
+    assert pool.run(2, gloo_never_defers) == [0, 0]
 
 
 def recorded(rank, group):
-    """What a rank is told that records a CUDA graph."""
+    """The error on a rank that records a CUDA graph."""
     with sequence(group) as ours, pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
@@ -155,29 +155,29 @@ def test_no_cuda_graph(pool):
 
 
 def other_lengths(rank, group):
-    """Calls put off where rank 0's tokens are the same in a sequence of 32 and of 31, and results equal one rank's."""
+    """Deferred checks where rank 0 has equally many tokens of a sequence of 32 and of 31."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         found = []
         for tokens in (32, 31, 32):
             with ours.trusting():
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((put_off(ours), ours.agreed.seq_len))
+                found.append((deferred_checks(ours), ours.agreed.seq_len))
                 call(ours, WIDE, ours.shard(tokens).length(rank))
-                found.append((put_off(ours), ours.agreed.seq_len))
+                found.append((deferred_checks(ours), ours.agreed.seq_len))
             ours.settle()
         return found
 
 
 def test_other_lengths(pool):
-    """The first call of a step is compared: a rank's own tokens do not say what the others hold."""
+    """The first call of a step is checked at once: a rank's own tokens do not tell what the others hold."""
     both = [(0, 32), (2, 32), (0, 31), (2, 31)]
     # rank 1's tokens tell it the sequences apart, so that it has seen the backward of the first one
     assert pool.run(2, other_lengths) == [[*both, (0, 32), (2, 32)], [*both, (1, 32), (3, 32)]]
 
 
 def numbers(rank, group):
-    """The numbers of calls after a refusal that every rank caught, of ranks that had put off unlike many calls."""
+    """The number of a call after a refusal that every rank caught, with unequally many deferred checks."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         call(ours, NARROW)
@@ -196,7 +196,7 @@ def test_numbers_after_a_difference(pool):
 
 
 def kept_by_calls(rank, group):
-    """(calls put off, inputs of recomputed pieces that still have memory) when a step's backward is done."""
+    """(deferred checks, inputs of recomputed pieces that still have memory) after a step's backward."""
     with sequence(group) as ours:
         as_on_gpus(ours)
         q = torch.randn(1, 16, 2, 8, requires_grad=True)
@@ -217,13 +217,13 @@ def kept_by_calls(rank, group):
             step()
             seen.clear()
             step()
-            kept = put_off(ours), sum(storage() is not None for storage in seen)
+            kept = deferred_checks(ours), sum(storage() is not None for storage in seen)
         ours.settle()
         return kept
 
 
-def test_calls_put_off_keep_no_memory(pool):
-    """Recomputing is what autograd's hooks do; who waits for the other ranks must not hold these, and all they hold."""
+def test_deferred_checks_keep_no_memory(pool):
+    """Recomputation runs in autograd's hooks; a pending gather must not hold these and the inputs they hold."""
     calls = 3 * 2 * 4  # forward, again, backward
     for count, kept in pool.run(2, kept_by_calls):
         assert count >= calls and kept == 0, (count, kept)
@@ -236,7 +236,7 @@ SETTINGS = [
 ]
 
 
-def made(settings):
+def model_with(settings):
     torch.manual_seed(0)
     model = LongNetLM(DilatedPattern([(128, 1), (256, 2)]), dim=32, depth=8, num_heads=4)
     model.configure_model()
@@ -252,7 +252,7 @@ def train(model):
 
 
 def peak(model):
-    """Bytes of a step, the second one."""
+    """Peak bytes of the second step."""
     train(model)
     with Meter() as meter:
         train(model)
@@ -260,7 +260,7 @@ def peak(model):
 
 
 def ranks_peak(rank, group, settings):
-    model, ours = made(settings), SequenceGroup(group)
+    model, ours = model_with(settings), SequenceGroup(group)
     as_on_gpus(ours)
     try:
         with ours.active(), ours.trusting():
@@ -273,18 +273,23 @@ def ranks_peak(rank, group, settings):
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=["tiled", "block", "attention-kept"])
 def test_ranks_hold_what_one_does(pool, settings):
-    """Of as many tokens, where no segment reaches beyond them."""
-    alone = peak(made(settings))
+    """With equally many tokens a rank, where no segment reaches beyond them."""
+    alone = peak(model_with(settings))
     for found in pool.run(2, ranks_peak, settings):
         assert abs(found - alone) < 0.01 * alone, (found, alone)
 
 
-def asks_itself(rank, group):
-    """A rank alone has nobody to wait for, and no connection to make."""
-    quiet = Quiet(group, None, "alone")
-    asked = quiet.ask(torch.tensor([1, 2]))
-    return quiet._own is None, asked.done(), [x.tolist() for x in asked.wait()], quiet.gather_words({"a": "b"})
+def gathers_alone(rank, group):
+    """A group of one rank waits for nobody and opens no connection."""
+    control = ControlGroup(group, None, "alone")
+    pending = control.start_gather(torch.tensor([1, 2]))
+    return (
+        control.backend is None,
+        pending.done(),
+        [x.tolist() for x in pending.wait()],
+        control.gather_text({"a": "b"}),
+    )
 
 
 def test_one_rank_asks_itself(pool):
-    assert pool.run(1, asks_itself) == [(True, True, [[1, 2]], [{"a": "b"}])]
+    assert pool.run(1, gathers_alone) == [(True, True, [[1, 2]], [{"a": "b"}])]

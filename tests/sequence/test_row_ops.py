@@ -1,4 +1,4 @@
-"""Rows of tensors by number, however the tensors lie."""
+"""Rows of tensors by number, with any strides."""
 
 import torch
 from hypothesis import given
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange.row_ops import Rows, add_rows
 
-LIES = {
+STRIDES = {
     "tokens first": lambda x: x.contiguous(),
     "heads first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
     "apart": lambda x: x.repeat_interleave(2, 1)[:, ::2],
@@ -21,8 +21,8 @@ def test_taken_and_put(data, batch, length, heads, rest):
         Rows.of(flat, length, heads),
         torch.arange(float(count * (rest or (1,))[0])).reshape(batch, length, heads, *rest),
     )
-    for lie in LIES.values():
-        x, want = lie(whole.clone()), whole.flatten(0, 2)[flat]
+    for restride in STRIDES.values():
+        x, want = restride(whole.clone()), whole.flatten(0, 2)[flat]
         assert torch.equal(rows.take(x), want)
         rows.put(x, want.double() + 0.5)
         written = whole.clone().flatten(0, 2)

@@ -1,4 +1,4 @@
-"""What an exchange says it moves, without listing messages, against the messages of its programs."""
+"""The volume of an exchange, counted without listing messages, against the messages of its programs."""
 
 from collections import Counter
 
@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.program import Count, Round, count
+from lightning_dilated.sequence.exchange.program import Round, Volume, count
 from lightning_dilated.sequence.requirements import Problem
 
 from ..examples import examples
@@ -28,13 +28,13 @@ def received(rounds: list[Round], rank: int, per_node: int) -> Counter:
 
 
 def flipped(rounds: list[Round]) -> list[Round]:
-    """The rounds of the way back."""
+    """The rounds in the other direction."""
     return [Round(step.receives, step.sends) for step in rounds]
 
 
-def units(found: Count, run: str, kind: str) -> Counter:
+def units(volume: Volume, run: str, kind: str) -> Counter:
     """One kind of units of a pass, near and far."""
-    return +Counter({where: getattr(x, kind) for (name, where), x in found.units.items() if name == run})
+    return +Counter({where: getattr(x, kind) for (name, where), x in volume.units.items() if name == run})
 
 
 def times(factor: int, rows: Counter) -> Counter:
@@ -43,20 +43,20 @@ def times(factor: int, rows: Counter) -> Counter:
 
 
 def check_forward(problem: Problem, exchange: str, per_node: int) -> None:
-    """Each rank's forward, and over all ranks the gradients that come home."""
+    """Each rank's forward, and over all ranks the gradients that return to their owners."""
     programs = all_programs(problem, EXCHANGES[exchange].program, per_node)
-    counts = [EXCHANGES[exchange].count(problem, rank, per_node) for rank in range(problem.shard.ranks)]
-    home = Counter()
-    for rank, (program, found) in enumerate(zip(programs, counts, strict=True)):
+    volumes = [EXCHANGES[exchange].volume(problem, rank, per_node) for rank in range(problem.shard.ranks)]
+    returned = Counter()
+    for rank, (program, volume) in enumerate(zip(programs, volumes, strict=True)):
         rows = received(program.rounds, rank, per_node)
-        assert units(found, "forward", "own") == times(2, rows)
-        assert not units(found, "forward", "wide")
+        assert units(volume, "forward", "own") == times(2, rows)
+        assert not units(volume, "forward", "wide")
         back = flipped(program.rounds) if program.keep else program.returns
-        home += times(2, received(back, rank, per_node))
-        assert units(found, "backward", "own") == (Counter() if program.keep else times(2, rows))
-        assert not program.keep or found.kept == 2 * sum(rows.values())
+        returned += times(2, received(back, rank, per_node))
+        assert units(volume, "backward", "own") == (Counter() if program.keep else times(2, rows))
+        assert not program.keep or volume.kept == 2 * sum(rows.values())
     # a rank sends back what it received, so this is equal over all of them and not for each
-    assert sum((units(x, "backward", "wide") for x in counts), Counter()) == home
+    assert sum((units(x, "backward", "wide") for x in volumes), Counter()) == returned
 
 
 @given(ANY, st.sampled_from(["gather", "ring"]), NODES)
@@ -83,13 +83,13 @@ def test_hierarchical_gather(case, per_node):
         programs = all_programs(problem, EXCHANGES["hierarchical_gather"].program, per_node)
         for node in range(6 // per_node):
             mates = range(node * per_node, (node + 1) * per_node)
-            rows, said = Counter(), Counter()
+            rows, reported = Counter(), Counter()
             for rank in mates:
                 rows += received(programs[rank].rounds, rank, per_node)
-                found = EXCHANGES["hierarchical_gather"].count(problem, rank, per_node)
-                said += units(found, "forward", "own")
+                volume = EXCHANGES["hierarchical_gather"].volume(problem, rank, per_node)
+                reported += units(volume, "forward", "own")
             # far rows are exact; how many of them a rank carried for itself is not known, and taken as its share
-            assert abs(said["far"] - 2 * rows["far"]) < 1e-6
+            assert abs(reported["far"] - 2 * rows["far"]) < 1e-6
 
 
 @given(ANY, NODES)
@@ -97,11 +97,11 @@ def test_hierarchical_gather(case, per_node):
 def test_switch(case, per_node):
     for problem in case.problems():
         for rank, program in enumerate(all_programs(problem, EXCHANGES["switch"].program)):
-            found = EXCHANGES["switch"].count(problem, rank, per_node)
+            volume = EXCHANGES["switch"].volume(problem, rank, per_node)
             keys, queries = (received([x], rank, per_node) for x in (program.keys, program.queries))
-            keys_back, home = (received(flipped([x]), rank, per_node) for x in (program.keys, program.queries))
-            assert units(found, "forward", "own") == times(2, keys) + queries
-            assert units(found, "forward", "wide") == units(found, "forward", "numbers") == home
-            assert units(found, "backward", "own") == times(2, queries)
-            assert units(found, "backward", "numbers") == queries
-            assert units(found, "backward", "wide") == home + times(2, keys_back)
+            keys_back, returned = (received(flipped([x]), rank, per_node) for x in (program.keys, program.queries))
+            assert units(volume, "forward", "own") == times(2, keys) + queries
+            assert units(volume, "forward", "wide") == units(volume, "forward", "numbers") == returned
+            assert units(volume, "backward", "own") == times(2, queries)
+            assert units(volume, "backward", "numbers") == queries
+            assert units(volume, "backward", "wide") == returned + times(2, keys_back)

@@ -99,15 +99,15 @@ def test_remove_keeps_what_others_take(pieces, taken):
 @given(st.lists(st.tuples(ranges(), st.lists(ranges(), max_size=3)), max_size=5))
 @settings(max_examples=300)
 def test_holed(parts):
-    found, want = Holed([]), set()
+    holed, want = Holed([]), set()
     for rows, without in parts:
         holes = union(intersect(rows, x) for x in without)
-        found.add(rows, holes)
+        holed.add(rows, holes)
         want |= set(rows) - set(elements(holes))
-        assert disjoint(found.pieces) and disjoint(found.holes)
-        assert set(elements(found.holes)) <= set(elements(found.pieces))
-        got = found.ranges()
-        assert disjoint(got) and set(elements(got)) == want and len(found) == len(want)
+        assert disjoint(holed.pieces) and disjoint(holed.holes)
+        assert set(elements(holed.holes)) <= set(elements(holed.pieces))
+        got = holed.ranges()
+        assert disjoint(got) and set(elements(got)) == want and len(holed) == len(want)
 
 
 def test_union_joins_what_continues():

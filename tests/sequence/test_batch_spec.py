@@ -1,4 +1,4 @@
-"""SequenceSpec: batches cut to ranks and put together again; what is not declared is an error."""
+"""SequenceSpec: batches cut to ranks and reassembled; an undeclared entry is an error."""
 
 from collections import namedtuple
 
@@ -22,7 +22,7 @@ def test_parts_make_the_whole(n, ranks, layout):
     for name, dim in (("tokens", 1), ("features", 1)):
         assert torch.equal(torch.cat([p[name] for p in parts], dim)[:, order.argsort()], batch[name])
     assert all(p["index"] == [4, 5] for p in parts)
-    for part in parts:  # storage of its own: else a worker would hand over the whole sequence
+    for part in parts:  # storage of its own: otherwise a worker would send the whole sequence
         assert part["tokens"].untyped_storage().nbytes() == part["tokens"].numel() * 8
 
 
@@ -51,7 +51,7 @@ def test_shift_is_global(ranks):
 
 
 @pytest.mark.parametrize(
-    "batch, words",
+    "batch, text",
     [
         (
             {"tokens": torch.zeros(1, 4), "mask": torch.zeros(1, 4)},
@@ -64,13 +64,13 @@ def test_shift_is_global(ranks):
         (torch.zeros(1, 4), "must be a mapping or a tuple"),
     ],
 )
-def test_ambiguous_batches(batch, words):
-    with pytest.raises(ValueError, match=words):
+def test_ambiguous_batches(batch, text):
+    with pytest.raises(ValueError, match=text):
         SPEC.cut(batch, Place(2, 0))
 
 
 @pytest.mark.parametrize(
-    "arguments, words",
+    "arguments, text",
     [
         (({},), "names no entry"),
         (({"x": "1"},), r"dims\['x'\] must be a dimension"),
@@ -78,6 +78,6 @@ def test_ambiguous_batches(batch, words):
         (({"x": 1}, [], {"y": 0}), "shift names"),
     ],
 )
-def test_wrong_specs(arguments, words):
-    with pytest.raises((ValueError, TypeError), match=words):
+def test_wrong_specs(arguments, text):
+    with pytest.raises((ValueError, TypeError), match=text):
         SequenceSpec(*arguments)

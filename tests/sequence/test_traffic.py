@@ -1,10 +1,10 @@
-"""Sums of what a clock noted: times by hand, bytes and seconds beside those of the plan."""
+"""Sums of what a log recorded: times by hand, and bytes and seconds against those of the plan."""
 
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.transport import Clock, Flight, Planned, Wait
+from lightning_dilated.sequence.exchange.transport import Flight, Planned, TrafficLog, Wait
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import make_problem, moved, price
 from lightning_dilated.sequence.traffic import Sums, planned, reached, summary
@@ -14,9 +14,9 @@ LINKS = Links(near=3e9, far=1e9, round=1e-3, message=1e-5)
 RANKS, PER_NODE, SIZES = 4, 2, (8, 2)
 
 
-def noted(flights, waits):
-    """A clock of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
-    return Clock([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
+def recorded(flights, waits):
+    """A log of (pass, what, begin, end); a flight brings 10 bytes and takes 3."""
+    return TrafficLog([Flight(run, what, 3, 10, *x) for run, what, *x in flights], [Wait(*x) for x in waits])
 
 
 F, B = ("forward", "rows"), ("backward", "gradients")
@@ -29,8 +29,8 @@ CASES = {
     "one after the other": ([(*F, 1.0, 3.0), (*F, 4.0, 5.0)], [(*F, 4.5, 5.0)], {F: (2, 20, 3, 0.5, 2.5)}),
     "at once": ([(*F, 1.0, 3.0), (*F, 2.0, 5.0)], [(*F, 2.5, 3.0), (*F, 4.0, 5.0)], {F: (2, 20, 4, 1.5, 2.5)}),
     "one within another": ([(*F, 1.0, 9.0), (*F, 2.0, 3.0)], [], {F: (2, 20, 8, 0, 8)}),
-    "never asked for": ([(*F, 1.0, None), (*F, 2.0, 3.0)], [], {F: (2, 20, 1, 0, 1)}),
-    "beside another's wait": (
+    "never waited for": ([(*F, 1.0, None), (*F, 2.0, 3.0)], [], {F: (2, 20, 1, 0, 1)}),
+    "concurrent with another's wait": (
         [(*F, 1.0, 4.0), (*B, 2.0, 6.0)],
         [(*F, 2.0, 4.0), (*B, 5.0, 6.0)],
         {F: (1, 10, 3, 2, 1), B: (1, 10, 4, 1, 1), ("both", "all"): (2, 20, 5, 3, 2)},
@@ -41,11 +41,11 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_times(name):
     flights, waits, want = CASES[name]
-    *rows, total = summary(noted(flights, waits))
-    found = {(x.run, x.what): (x.collectives, x.received, x.in_flight, x.exposed, x.hidden) for x in (*rows, total)}
-    assert found == {**({("both", "all"): want[F]} if F in want else {("both", "all"): (0,) * 5}), **want}
+    *rows, total = summary(recorded(flights, waits))
+    sums = {(x.run, x.what): (x.collectives, x.received, x.in_flight, x.exposed, x.hidden) for x in (*rows, total)}
+    assert sums == {**({("both", "all"): want[F]} if F in want else {("both", "all"): (0,) * 5}), **want}
     assert total.hidden + total.exposed >= total.in_flight
-    assert reached(noted(flights, waits))
+    assert reached(recorded(flights, waits))
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -55,7 +55,7 @@ def test_the_plan(exchange, causal):
     took = []
     for rank in range(RANKS):
         calls = [Planned(run, problem, exchange, rank, PER_NODE, *SIZES) for run in ("forward", "backward")]
-        total = summary(Clock(planned=calls), LINKS)[-1]
+        total = summary(TrafficLog(planned=calls), LINKS)[-1]
         want = moved(problem, exchange, rank, PER_NODE, *SIZES)
         assert (total.planned_sent, total.planned_received) == (
             sum(x.sent for x in want),
@@ -64,11 +64,11 @@ def test_the_plan(exchange, causal):
         for call, x in zip(calls, want, strict=True):
             assert sum(y.planned_received for y in planned(call, LINKS)) == x.received
         took.append(total.planned)
-    reckoned = price(problem, exchange, PER_NODE, *SIZES, LINKS).seconds
+    estimated = price(problem, exchange, PER_NODE, *SIZES, LINKS).seconds
     if causal:  # gradients go the other way: the priced rank, which receives most rows, receives fewest of them
-        assert 0.9 * reckoned < max(took) <= reckoned
+        assert 0.9 * estimated < max(took) <= estimated
     else:
-        assert max(took) == pytest.approx(reckoned, rel=1e-12)
+        assert max(took) == pytest.approx(estimated, rel=1e-12)
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_as_planned(what, sent, want):
 
 
 def test_what_was_not_planned_is_unlike():
-    row, _ = summary(noted([(*F, 1.0, 2.0)], []))
+    row, _ = summary(recorded([(*F, 1.0, 2.0)], []))
     assert row.as_planned is False

@@ -1,4 +1,4 @@
-"""What ranks compute is the definition: local blocks and wants, summed over ranks, are its pairs and pads, each once."""
+"""Local blocks and row requests of all ranks together are the pairs and pads of the definition, each once."""
 
 from itertools import pairwise
 
@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.ranges import size
-from lightning_dilated.sequence.requirements import Document, crosses, needed, straddling, wants
+from lightning_dilated.sequence.requirements import Document, crosses, needed_rows, row_requests, straddling
 from lightning_dilated.sequence.shard import Shard
 
 from ..examples import examples
-from .cases import Case, cases, dealt_singly, runs_of
+from .cases import Case, cases, interleaved, runs_of
 from .sums import check_pads, check_pairs, triangle
 
 
@@ -43,32 +43,34 @@ def test_pads_of_a_short_last_segment():
 
 @given(cases())
 @settings(max_examples=examples(40))
-def test_wants(case):
+def test_row_requests(case):
     for problem in case.problems():
         for rank, held in enumerate(case.held()):
             seen = set()
-            for want in wants(problem, rank):
-                assert want.document in problem.documents and problem.heads[0] <= want.head < problem.heads[1]
-                assert want.queries and want.keys and all(want.keys)
-                assert set(want.queries) <= held
-                keys = [j for piece in want.keys for j in piece]
-                assert want.pairs == want.document.samples * len(triangle(list(want.queries), keys, want.causal))
-                # an engine call takes all wants of a (branch, slot) of equal sizes at once, so no row may occur twice
-                rows = {(want.branch, want.slot, want.document, want.head, p) for p in want.queries}
+            for request in row_requests(problem, rank):
+                assert request.document in problem.documents and problem.heads[0] <= request.head < problem.heads[1]
+                assert request.queries and request.keys and all(request.keys)
+                assert set(request.queries) <= held
+                keys = [j for piece in request.keys for j in piece]
+                assert request.pairs == request.document.samples * len(
+                    triangle(list(request.queries), keys, request.causal)
+                )
+                # a backend call takes all requests of a (branch, slot) of equal sizes, so no row may occur twice
+                rows = {(request.branch, request.slot, request.document, request.head, p) for p in request.queries}
                 assert not rows & seen
                 seen |= rows
 
 
 @given(cases())
 @settings(max_examples=examples(40))
-def test_needed(case):
+def test_needed_rows(case):
     for problem in case.problems():
         rows_seen = case.rows_seen(problem)
         for rank, held in enumerate(case.held()):
-            found = needed(problem, rank)
-            got = {(*key, p) for key, pieces in found.items() for piece in pieces for p in piece}
-            assert sum(size(pieces) for pieces in found.values()) == len(got)  # none twice
-            assert all(problem.kv_heads[0] <= kv_head < problem.kv_heads[1] for _, kv_head in found)
+            rows = needed_rows(problem, rank)
+            got = {(*key, p) for key, pieces in rows.items() for piece in pieces for p in piece}
+            assert sum(size(pieces) for pieces in rows.values()) == len(got)  # none twice
+            assert all(problem.kv_heads[0] <= kv_head < problem.kv_heads[1] for _, kv_head in rows)
             # what the rank holds itself may be among them, where it interleaves with the queries
             others = {row for row in rows_seen[rank] if row[2] not in held}
             assert {row for row in got if row[2] not in held} == others
@@ -80,7 +82,7 @@ def test_needed(case):
 def test_straddling(case):
     runs = runs_of(case.shard)
     inside = lambda d: any(a <= d.start and d.stop - 1 <= b for a, b in runs)  # noqa: E731
-    want = [d for d in case.documents if dealt_singly(case.shard) or not inside(d)]
+    want = [d for d in case.documents if interleaved(case.shard) or not inside(d)]
     assert list(straddling(case.documents, case.shard)) == want
 
 
@@ -89,16 +91,16 @@ def test_straddling(case):
 def test_crosses(case):
     problem = case.problem()
     cuts = [start for start, _ in runs_of(case.shard)][1:]
-    found = False
+    joined = False
     for d in problem.documents:
         for branch in case.pattern.branches:
             w = branch.segment_length or d.stop - d.start
             index = [(p - d.start + branch.shift) // w for p in range(d.start, d.stop)]
             inside = [cut - d.start for cut in cuts if d.start < cut < d.stop]
-            found |= any(index[i - 1] == index[i] for i in inside)
-    assert crosses(problem) == (bool(case.documents) if dealt_singly(case.shard) else found)
+            joined |= any(index[i - 1] == index[i] for i in inside)
+    assert crosses(problem) == (bool(case.documents) if interleaved(case.shard) else joined)
     if not crosses(problem):
-        assert not any(list(wants(p, rank)) for p in case.problems() for rank in range(case.shard.ranks))
+        assert not any(list(row_requests(p, rank)) for p in case.problems() for rank in range(case.shard.ranks))
 
 
 CORNERS = {
@@ -120,9 +122,9 @@ CORNERS = {
 def test_corners():
     for pattern, heads, kv_heads, shard, lengths in CORNERS.values():
         bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-        found = tuple(Document(0, 1, a, b) for a, b in pairwise(bounds))
+        documents = tuple(Document(0, 1, a, b) for a, b in pairwise(bounds))
         for causal in (False, True):
-            check_pairs(Case(pattern, heads, kv_heads, causal, shard, found))
+            check_pairs(Case(pattern, heads, kv_heads, causal, shard, documents))
 
 
 @given(st.integers(1, 60), st.integers(1, 8), st.sampled_from(["contiguous", "zigzag", "strided"]))

@@ -1,11 +1,11 @@
-"""Pairs of ranks: together those of the segments that cross a cut, whatever the exchange; auto weighs the busiest rank."""
+"""Pairs that ranks compute: with every exchange together those of segments that cross a cut; auto weighs the busiest."""
 
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs as all_pairs
 from lightning_dilated.sequence.links import Links
-from lightning_dilated.sequence.planner import make_problem, pairs, plan, price
+from lightning_dilated.sequence.planner import make_problem, plan, price, rank_pairs
 
 DENSE = DilatedPattern.dense()
 
@@ -18,24 +18,24 @@ DENSE = DilatedPattern.dense()
 )
 def test_all_ranks_together(pattern, layout, causal, exchange):
     problem = make_problem(pattern, 64, 4, ranks=4, layout=layout, causal=causal)
-    assert sum(pairs(problem, exchange, rank) for rank in range(4)) == all_pairs(pattern, 64, 4, 4, causal)
+    assert sum(rank_pairs(problem, exchange, rank) for rank in range(4)) == all_pairs(pattern, 64, 4, 4, causal)
 
 
 def test_by_hand():
     """Dense and causal over 4 ranks of 16: the last one's queries see 3 shards and half of its own."""
     contiguous, zigzag = (make_problem(DENSE, 64, 1, ranks=4, layout=x, causal=True) for x in ("contiguous", "zigzag"))
-    assert [pairs(contiguous, "gather", r) for r in range(4)] == [16 * 16 * r + 16 * 17 // 2 for r in range(4)]
-    assert len({pairs(zigzag, "gather", r) for r in range(4)}) == 1
+    assert [rank_pairs(contiguous, "gather", r) for r in range(4)] == [16 * 16 * r + 16 * 17 // 2 for r in range(4)]
+    assert len({rank_pairs(zigzag, "gather", r) for r in range(4)}) == 1
     assert price(zigzag, "gather", 4, 64, 2, Links()).waiting == 0
 
 
 @pytest.mark.parametrize(("layout", "waits"), [("contiguous", True), ("zigzag", False)])
 def test_auto_weighs_the_busiest(layout, waits):
-    """131,072 causal tokens on 4 ranks: of contiguous shards the last has 7/4 of the mean; the switch deals heads."""
+    """131,072 causal tokens on 4 ranks: of contiguous shards the last has 7/4 of the mean; the switch spreads heads."""
     problem = make_problem(DENSE, 131072, 12, ranks=4, layout=layout, causal=True)
-    found = {p.exchange: p for p in plan(problem).prices}
-    assert (found["gather"].waiting > 0.03) == waits
-    assert found["switch"].waiting < 6e-3  # its blocks are slower, but equal
+    prices = {p.exchange: p for p in plan(problem).prices}
+    assert (prices["gather"].waiting > 0.03) == waits
+    assert prices["switch"].waiting < 6e-3  # its blocks are slower, but equal
     assert plan(problem).exchange == ("switch" if waits else "gather")
     assert ("layout='zigzag' gives every rank" in str(plan(problem))) == waits
     packed = make_problem(DENSE, 131072, 12, ranks=4, layout=layout, causal=True, cu_seqlens=(0, 7, 131072))
