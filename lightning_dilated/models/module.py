@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 import re
 import warnings
@@ -38,57 +37,17 @@ from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
 from lightning_dilated.models.transformer import (
-    BasesLike,
     advice,
     layer_bases,
     longest,
     position_advice,
-    rotary_hint,
     stored_bases,
 )
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
-from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
+from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
-
-#: linear layers of a block, and parameters that are no layer of their own (q, k and v's joint projection)
-LAYERS = ("out_proj", "fc1", "fc2", "gate")
-PARAMETERS = ("attention.in_proj_weight",)
-
-
-def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
-    """Put low-rank updates (arXiv 2106.09685), which begin at 0, beside every projection of the blocks, in place.
-
-    Args:
-        transformer: a `DilatedTransformer`.
-        rank: of the updates.
-        alpha: they are scaled by alpha / rank.
-
-    Raises:
-        ModuleNotFoundError: without peft.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
-    found = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
-    targets = [name for name in LAYERS if name in found]
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
-    inject_adapter_in_model(config, transformer)
-
-
-def merge_lora(transformer: nn.Module) -> None:
-    """Add the updates to the weights and leave a plain transformer, in place."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent, _, child = name.rpartition(".")
-            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
 
 
 class WarmupCosine(LambdaLR):
@@ -216,51 +175,6 @@ class DilatedModule(Pretrained, pl.LightningModule):
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """More numbers to log beside a mean loss, by name."""
         return {}
-
-    # -- what a subclass with dilated attention calls in its __init__ -------------------------------------------------
-    def _choose_layers(
-        self,
-        pattern: LayersLike,
-        depth: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        shift_layers: str = "none",
-        shift_below: int | None = None,
-        rotary_base: BasesLike = None,
-        max_seq_len: int | None = None,
-        position_encoding: str = "none",
-    ) -> None:
-        """Set what differs from layer to layer, and the sizes that it depends on.
-
-        Sets `depth`, `num_heads`, `num_kv_heads`; `pattern`, one for all layers or the tuple that repeats; `patterns`, of
-        each layer; `max_seq_len`; and `rotary_bases`, of each layer, None for one without positions.
-
-        Raises:
-            TypeError, ValueError: naming the argument.
-        """
-        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
-        self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
-        self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
-        _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
-        self.max_seq_len = max_seq_len
-        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
-        if position_encoding == "rotary":
-            hint = rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len)
-            if hint:
-                rank_zero_warn(f"{type(self).__name__}: {hint}")
-
-    def _choose_own_pattern(
-        self, pattern: LayersLike, depth: int, num_heads: int, padding: str, replaced: Mapping[str, Any]
-    ) -> None:
-        """`_choose_layers` of a pattern in place of a release's, which `replaced` and `padding` would have changed.
-
-        To be called below an __init__, after its save_hyperparameters.
-        """
-        both = [name for name, value in replaced.items() if value is not None]
-        if both or padding != "masked":
-            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
-        self._choose_layers(pattern, depth, num_heads)
-        self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
 
     @property
     def patterns(self) -> tuple[DilatedPattern, ...]:
@@ -499,19 +413,3 @@ def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:
     names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
     parts = [stored.get(name) for name in names] if isinstance(stored, Mapping) else []
     return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
-
-
-def was_given(module: DilatedModule, name: str) -> bool:
-    """Whether the caller who makes `module` passed argument `name`, or a subclass's __init__ settled it.
-
-    To be called in an __init__: looks at the outermost __init__ that is now making the module.
-    """
-    frame, outermost = inspect.currentframe(), None
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and any(x is module for x in frame.f_locals.values()):
-            outermost = frame
-        frame = frame.f_back
-    if outermost is None:
-        return False
-    names, _, keywords, values = inspect.getargvalues(outermost)
-    return name in names or (keywords is not None and name in values[keywords])

@@ -7,37 +7,84 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.models.heads import make_head
 from lightning_dilated.models.metrics import EpochScores
-from lightning_dilated.models.module import STAGES, DilatedModule, add_lora, merge_lora
+from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.transformer_model import TransformerModel
+from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
 
+#: linear layers of a block, and parameters that are no layer of their own (q, k and v's joint projection)
+LAYERS = ("out_proj", "fc1", "fc2", "gate")
+PARAMETERS = ("attention.in_proj_weight",)
 
-class PooledModule(DilatedModule):
+
+def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
+    """Put low-rank updates (arXiv 2106.09685), which begin at 0, beside every projection of the blocks, in place.
+
+    Args:
+        transformer: a `DilatedTransformer`.
+        rank: of the updates.
+        alpha: they are scaled by alpha / rank.
+
+    Raises:
+        ModuleNotFoundError: without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
+    found = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    targets = [name for name in LAYERS if name in found]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
+    inject_adapter_in_model(config, transformer)
+
+
+def merge_lora(transformer: nn.Module) -> None:
+    """Add the updates to the weights and leave a plain transformer, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
+
+
+class PooledOptions(TypedDict, total=False):
+    """Options that every PooledModule takes, for type checkers and editors."""
+
+    regression_loss: Literal["mse", "smooth_l1"]
+    layer_decay: float
+    freeze_encoder: bool
+    lora_rank: int | None
+    lora_alpha: float | None
+
+
+class PooledModule(TransformerModel):
     """Base of the models that predict one thing of a whole sequence; a subclass defines `build` and `embed`.
 
     Every rank of a sequence gets the pooled embedding and computes head and loss alike; metrics count each sample once.
 
     Args:
-        dim: E, of the embedding.
-        depth: layers, for `layer_decay`.
+        pattern, options: see `TransformerModel`.
         task: "classification", "regression", "ordinal", or None for embeddings only.
         num_classes: C; targets of a regression, 1 if None.
         regression_loss: "mse" or "smooth_l1".
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; the rest stays in eval mode.
-        lora_rank, lora_alpha: train the head and low-rank updates of the blocks (see `models.lora`; needs the extra `lora`);
-            alpha None is twice the rank.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        lora_rank: train the head and low-rank updates of this rank of the blocks (arXiv 2106.09685; needs the extra `lora`).
+        lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
     Logged beside `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
     `quadratic_kappa`, or `mse` and `r2`, each with the stage's name in front.
@@ -48,19 +95,17 @@ class PooledModule(DilatedModule):
 
     def __init__(
         self,
-        dim: int,
-        depth: int,
-        task: str | None,
-        num_classes: int | None,
-        regression_loss: str = "mse",
+        pattern: LayersLike,
+        task: Literal["classification", "regression", "ordinal"] | None = None,
+        num_classes: int | None = None,
+        regression_loss: Literal["mse", "smooth_l1"] = "mse",
         layer_decay: float = 1.0,
         freeze_encoder: bool = False,
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(pattern=pattern, **options)
         if isinstance(layer_decay, bool) or not isinstance(layer_decay, (int, float)) or not 0 < layer_decay <= 1:
             raise ValueError(f"layer_decay must lie in (0, 1], 1 for none; got {layer_decay!r}.")
         if task is None and (num_classes is not None or freeze_encoder):
@@ -70,8 +115,11 @@ class PooledModule(DilatedModule):
             raise ValueError("lora_rank needs a task, and freeze_encoder=False: it trains updates of the encoder.")
         self.lora_rank = None if lora_rank is None else integer(lora_rank, "lora_rank", 1)
         self.lora_alpha = 2.0 * (lora_rank or 1) if lora_alpha is None else lora_alpha
-        self.dim, self.depth, self.task = dim, depth, task
-        self.num_classes, self.regression_loss = num_classes, regression_loss
+        if self.compile_blocks and lora_rank is not None:
+            raise ValueError(
+                "peft's updates cannot be compiled to one graph: set compile_blocks=False beside lora_rank."
+            )
+        self.task, self.num_classes, self.regression_loss = task, num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
         self.head: nn.Module | None = None
         #: the label that was last moved to a device, its version, and what the head took it for, or the error that it raised
@@ -92,13 +140,6 @@ class PooledModule(DilatedModule):
     # -- building ------------------------------------------------------------------------------------------------------
     def _make_head(self) -> nn.Module | None:
         return None if self.task is None else make_head(self.task, self.dim, self.num_classes, self.regression_loss)
-
-    def _compiled(self, compile_blocks: bool) -> bool:
-        if compile_blocks and self.lora_rank is not None:
-            raise ValueError(
-                "peft's updates cannot be compiled to one graph: set compile_blocks=False beside lora_rank."
-            )
-        return compile_blocks
 
     def setup(self, stage: str) -> None:
         """See that the data has a class for each output, and the classes that were trained on."""

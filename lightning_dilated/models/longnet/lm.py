@@ -11,11 +11,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
@@ -23,17 +22,12 @@ from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
-from lightning_dilated.models.blocks import BlockOptions, working
+from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
-from lightning_dilated.models.module import DilatedModule, was_given
-from lightning_dilated.models.transformer import USUAL, DilatedTransformer, init_weights, stored_bases
+from lightning_dilated.models.transformer import USUAL, DilatedTransformer, init_weights
+from lightning_dilated.models.transformer_model import LongNetOptions, TransformerModel, Unpack
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.layers import plain_patterns
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
-
-if TYPE_CHECKING:
-    from lightning_dilated.models.transformer import DilatedTransformer
-
 
 #: tokens of a prompt that are read at once
 PROMPT_CHUNK = 1 << 16
@@ -196,43 +190,33 @@ def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options:
     return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
 
 
-class TokenModel(DilatedModule):
+class TokenOptions(LongNetOptions, total=False):
+    """Options of a LongNetLM and a LongNetMLM, for type checkers and editors."""
+
+    tie_embeddings: bool
+    residual_dtype: Literal["float32", "bfloat16", "float16"] | None
+    shift_layers: Literal["none", "odd"]
+    shift_below: int | None
+
+
+class TokenModel(TransformerModel):
     """Embedding, blocks and output projection of a model over tokens (bytes by default); base of LongNetLM and LongNetMLM.
 
     Args:
-        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches; or a list of them,
-            one for each of layers 0, 1, ..., which repeats; or {"hybrid": options} of `DilatedPattern.hybrid`, whose depth
-            and heads are the model's.
+        pattern: see `TransformerModel`.
         vocab_size: V.
-        dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
-        norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding, xpos_scale_base, engine: see
-            `models.blocks.BlockOptions`.
-        rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
-            bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
-            None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
-        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, with the bases that
-            followed from it. It never follows the data; the command line sets it to theirs in a recipe that names neither.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
-        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
-            nested segments leave (see `pattern.explain`); where w < `shift_below`, or in every finite branch if None.
-        compile_blocks: compile every block, and on a GPU the loss of 1,024 words or more, by torch.compile when it is first
-            run; generation stays uncompiled.
-        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation keeps under mixed
-            precision, where they are float32 else.
-        kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
-            token then knows the tokens beside it before attention looks for it. None: none.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        dim, depth, num_heads, residual_dtype, shift_layers, shift_below: see `TransformerModel`.
+        options: its others, but for `drop_path`.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index", "lengths", "cu_seqlens"])
-    #: whether a token sees the past only
     causal = True
-    #: arguments that a subclass settles, so that checkpoints do not name them
-    _settled: tuple[str, ...] = ()
+    settled = ("drop_path",)
 
     def __init__(
         self,
@@ -241,62 +225,22 @@ class TokenModel(DilatedModule):
         dim: int = 256,
         depth: int = 4,
         num_heads: int = 4,
-        num_kv_heads: int | None = None,
-        ffn_dim: int | None = None,
-        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
-        ffn: Literal["swiglu", "gelu"] = "swiglu",
-        bias: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
-        sub_layernorm: bool = False,
-        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
-        rotary_base: float | str | list[float | str] | None = None,
-        xpos_scale_base: float = 512.0,
-        engine: str = "auto",
+        *,
         tie_embeddings: bool = True,
         bytes_per_token: float = 1.0,
-        compile_blocks: bool = False,
+        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
-        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-        max_seq_len: int | None = None,
-        kv_conv: int | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Unpack[LongNetOptions],
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        self.vocab_size, self.dim = integer(vocab_size, "vocab_size", 1), integer(dim, "dim", 1)
-        self._choose_layers(
-            pattern,
-            depth,
-            num_heads,
-            num_kv_heads,
-            shift_layers,
-            shift_below,
-            rotary_base,
-            max_seq_len,
-            position_encoding,
-        )
-        # plain values only, so that checkpoints load anywhere; without what a subclass settles by itself
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", *self._settled])
-        if was_given(self, "pattern"):
-            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
-        if position_encoding != "none" and "rotary_base" in self.hparams:
-            # in numbers, so that no other length changes what was trained
-            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        super().__init__(
+            pattern, dim, depth, num_heads, residual_dtype=residual_dtype, shift_layers=shift_layers,
+            shift_below=shift_below, drop_path=0.0, **options,
+        )  # fmt: skip
         if not bytes_per_token > 0:
             raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
-        self.ffn_dim, self.tie_embeddings, self.bytes_per_token = ffn_dim, tie_embeddings, bytes_per_token
-        self.compile_blocks = compile_blocks
-        self.options = BlockOptions(
-            norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, residual_dtype=residual_dtype,
-            kv_conv=kv_conv,
-        )  # fmt: skip
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
+        self.vocab_size = integer(vocab_size, "vocab_size", 1)
+        self.tie_embeddings, self.bytes_per_token = tie_embeddings, bytes_per_token
 
     def setup(self, stage: str) -> None:
         """See that every token of the data has an embedding."""
@@ -310,13 +254,6 @@ class TokenModel(DilatedModule):
     def embedded_tokens(self) -> int:
         """Rows of the embedding."""
         return self.vocab_size
-
-    def _transformer(self, depth: int) -> DilatedTransformer:
-        return DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads,
-            causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
-            rotary_bases=self.rotary_bases[:depth],
-        )  # fmt: skip
 
     def build(self) -> None:
         """Embedding, blocks and output projection, with fresh weights."""

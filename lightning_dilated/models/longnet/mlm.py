@@ -24,9 +24,10 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
-from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import sequence_sum
 
@@ -162,7 +163,8 @@ class LongNetMLM(TokenModel):
         mask_token: what stands for a masked token: one of the V tokens; None embeds one more.
         mask_fraction: share of the tokens that the loss counts.
         mask_span: mean length of the stretches that are masked together, in tokens; see `masking.Masking`.
-        keep_fraction, random_fraction: shares of those that the model sees unchanged, and as a random token.
+        keep_fraction: share of the masked tokens that the model sees unchanged.
+        random_fraction: share of the masked tokens that the model sees as a random token.
         ignore_tokens: tokens that are never masked, such as a genome's N; nor is `mask_token` where the data has it.
         mask_seed: of the masks.
         options: all others of `TokenModel` but `bytes_per_token`.
@@ -174,7 +176,7 @@ class LongNetMLM(TokenModel):
     """
 
     causal = False
-    _settled = ("bytes_per_token",)
+    settled = ("bytes_per_token",)
 
     def __init__(
         self,
@@ -187,7 +189,7 @@ class LongNetMLM(TokenModel):
         random_fraction: float = 0.1,
         ignore_tokens: list[int] | None = None,
         mask_seed: int = 0,
-        **options: Any,
+        **options: Unpack[TokenOptions],
     ) -> None:
         super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
         if self.options.position_encoding == "xpos":

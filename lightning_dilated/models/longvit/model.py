@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.models.longvit.weights import PUBLISHED, load_longvit, read_longvit
-from lightning_dilated.models.pooled_model import PooledModule, guarded, mean_token
+from lightning_dilated.models.pooled_model import PooledModule, PooledOptions, guarded, mean_token
 from lightning_dilated.models.pretrained import check_depth, missing_file
 from lightning_dilated.models.slides.backbone import RELEASED_RATES
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
@@ -36,7 +35,14 @@ RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those
 CHUNK = 4096
 
 
-class LongViT(PooledModule):
+class LongViTOptions(StackOptions, PooledOptions, total=False):
+    """Options of a LongViT that are not its own."""
+
+    task: Literal["classification", "regression", "ordinal"] | None
+    num_classes: int | None
+
+
+class LongViT(ReleasedModel, PooledModule):
     """LongViT: patches of an image, embedded linearly, with learned positions; the mean over the patches is the embedding.
 
     Called with images it returns embeddings, see `forward`. Trained, its batches are mappings with `label` (B,) and either
@@ -45,22 +51,23 @@ class LongViT(PooledModule):
 
     Args:
         image_size: pixels along a side of the square images that the table of positions is for; others are interpolated.
-        patch_size, in_channels: P and C.
-        dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 dim. The defaults are those of longvit_small_patch32_1024.
-        segment_lengths, dilation_rates: of the branches; None: the releases', which depend on image_size (one that no
-            release is for gets the segments of 1024, whose largest is 1,024 patches).
+        patch_size: P.
+        in_channels: C.
+        dim: E; the defaults of the sizes are those of longvit_small_patch32_1024.
+        depth: number of layers.
+        num_heads: attention heads.
+        segment_lengths: patches, of the branches; None: the release's for image_size (for a size without a release those of
+            1024, whose largest is 1,024 patches).
+        dilation_rates: of the branches; None: the releases' 1, 2, 4, 8, 16.
         padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
             last segment take part in the softmax).
-        dropout, drop_path, attention_dropout, engine: see `models.blocks.BlockOptions`.
         norm_at: where the last norm stands: "mean", on the mean over the patches (fine-tuned releases), or "patches", on
             each of them before the mean (the pretrained release).
-        task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see
-            `models.pooled.PooledModule`.
-        compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a released file to start from, see `from_longvit`.
-        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
-            a layer; in place of segment_lengths, dilation_rates and padding.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
+            dilation_rates and padding.
+        drop_path: see `TransformerModel`.
+        options: those of `PooledModule` and `ReleasedModel`.
 
     Raises:
         ValueError, TypeError: when made, naming the argument.
@@ -78,62 +85,34 @@ class LongViT(PooledModule):
         dim: int = 384,
         depth: int = 12,
         num_heads: int = 16,
-        ffn_dim: int | None = None,
+        *,
         segment_lengths: list[int] | None = None,
         dilation_rates: list[int] | None = None,
         padding: Literal["masked", "attended"] = "masked",
-        dropout: float = 0.0,
-        drop_path: float = 0.1,
-        attention_dropout: float = 0.0,
-        engine: str = "auto",
         norm_at: Literal["mean", "patches"] = "mean",
-        task: Literal["classification", "regression", "ordinal"] | None = None,
-        num_classes: int | None = None,
-        regression_loss: Literal["mse", "smooth_l1"] = "mse",
-        layer_decay: float = 1.0,
-        freeze_encoder: bool = False,
-        lora_rank: int | None = None,
-        lora_alpha: float | None = None,
-        compile_blocks: bool = False,
         pretrained: str | None = None,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        drop_path: float = 0.1,
+        **options: Unpack[LongViTOptions],
     ) -> None:
-        dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        self._own_pattern(pattern, padding, {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates})
+        segments = segment_lengths or RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
+        released = DilatedPattern.longnet(
+            segments, dilation_rates or RELEASED_RATES, offsets="blocked", padding=padding
+        )
         super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
-            optimizer, lr_scheduler,
+            released if pattern is None else pattern,
+            dim=dim, depth=depth, num_heads=num_heads, drop_path=drop_path, **options,
         )  # fmt: skip
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
         self.image_size = integer(image_size, "image_size", 1)
         if image_size % patch_size:
             raise ValueError(f"patch_size={patch_size} must divide image_size={image_size}.")
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if norm_at not in ("mean", "patches"):
             raise ValueError(f"norm_at must be mean or patches, got {norm_at!r}.")
         if pretrained is not None and not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
-        self.norm_at, self.pretrained, self.compile_blocks = norm_at, pretrained, self._compiled(compile_blocks)
-        self.ffn_dim = 4 * dim if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
-        if pattern is None:
-            usual = RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
-            segments = usual if segment_lengths is None else segment_lengths
-            rates = RELEASED_RATES if dilation_rates is None else dilation_rates
-            released = DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
-            self._choose_layers(released, depth, num_heads)
-            self.released_pattern = True
-        else:
-            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
-        self.options = BlockOptions(
-            norm="layernorm", ffn="gelu", bias=True, dropout=dropout, attention_dropout=attention_dropout,
-            sub_layernorm=True, position_encoding="none", engine=engine, drop_path=drop_path,
-        )  # fmt: skip
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
+        self.norm_at, self.pretrained = norm_at, pretrained
 
     @classmethod
     def from_longvit(
@@ -179,11 +158,9 @@ class LongViT(PooledModule):
         return model.eval()
 
     def _transformer(self, depth: int) -> DilatedTransformer:
-        made = DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
-        )
-        made.norm = nn.Identity()  # the only last norm is that of `norm_at`
-        return made
+        transformer = super()._transformer(depth)
+        transformer.norm = nn.Identity()  # the only last norm is that of `norm_at`
+        return transformer
 
     def build(self) -> None:
         """Patch embedding, table of positions, blocks, norm and head, with fresh weights or those of `pretrained`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,9 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.pooled_model import guarded
-from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.layers import LayersLike
 
 #: coordinates of a row that is no tile: the class token's, and padding's
 BLANK = -1
@@ -144,51 +142,67 @@ def released_pattern(
     return DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
 
 
-class SlideBackbone:
-    """To be inherited beside a DilatedModule, and before it; `_configure_slide` belongs into its __init__, `_build_backbone`
-    into its build.
+class SlideOptions(StackOptions, total=False):
+    """Options of both slide models, for type checkers and editors."""
+
+    feature_dim: int
+    segment_lengths: list[int] | None
+    dilation_rates: list[int] | None
+    max_wsi_size: int | None
+    tile_size: int
+    grid: int
+    padding: Literal["masked", "attended"]
+    pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None
+
+
+class SlideBackbone(ReleasedModel):
+    """The encoder of GigaPath's slide models, as far as `SlideEncoder` and `SlidePretrainer` share it.
 
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
+
+    Args:
+        feature_dim: F, of the tile encoder.
+        dim: E; the defaults of the sizes are GigaPath's 12l768d.
+        depth: number of layers.
+        num_heads: attention heads.
+        segment_lengths: tokens, of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        dilation_rates: of the branches; None: GigaPath's 1, 2, 4, 8, 16.
+        max_wsi_size: pixels along an axis of the largest slide, which the segments follow from; None: 1024 tiles.
+        tile_size: pixels of a tile, in the pixels that coords count.
+        grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
+        padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
+            last segment take part in the softmax).
+        pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
+            dilation_rates, max_wsi_size and padding.
+        options: see `ReleasedModel`.
     """
 
     input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
 
-    def _configure_slide(
+    def __init__(
         self,
-        feature_dim: int,
-        dim: int,
-        depth: int,
-        num_heads: int,
-        ffn_dim: int | None,
-        segment_lengths: Sequence[int] | None,
-        dilation_rates: Sequence[int] | None,
-        max_wsi_size: int | None,
-        tile_size: int,
-        grid: int,
-        padding: str,
-        options: BlockOptions,
-        pattern: LayersLike | None = None,
+        feature_dim: int = 1536,
+        dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 16,
+        segment_lengths: list[int] | None = None,
+        dilation_rates: list[int] | None = None,
+        max_wsi_size: int | None = None,
+        tile_size: int = 256,
+        grid: int = 1000,
+        padding: Literal["masked", "attended"] = "masked",
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
+        **options: Any,
     ) -> None:
-        self.feature_dim, self.dim = integer(feature_dim, "feature_dim", 1), integer(dim, "dim", 1)
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        self.ffn_dim, self.options = ffn_dim, options
-        self.tile_size, self.grid = integer(tile_size, "tile_size", 1), integer(grid, "grid", 1)
-        if pattern is None:
-            released = released_pattern(segment_lengths, dilation_rates, max_wsi_size, self.tile_size, padding)
-            self._choose_layers(released, depth, num_heads)
-            self.released_pattern = True
-        else:
-            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
-            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
+        integer(tile_size, "tile_size", 1)
+        settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
+        super().__init__(
+            self._own_pattern(pattern, padding, settings) or released_pattern(*settings.values(), tile_size, padding),
+            dim=dim, depth=depth, num_heads=num_heads, **options,
+        )  # fmt: skip
+        self.feature_dim = integer(feature_dim, "feature_dim", 1)
+        self.tile_size, self.grid = tile_size, integer(grid, "grid", 1)
         GridPositions(dim, grid)
-
-    def _transformer(self, depth: int) -> DilatedTransformer:
-        return DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
-        )
 
     def setup(self, stage: str) -> None:
         """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""

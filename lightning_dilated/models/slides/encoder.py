@@ -7,22 +7,26 @@ Shape letters: B batch, N tokens, Q chosen queries, H query heads, E embedding d
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping, Sequence
 from operator import index
 from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
-from lightning_dilated.models.blocks import BlockOptions
-from lightning_dilated.models.pooled_model import PooledModule, check_lengths, first_token, guarded, mean_token
+from lightning_dilated.models.pooled_model import (
+    PooledModule,
+    PooledOptions,
+    check_lengths,
+    first_token,
+    guarded,
+    mean_token,
+)
 from lightning_dilated.models.pretrained import check_depth, missing_file, without_training
-from lightning_dilated.models.slides.backbone import SlideBackbone
+from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.slides.weights import (
     PUBLISHED,
     load_backbone,
@@ -33,7 +37,7 @@ from lightning_dilated.models.slides.weights import (
     to_released,
 )
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
 
@@ -107,6 +111,17 @@ def tile_rows(queries: Any, tiles: int) -> list[int]:
     return [tile + 1 for tile in found]
 
 
+#: options of a SlidePretrainer that an encoder does not have
+PRETRAINING = ("mask_ratio", "normalise", "decoder_dim", "decoder_depth", "mask_seed")
+
+
+class SlideEncoderOptions(SlideOptions, PooledOptions, total=False):
+    """Options of a SlideEncoder that are not its own."""
+
+    task: Literal["classification", "regression", "ordinal"] | None
+    num_classes: int | None
+
+
 class SlideEncoder(SlideBackbone, PooledModule):
     """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
 
@@ -114,26 +129,14 @@ class SlideEncoder(SlideBackbone, PooledModule):
     first row is blank, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`.
 
     Args:
-        feature_dim: F, of the tile encoder.
-        dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 dim. The defaults are GigaPath's 12l768d.
-        segment_lengths, dilation_rates: of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
-        max_wsi_size: pixels along an axis of the largest slide, which the segments follow from; None: 1024 tiles.
-        tile_size: pixels of a tile, in the pixels that coords count.
-        grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
-        padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
-            last segment take part in the softmax).
-        dropout, drop_path, attention_dropout, engine: see `models.blocks.BlockOptions`.
         pool: "class", the class token, or "mean" over the tiles; either is then normalised.
-        task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see
-            `models.pooled.PooledModule`.
-        compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a file to start from: a release, or a checkpoint of this class or of `SlidePretrainer`.
-        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
-            a layer; in place of segment_lengths, dilation_rates and padding.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        feature_dim, dim, depth, num_heads: see `SlideBackbone`.
+        dropout, drop_path: see `TransformerModel`.
+        options: others of `SlideBackbone` and `PooledModule`.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
@@ -144,43 +147,17 @@ class SlideEncoder(SlideBackbone, PooledModule):
         dim: int = 768,
         depth: int = 12,
         num_heads: int = 16,
-        ffn_dim: int | None = None,
-        segment_lengths: list[int] | None = None,
-        dilation_rates: list[int] | None = None,
-        max_wsi_size: int | None = None,
-        tile_size: int = 256,
-        grid: int = 1000,
-        padding: Literal["masked", "attended"] = "masked",
+        *,
+        pool: Literal["class", "mean"] = "class",
+        pretrained: str | None = None,
         dropout: float = 0.25,
         drop_path: float = 0.1,
-        attention_dropout: float = 0.0,
-        engine: str = "auto",
-        pool: Literal["class", "mean"] = "class",
-        task: Literal["classification", "regression", "ordinal"] | None = None,
-        num_classes: int | None = None,
-        regression_loss: Literal["mse", "smooth_l1"] = "mse",
-        layer_decay: float = 1.0,
-        freeze_encoder: bool = False,
-        lora_rank: int | None = None,
-        lora_alpha: float | None = None,
-        compile_blocks: bool = False,
-        pretrained: str | None = None,
-        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Unpack[SlideEncoderOptions],
     ) -> None:
-        super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
-            optimizer, lr_scheduler,
-        )  # fmt: skip
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
+        super().__init__(feature_dim, dim, depth, num_heads, dropout=dropout, drop_path=drop_path, **options)
         if pool not in ("class", "mean"):
             raise ValueError(f"pool must be class or mean, got {pool!r}.")
-        self.pool, self.compile_blocks, self.pretrained = pool, self._compiled(compile_blocks), pretrained
-        self._configure_slide(
-            feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
-            padding, slide_options(dropout, attention_dropout, drop_path, engine), pattern,
-        )  # fmt: skip
+        self.pool, self.pretrained = pool, pretrained
         if pretrained is not None and not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
 
@@ -229,8 +206,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
                 f"{path} is no Lightning checkpoint, so it has no settings. SlideEncoder(pretrained=...) reads its weights, "
                 "from_gigapath those of a release."
             )
-        names = inspect.signature(cls).parameters
-        known = {name: value for name, value in without_training(settings).items() if name in names}
+        known = {name: value for name, value in without_training(settings).items() if name not in PRETRAINING}
         segments = ("segment_lengths", "dilation_rates", "max_wsi_size", "padding")
         replaced = segments if "pattern" in options else ("pattern",) if set(segments) & set(options) else ()
         known = {name: value for name, value in known.items() if name not in replaced}
@@ -362,18 +338,3 @@ def _one_rank(message: str) -> None:
     group = active_sequence()
     if group is not None and group.ranks > 1:
         raise ValueError(message)
-
-
-def slide_options(dropout: float, attention_dropout: float, drop_path: float, engine: str) -> BlockOptions:
-    """The blocks of released slide encoders."""
-    return BlockOptions(
-        norm="layernorm",
-        ffn="gelu",
-        bias=True,
-        dropout=dropout,
-        attention_dropout=attention_dropout,
-        sub_layernorm=True,
-        position_encoding="none",
-        engine=engine,
-        drop_path=drop_path,
-    )

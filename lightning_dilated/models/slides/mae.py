@@ -8,27 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.longnet.mlm import sample_numbers
-from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled_model import check_lengths, guarded
-from lightning_dilated.models.slides.backbone import SlideBackbone
-from lightning_dilated.models.slides.encoder import slide_options
+from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.sequence import SequenceSpec
 
 
-class SlidePretrainer(SlideBackbone, DilatedModule):
+class SlidePretrainer(SlideBackbone):
     """Hides most tiles of a slide and learns to tell their features from the others (after MAE, arXiv 2111.06377).
 
     Unlike MAE the encoder runs over all rows, with a learned token in place of what is hidden: so a slide keeps its length,
@@ -42,12 +39,11 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
     Args:
         mask_ratio: probability in (0, 1) with which a tile is hidden.
         normalise: the target is a tile's features with their mean taken off and divided by their standard deviation.
-        decoder_dim, decoder_depth: sizes of the decoder; its heads and pattern are the encoder's.
+        decoder_dim: features of the decoder; its heads and pattern are the encoder's.
+        decoder_depth: layers of the decoder.
         mask_seed: of what is hidden.
-        feature_dim ... engine, compile_blocks: see `SlideEncoder`; the decoder has no dropout.
-        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
-            a layer; in place of segment_lengths, dilation_rates and padding.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        drop_path: see `TransformerModel`.
+        options: those of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
         ValueError, TypeError: when made, naming the argument.
@@ -62,40 +58,19 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         decoder_dim: int = 512,
         decoder_depth: int = 2,
         mask_seed: int = 0,
-        feature_dim: int = 1536,
-        dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 16,
-        ffn_dim: int | None = None,
-        segment_lengths: list[int] | None = None,
-        dilation_rates: list[int] | None = None,
-        max_wsi_size: int | None = None,
-        tile_size: int = 256,
-        grid: int = 1000,
-        padding: Literal["masked", "attended"] = "masked",
-        dropout: float = 0.0,
+        *,
         drop_path: float = 0.0,
-        attention_dropout: float = 0.0,
-        engine: str = "auto",
-        compile_blocks: bool = False,
-        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Unpack[SlideOptions],
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
+        super().__init__(drop_path=drop_path, **options)
         if isinstance(mask_ratio, bool) or not isinstance(mask_ratio, (int, float)) or not 0 < mask_ratio < 1:
             raise ValueError(f"mask_ratio must lie between 0 and 1, got {mask_ratio!r}; 0.75 is MAE's.")
         self.hiding = Dropout(float(mask_ratio), integer(mask_seed, "mask_seed", 0))
-        self.normalise, self.compile_blocks = normalise, compile_blocks
+        self.normalise = normalise
         self.decoder_dim = integer(decoder_dim, "decoder_dim", 1)
         self.decoder_depth = integer(decoder_depth, "decoder_depth", 1)
-        if decoder_dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide decoder_dim={decoder_dim}.")
-        self._configure_slide(
-            feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
-            padding, slide_options(dropout, attention_dropout, drop_path, engine), pattern,
-        )  # fmt: skip
+        if decoder_dim % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} must divide decoder_dim={decoder_dim}.")
 
     def build(self) -> None:
         """Encoder and decoder, with fresh weights."""
