@@ -124,6 +124,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
     #: whether the pattern is one that released weights were trained with
     released_pattern = False
+    depth: int
+    num_heads: int
+    num_kv_heads: int | None
 
     def __init__(
         self,

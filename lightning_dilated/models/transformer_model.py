@@ -30,14 +30,18 @@ else:
 NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained")
 
 
-class StackOptions(TypedDict, total=False):
-    """Options that every model takes, for type checkers and editors; see `TransformerModel`."""
+class SizeOptions(TypedDict, total=False):
+    """Sizes of a stack, for type checkers and editors; see `TransformerModel`."""
 
     dim: int
     depth: int
     num_heads: int
+
+
+class StackOptions(TypedDict, total=False):
+    """Options that every model takes, apart from its sizes."""
+
     ffn_dim: int | None
-    dropout: float
     attention_dropout: float
     engine: str
     compile_blocks: bool
@@ -48,6 +52,7 @@ class StackOptions(TypedDict, total=False):
 class LongNetOptions(StackOptions, total=False):
     """Options of the models whose blocks no release settles."""
 
+    dropout: float
     num_kv_heads: int | None
     norm: Literal["rmsnorm", "layernorm"]
     ffn: Literal["swiglu", "gelu"]
@@ -60,6 +65,20 @@ class LongNetOptions(StackOptions, total=False):
     kv_conv: int | None
 
 
+def options_of(cls: type) -> set[str]:
+    """Names of the arguments that the constructor of `cls` takes, those that it passes on to its bases included."""
+    names: set[str] = set()
+    settled: set[str] = {"self"}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - settled
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        settled |= set(vars(base).get("settled", ()))
+    return names
+
+
 class _RemembersArguments:
     """Keeps the names of the keywords that the caller passed; a class of its own, or jsonargparse would read `__new__`."""
 
@@ -68,7 +87,15 @@ class _RemembersArguments:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         object.__setattr__(self, "_passed", frozenset(kwargs))
+        wrong = self._passed & settled_options(cls) - options_of(cls)
+        if wrong:
+            raise TypeError(f"{cls.__name__} has no argument {min(wrong)!r}.")
         return self
+
+
+def settled_options(cls: type) -> set[str]:
+    """Options of the bases that a class settles by itself."""
+    return {name for base in cls.__mro__ for name in vars(base).get("settled", ())}
 
 
 class TransformerModel(_RemembersArguments, DilatedModule):
@@ -170,10 +197,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             rank_zero_warn(f"{type(self).__name__}: {hint}")
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
-        settled = [name for cls in type(self).__mro__ for name in vars(cls).get("settled", ())]
-        self.save_hyperparameters(
-            ignore=[*NOT_SAVED, *settled]
-        )  # of all constructors that are running, this one's first
+        # arguments of all constructors that are running, from this one outwards
+        self.save_hyperparameters(ignore=[*NOT_SAVED, *settled_options(type(self))])
         if self._saves_pattern():
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
         if position_encoding != "none" and "rotary_base" in self.hparams:
@@ -206,7 +231,7 @@ class ReleasedModel(TransformerModel):
         "xpos_scale_base", "kv_conv", "residual_dtype", "shift_layers", "shift_below",
     )  # fmt: skip
 
-    def __init__(self, pattern: LayersLike, **options: Any) -> None:
+    def __init__(self, pattern: Any, **options: Any) -> None:
         super().__init__(
             pattern=pattern, norm="layernorm", ffn="gelu", bias=True, sub_layernorm=True, position_encoding="none",
             num_kv_heads=None, rotary_base=None, max_seq_len=None, xpos_scale_base=512.0, kv_conv=None,

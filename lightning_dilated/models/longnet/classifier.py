@@ -21,12 +21,12 @@ from lightning_dilated.models.pooled_model import (
     mean_token,
 )
 from lightning_dilated.models.transformer import init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, Unpack
+from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec
 
 
-class ClassifierOptions(LongNetOptions, PooledOptions, total=False):
+class ClassifierOptions(SizeOptions, LongNetOptions, PooledOptions, total=False):
     """Options of a LongNetClassifier that are not its own."""
 
 

@@ -25,7 +25,7 @@ from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import USUAL, DilatedTransformer, init_weights
-from lightning_dilated.models.transformer_model import LongNetOptions, TransformerModel, Unpack
+from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
@@ -42,6 +42,12 @@ class CausalModel(Protocol):
 
     def configure_model(self) -> None:
         """Make the layers, unless they are there."""
+
+    def eval(self) -> Any:
+        """Switch to eval mode."""
+
+    def train(self) -> Any:
+        """Switch to training mode."""
 
     def __call__(self, tokens: Tensor, *, caches: list[KVCache], last_only: bool) -> Tensor: ...
 
@@ -170,7 +176,7 @@ def _stream(
 
 
 @contextmanager
-def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+def _evaluating(model: CausalModel) -> Iterator[None]:
     """The model in eval mode; afterwards in the mode it was in."""
     was_training = model.training
     model.eval()
@@ -190,7 +196,7 @@ def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options:
     return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
 
 
-class TokenOptions(LongNetOptions, total=False):
+class TokenOptions(SizeOptions, LongNetOptions, total=False):
     """Options of a LongNetLM and a LongNetMLM, for type checkers and editors."""
 
     tie_embeddings: bool

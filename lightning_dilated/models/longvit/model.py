@@ -38,6 +38,7 @@ CHUNK = 4096
 class LongViTOptions(StackOptions, PooledOptions, total=False):
     """Options of a LongViT that are not its own."""
 
+    dropout: float
     task: Literal["classification", "regression", "ordinal"] | None
     num_classes: int | None
 

@@ -145,7 +145,6 @@ def released_pattern(
 class SlideOptions(StackOptions, total=False):
     """Options of both slide models, for type checkers and editors."""
 
-    feature_dim: int
     segment_lengths: list[int] | None
     dilation_rates: list[int] | None
     max_wsi_size: int | None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
@@ -65,9 +65,10 @@ def layer_weights(
     """
     found: list[Tensor] = []
 
-    def look(core: nn.Module, args: Any, kwargs: Any) -> None:
+    def look(core: Any, args: Any, kwargs: Any) -> None:
         options = {name: kwargs[name] for name in ("causal", "lengths", "cu_seqlens")}
-        found.append(attention_weights(*args[:2], core.pattern, queries, scale=core.scale, **options))
+        q, k = args[:2]
+        found.append(attention_weights(q, k, core.pattern, queries, scale=core.scale, **options))
 
     with torch.compiler.set_stance("force_eager"):  # a hook in a compiled block would compile it anew
         for i, block in enumerate(transformer.blocks[: max(layers) + 1]):

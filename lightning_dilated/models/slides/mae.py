@@ -20,9 +20,16 @@ from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.pooled_model import check_lengths, guarded
 from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.models.transformer_model import Unpack
+from lightning_dilated.models.transformer_model import SizeOptions, Unpack
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.sequence import SequenceSpec
+
+
+class SlidePretrainerOptions(SizeOptions, SlideOptions, total=False):
+    """Options of a SlidePretrainer that are not its own."""
+
+    feature_dim: int
+    dropout: float
 
 
 class SlidePretrainer(SlideBackbone):
@@ -60,7 +67,7 @@ class SlidePretrainer(SlideBackbone):
         mask_seed: int = 0,
         *,
         drop_path: float = 0.0,
-        **options: Unpack[SlideOptions],
+        **options: Unpack[SlidePretrainerOptions],
     ) -> None:
         super().__init__(drop_path=drop_path, **options)
         if isinstance(mask_ratio, bool) or not isinstance(mask_ratio, (int, float)) or not 0 < mask_ratio < 1:
