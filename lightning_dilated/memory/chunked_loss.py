@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import has_backward_hooks
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import (
     added,
@@ -43,7 +44,7 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
     Raises:
         ValueError, RuntimeError: as `tiled`.
     """
-    if any(m._backward_hooks or m._backward_pre_hooks for of in modules for m in of.modules()):
+    if any(has_backward_hooks(m) for module in modules for m in module.modules()):
         return tiled(run, modules, tile, *rows).sum()
     step = step_of(tile, rows[0])
     if step >= rows[0].shape[1]:

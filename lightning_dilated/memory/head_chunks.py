@@ -72,7 +72,7 @@ class HeadChunks:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class AttentionParts:
     """What attention in windows of heads is made of.
 
     Attributes:
@@ -90,28 +90,28 @@ class Pieces:
 
 @torch.compiler.disable
 def attend_in_chunks(
-    chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
+    chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
     """The heads' output (B, N, H, D) of an input x (B, N, E) whose norm is projected to q, k and v by weight and bias.
 
     `tables` are `RotaryTable.rows()`, or none.
     """
-    check_whole(pieces.modules)
-    return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
+    check_whole(parts.modules)
+    return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
-        ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
-        ctx.weights = weights(pieces.modules)
+    def forward(ctx, chunks, parts, count, x, weight, bias, *more):
+        ctx.chunks, ctx.parts, ctx.replay, ctx.count = chunks, parts, Replay(x), count
+        ctx.weights = weights(parts.modules)
         state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
         out, kept, ctx.rest = None, [], []
-        projection = ctx.projection = _Projection(chunks, pieces, products_dtype(x, weight), step_of(pieces.tile, x))
+        projection = ctx.projection = _Projection(chunks, parts, products_dtype(x, weight), step_of(parts.tile, x))
         for window in chunks.windows:
             torch.set_rng_state(state)
             q, k, v = projection.forward(window, x, weight, bias, more[:count])
-            q, k, v, rest = pieces.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
+            q, k, v, rest = parts.arguments(q, k, v, window=(window[0], chunks.heads, chunks.kv_heads))
             rest = *rest[:-2], any(ctx.needs_input_grad), rest[-1]
             part, *saved = torch.ops.lightning_dilated.attention(q, k, v, *rest)
             del q, k, v
@@ -127,10 +127,10 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, bias, out, *kept = ctx.saved_tensors
-        chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
+        chunks, parts, projection = ctx.chunks, ctx.parts, ctx.projection
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
-        parameters = read_again(pieces.modules, ctx.weights)
+        parameters = read_again(parts.modules, ctx.weights)
         wants_x, *wants = ctx.needs_input_grad[3:6]
         totals = [torch.empty_like(y) if want else None for y, want in zip((weight, bias), wants, strict=True)]
         # the gradient of the normed rows, until all windows are done
@@ -144,7 +144,7 @@ class _Chunked(torch.autograd.Function):
             with ctx.replay.again(grad=False):
                 projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
             del grads
-        norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
+        norm = lambda x: parts.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
         made, sums = dx if wants_x else None, []
         if dx is not None:
             with ctx.replay.again():
@@ -157,7 +157,7 @@ class _Projection:
     """From x (B, N, E) to q, k and v of a window of heads, and back."""
 
     chunks: HeadChunks
-    pieces: Pieces
+    parts: AttentionParts
     dtype: torch.dtype
     step: int
 
@@ -167,7 +167,7 @@ class _Projection:
         return [[q, k], [v]] if turned else [[q], [k], [v]]
 
     def _norm(self, x: Tensor) -> Tensor:
-        return self.pieces.norm(x, self.dtype)
+        return self.parts.norm(x, self.dtype)
 
     def _some(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
         """Of a weight or bias, for each group."""

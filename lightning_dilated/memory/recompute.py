@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
 from lightning_dilated.memory.offload import Host
 
@@ -104,21 +105,6 @@ class _ResultUnused(AbstractContextManager):
         _running.unused = self._before.pop()
 
 
-def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled block, past a fault of torch before 2.13: an assertion that the number of rows that other ranks sent is no
-    negative one stops the compilation of a backward that keeps them."""
-    if torch.__version__ >= "2.13":  # a TorchVersion, which compares by numbers
-        return compiled
-
-    def run(*args: object, **kwargs: object) -> Tensor:
-        if torch.compiler.is_compiling():
-            return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(do_not_emit_runtime_asserts=True):
-            return compiled(*args, **kwargs)
-
-    return run
-
-
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Around a piece's first run, and around the one in the backward."""
     return _ResultUnused(False), _ResultUnused(True)
@@ -151,13 +137,13 @@ class _Retained(AbstractContextManager):
         self._mode, self._before = mode, []
 
     def __enter__(self) -> None:
-        retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._before.append({op: copy.copy(found) for op, found in self._mode.storage.items()} if retained else {})
+        saved = saved_by_op(self._mode).items() if backward_is_retained() else ()
+        self._before.append({op: copy.copy(results) for op, results in saved})
         self._mode.__enter__()
 
     def __exit__(self, *about: object) -> None:
         self._mode.__exit__(*about)
-        self._mode.storage.update(self._before.pop())
+        saved_by_op(self._mode).update(self._before.pop())
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:

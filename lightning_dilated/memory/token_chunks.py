@@ -14,15 +14,15 @@ Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_dilated._compat.torch import hooks_paused
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.memory.recompute import Replay, forget_casts
 
@@ -221,24 +221,11 @@ def gradients_of(
 ) -> tuple[Tensor | None, ...]:
     """Of the leaves; those of the pieces are written into `made`."""
     asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
-    with _quiet(leaves):
+    with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
         found = torch.autograd.grad(out, [*asked, *leaves], grad, allow_unused=True)
     for into, part in zip((x for x in made if x is not None), found, strict=False):
         into[:, cut] = 0 if part is None else part
     return found[len(asked) :]
-
-
-@contextlib.contextmanager
-def _quiet(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on these tensors wait: they are for the gradient of all tiles, with which autograd calls them."""
-    hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
-    try:
-        for x, _ in hooked:
-            x._backward_hooks = None
-        yield
-    finally:
-        for x, hooks in hooked:
-            x._backward_hooks = hooks
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:

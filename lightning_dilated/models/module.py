@@ -11,7 +11,6 @@ number of tokens. The base class does the rest: exact token mean, metrics, optim
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import re
 import warnings
@@ -21,17 +20,20 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _load as read_remote
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_dilated._compat.lightning import (
+    attached_trainer,
+    load_to_cpu_by_name,
+    read_remote,
+    restricted_classmethod,
+)
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
@@ -143,7 +145,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
 
     # -- what a subclass says ----------------------------------------------------------------------------------------
-    @_restricted_classmethod
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,
@@ -196,10 +198,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
-        io = getattr(getattr(self._trainer, "strategy", None), "checkpoint_io", None)
-        if type(io) is TorchCheckpointIO:  # names the host by a function, and torch then reads no states of torchao's
-            load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
-            io.load_checkpoint = functools.partial(load, io, map_location="cpu")  # type: ignore[method-assign]
+        load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None))
         if not self._built:
             self._built = True
             self.build()
@@ -207,7 +206,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
     def _built_outside(self) -> DilatedModule:
         """Build now where no Trainer will do it: whoever asks for weights outside one wants them to exist."""
-        if not self._built and self._trainer is None:
+        if not self._built and attached_trainer(self) is None:
             self.configure_model()
         return self
 
@@ -238,12 +237,18 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
     def _shifted(self, batch: Any) -> Any:
         """The batch; where `sequence_spec` has entries to shift and no strategy did that, they are shifted here."""
-        done = hasattr(self._trainer and self._trainer.strategy, "sequence")
-        return (
-            batch
-            if done or not (self.sequence_spec and self.sequence_spec.shift)
-            else self.sequence_spec.cut(batch, Place())
-        )
+        done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
+        if done or not (self.sequence_spec and self.sequence_spec.shift):
+            return batch
+        return self.sequence_spec.cut(batch, Place())
+
+    def _data_setting(self, name: str, default: Any = None) -> Any:
+        """An attribute of the Trainer's datamodule, if there are both."""
+        return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
+
+    def _optimizer_step(self) -> int:
+        """The Trainer's, 0 without one."""
+        return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`; and the
@@ -262,7 +267,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
-        if self._trainer is None or not any(bases):  # outside of a run the caller has chosen them
+        if attached_trainer(self) is None or not any(bases):  # outside of a run the caller has chosen them
             return
         if isinstance(theirs, (int, float, list, tuple)):
             trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
@@ -291,7 +296,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         share, _ = self.token_mean(self._shifted(batch))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
-        if self._trainer is not None:
+        if attached_trainer(self) is not None:
             self._show(self._shown.of(loss))
         for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
@@ -410,7 +415,7 @@ def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:
     elif Path(checkpoint_path).is_file():
         stored = load_file(checkpoint_path, mapped=True)
     elif "://" in str(checkpoint_path):
-        stored = read_remote(checkpoint_path, map_location="cpu", weights_only=True)
+        stored = read_remote(checkpoint_path)
     else:
         return {}  # Lightning says what is missing
     names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions

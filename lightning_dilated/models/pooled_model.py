@@ -12,6 +12,7 @@ from typing import Any, Literal, TypedDict
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.models.heads import make_head
@@ -160,7 +161,7 @@ class PooledModule(TransformerModel):
         self.classes = self._data_classes()
 
     def _data_classes(self) -> list[str] | None:
-        found = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
+        found = self._data_setting("classes")
         return None if found is None or self.task not in ("classification", "ordinal") else [str(x) for x in found]
 
     def _check_classes(self, trained: list[str] | None) -> None:
@@ -220,7 +221,7 @@ class PooledModule(TransformerModel):
         if "label" not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
         self.configure_model()
-        label = guarded(self._checked, batch["label"])
+        label = checked_by_all(self._checked, batch["label"])
         return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -233,13 +234,13 @@ class PooledModule(TransformerModel):
                 found = error
             label = moved["label"]
             tells = isinstance(label, Tensor) and not label.is_inference()  # whether it is written to later
-            self._read = (label, label._version, found) if tells else (None, 0, None)
+            self._read = (label, version_of(label), found) if tells else (None, 0, None)
         return moved
 
     def _checked(self, label: Any) -> Tensor:
         """Labels as the head takes them."""
         moved, version, found = self._read
-        if moved is None or label is not moved or label._version != version:
+        if moved is None or label is not moved or version_of(label) != version:
             return self.head.check(torch.as_tensor(label))
         if isinstance(found, Exception):
             raise found
@@ -302,7 +303,7 @@ class PooledModule(TransformerModel):
         return [groups[key] for key in sorted(groups)]
 
 
-def guarded(check: Any, *arguments: Any) -> Any:
+def checked_by_all(check: Any, *arguments: Any) -> Any:
     """check(*arguments); where it raises on one rank of a sequence, all raise."""
     group = active_sequence()
     return check(*arguments) if group is None else group.guard(check, *arguments)

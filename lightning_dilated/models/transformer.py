@@ -21,13 +21,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import allow_recompiles
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.memory.offload import Host
-from lightning_dilated.memory.recompute import in_groups
-from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
@@ -191,7 +190,7 @@ def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
     return found
 
 
-class DilatedTransformer(nn.Module):
+class DilatedTransformer(StackMemory):
     """Blocks and a last norm; positions become one rotary table for all blocks of one base.
 
     Args:
@@ -227,28 +226,8 @@ class DilatedTransformer(nn.Module):
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
-        self._memory, self._host = MemorySettings(), Host(0)
         #: of each block, None for one without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
-
-    @property
-    def memory(self) -> MemorySettings:
-        """What training keeps, of the stack and of each block."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, settings: MemorySettings) -> None:
-        """Of the stack and of each block."""
-        for block in self.blocks:
-            block.memory = settings
-        self._memory, self._host = settings, Host(settings.offload)
-
-    def free_host_memory(self) -> None:
-        """Give host memory of offloaded block inputs back to the system; forwards that wait for a backward are lost.
-
-        A later forward takes it anew.
-        """
-        self._host.close()
 
     def residual(self, x: Tensor) -> Tensor:
         """x in the dtype of the hidden states between blocks. Who makes x calls it, lest the wider one be held meanwhile."""
@@ -282,8 +261,7 @@ class DilatedTransformer(nn.Module):
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
-        every = self._memory.every if torch.is_grad_enabled() and watch is None else 1
-        x = in_groups(layers, x, every, self._host)
+        x = self._run(layers, x, grouped=watch is None)
         return self.norm(x) if normed else x
 
     def _tables(
@@ -300,7 +278,7 @@ class DilatedTransformer(nn.Module):
         """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
         # a graph for each pattern: with gradients, without, with static and dynamic lengths
-        torch._dynamo.config.recompile_limit = max(8 * kinds, torch._dynamo.config.recompile_limit)
+        allow_recompiles(8 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
 

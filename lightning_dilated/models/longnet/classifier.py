@@ -16,8 +16,8 @@ from lightning_dilated.models.pooled_model import (
     PooledModule,
     PooledOptions,
     check_lengths,
+    checked_by_all,
     first_token,
-    guarded,
     mean_token,
 )
 from lightning_dilated.models.transformer import init_weights
@@ -85,7 +85,7 @@ class LongNetClassifier(PooledModule):
         """See that the data's features or tokens fit the input layer."""
         super().setup(stage)
         name = "vocab_size" if self.input == "tokens" else "feature_dim"
-        there = getattr(getattr(self._trainer, "datamodule", None), name, None)
+        there = self._data_setting(name)
         if there is not None and (there > self.width if self.input == "tokens" else there != self.width):
             raise ValueError(f"{name}={self.width}, but the data's is {there}: set the model's {name} to {there}.")
 
@@ -114,7 +114,7 @@ class LongNetClassifier(PooledModule):
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) pooled hidden states, on every rank of the sequence."""
         self.configure_model()
-        guarded(self._check_input, batch)
+        checked_by_all(self._check_input, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
         x = batch[self.input]
         x = self.embedding(x) if self.input == "tokens" else self.project(x.to(self.project.weight.dtype))

@@ -250,7 +250,7 @@ class TokenModel(TransformerModel):
 
     def setup(self, stage: str) -> None:
         """See that every token of the data has an embedding."""
-        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", self.vocab_size)
+        tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > self.vocab_size:
             raise ValueError(
                 f"vocab_size={self.vocab_size} is below the data's {tokens} tokens. Set the model's vocab_size to {tokens}."
@@ -312,7 +312,7 @@ class LongNetLM(TokenModel):
     def setup(self, stage: str) -> None:
         """As `TokenModel`; and see that bits per byte are not those of a token. 512 leaves room for special tokens."""
         super().setup(stage)
-        tokens = getattr(getattr(self._trainer, "datamodule", None), "vocab_size", self.vocab_size)
+        tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > 512 and self.bytes_per_token == 1:
             rank_zero_warn(
                 f"bytes_per_token is 1, but {tokens} different tokens are no bytes: bits_per_byte will be bits per token. "

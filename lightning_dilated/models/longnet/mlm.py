@@ -255,7 +255,7 @@ class LongNetMLM(TokenModel):
             )
         index = sample_numbers(index)
         positions = token_positions(0, tokens.shape[1])
-        stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
+        stream = (1, self._optimizer_step()) if self.training else (0, 0)
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:

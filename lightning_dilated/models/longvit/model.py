@@ -16,7 +16,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.models.longvit.weights import PUBLISHED, load_longvit, read_longvit
-from lightning_dilated.models.pooled_model import PooledModule, PooledOptions, guarded, mean_token
+from lightning_dilated.models.pooled_model import PooledModule, PooledOptions, checked_by_all, mean_token
 from lightning_dilated.models.pretrained import check_depth, missing_file
 from lightning_dilated.models.slides.backbone import RELEASED_RATES
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
@@ -240,13 +240,13 @@ class LongViT(ReleasedModel, PooledModule):
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) from a batch as training has it, on every rank of the sequence."""
         self.configure_model()
-        guarded(self._check_entries, batch)
+        checked_by_all(self._check_entries, batch)
         if "image" in batch:
             return self(batch["image"])
         patches, grids = batch["patches"], torch.as_tensor(batch["grid"]).tolist()
         positions, group = token_positions(0, patches.shape[1]), active_sequence()
         seq_len = patches.shape[1] if group is None else group.agreed.seq_len  # type: ignore[union-attr]
-        lengths = guarded(_lengths, grids, seq_len)
+        lengths = checked_by_all(_lengths, grids, seq_len)
         tables = {(r, c): table_positions(self.pos_embed, r, c, positions) for r, c in set(map(tuple, grids))}
         placed = torch.stack([tables[r, c] for r, c in grids])
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.pooled_model import guarded
+from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
 
@@ -206,15 +206,13 @@ class SlideBackbone(ReleasedModel):
     def setup(self, stage: str) -> None:
         """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""
         super().setup(stage)
-        data = getattr(self._trainer, "datamodule", None)
         for name in ("feature_dim", "tile_size"):
-            there, here = getattr(data, name, None), getattr(self, name)
+            there, here = self._data_setting(name), getattr(self, name)
             if there is not None and there != here:
                 raise ValueError(
                     f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
                 )
-
-        check_places = getattr(data, "check_places", None)  # SlideDataModule's
+        check_places = self._data_setting("check_places")  # SlideDataModule's
         if callable(check_places):
             check_places(self.tile_size, self.grid)
 
@@ -237,7 +235,7 @@ class SlideBackbone(ReleasedModel):
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
         """Projected tiles (B, L, E) with their positions added, in the dtype of the parameters; checks coordinates."""
-        guarded(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
+        checked_by_all(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
         cells = cells_of(coords, counted.to(coords.device), self.tile_size)
         return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
 
@@ -266,9 +264,9 @@ class SlideBackbone(ReleasedModel):
             lengths: (B,), rows of the whole slides, the blank one too.
             change: called with the projected tiles (B, L, E) and positions (L,) before the tiles get their positions.
         """
-        guarded(self._check_shapes, features, coords)
+        checked_by_all(self._check_shapes, features, coords)
         positions = token_positions(0, features.shape[1])
-        guarded(_check_blank, coords, positions)
+        checked_by_all(_check_blank, coords, positions)
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)

@@ -21,8 +21,8 @@ from lightning_dilated.models.pooled_model import (
     PooledModule,
     PooledOptions,
     check_lengths,
+    checked_by_all,
     first_token,
-    guarded,
     mean_token,
 )
 from lightning_dilated.models.pretrained import check_depth, missing_file, without_training
@@ -308,7 +308,7 @@ class SlideEncoder(SlideBackbone, PooledModule):
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) from a batch as training has it: this rank's rows, the first of the whole slide blank."""
         self.configure_model()
-        guarded(self._check_entries, batch)
+        checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
         x, positions = self.row_tokens(batch["features"], batch["coords"], lengths)
         return self._pooled(x, positions, lengths, False)

@@ -17,7 +17,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.longnet.mlm import sample_numbers
-from lightning_dilated.models.pooled_model import check_lengths, guarded
+from lightning_dilated.models.pooled_model import check_lengths, checked_by_all
 from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.models.transformer_model import SizeOptions, Unpack
@@ -100,7 +100,7 @@ class SlidePretrainer(SlideBackbone):
 
         Validation hides the same tiles every time.
         """
-        step = 1 + (self._trainer.global_step if self._trainer else 0) if self.training else 0
+        step = 1 + self._optimizer_step() if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
         keep = self.hiding.keep(step, index.cpu().long()[:, None], zero, positions[None], zero)
         tiles = (positions > 0).expand(keep.shape)
@@ -113,8 +113,8 @@ class SlidePretrainer(SlideBackbone):
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
         self.configure_model()
-        guarded(_check_index, batch)
-        guarded(self._check_entries, batch)
+        checked_by_all(_check_index, batch)
+        checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
         features, found = batch["features"], []
 
