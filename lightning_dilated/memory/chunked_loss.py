@@ -32,7 +32,7 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
     """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are computed with it, tile by tile.
 
     So the backward computes nothing again, it only scales them. Until then they are saved: as large as the rows that get
-    one, and as the weights in at least fp32. Modules with hooks on their backward run as in `tiled`, since the hooks would see
+    one, and as the weights in at least fp32. Modules with hooks on their backward run as in `tiled`, since hooks would see
     gradients of the sum and not of the loss.
 
     Args:

@@ -2,8 +2,8 @@
 
 Intermediate results (the feed-forward's hidden features, the logits) exist for one tile at a time: only the inputs are
 saved, from which the backward computes each tile again. A parameter's gradient is summed over the tiles in at least fp32
-and returned once, so that hooks on it (of DDP and FSDP) run once. Products with rows of a projection's weight have a backward
-of their own: autograd would compute each product again, and the norm's backward once for every chunk of heads.
+and returned once, so that hooks on it (of DDP and FSDP) run once. Products with rows of a projection's weight have their own
+backward: autograd would compute each product again, and the norm's backward once for every chunk of heads.
 
 Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
 """
