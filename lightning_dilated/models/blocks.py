@@ -1,6 +1,6 @@
-"""The pre-norm transformer block: attention, feed-forward, stochastic depth, and how it trains in little memory.
+"""The pre-norm transformer block: attention, feed-forward and stochastic depth.
 
-Shape letters: B batch, N tokens, E embedding dim.
+Shape letters: B batch, N tokens, E embedding dim, H heads, D head dim.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ def drop_path_rates(rate: float, depth: int) -> list[float]:
 
 
 def drop_path_factors(rate: float, depth: int, x: Tensor) -> Tensor | None:
-    """(depth, 2, B, 1, 1) factors of the two branches of every layer, 0 or 1 / (1 - p); None where nothing is dropped.
+    """(depth, 2, B, 1, 1) factors of the two halves of every layer, 0 or 1 / (1 - p); None where nothing is dropped.
 
-    The ranks of a sequence hold parts of one sample, so they have to drop it together: they take rank 0's seed, as attention
-    dropout does. It comes from torch's CPU generator, so `torch.manual_seed` repeats it.
+    The ranks of a sequence hold parts of one sample and drop it together: as for attention dropout, they use rank 0's seed.
+    It comes from torch's CPU generator, so `torch.manual_seed` repeats it.
 
     Args:
         rate: of the last layer, in [0, 1).
@@ -49,7 +49,7 @@ def drop_path_factors(rate: float, depth: int, x: Tensor) -> Tensor | None:
 
 @dataclass
 class BlockOptions:
-    """What a block is made of, apart from its sizes; every field is an argument of the models too."""
+    """Options of a block apart from its sizes; `TransformerModel` documents them."""
 
     norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
     ffn: Literal["swiglu", "gelu"] = "swiglu"
@@ -61,11 +61,8 @@ class BlockOptions:
     rotary_base: float = 10000.0
     xpos_scale_base: float = 512.0
     engine: str = "auto"
-    #: taps of the short convolution on keys and values; None: none
     kv_conv: int | None = None
-    #: stochastic depth of the last layer; it rises linearly from 0 in the first
     drop_path: float = 0.0
-    #: of the hidden states between blocks; None: what the embedding gives, float32 under mixed precision
     residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +81,7 @@ class BlockOptions:
                 raise ValueError(f"{name} must be a probability in [0, 1), got {value!r}.")
 
     def with_base(self, base: float | None) -> BlockOptions:
-        """These options with a rotary base; without positions where it is None."""
+        """These options with another rotary base; None: without positions."""
         return replace(self, position_encoding="none") if base is None else replace(self, rotary_base=base)
 
 
@@ -94,7 +91,7 @@ def make_norm(kind: str, dim: int) -> nn.Module:
 
 
 def working(x: Tensor, weight: Tensor) -> Tensor:
-    """x as a product with weight takes it: of its dtype, unless autocast sees to that."""
+    """x in the dtype of a weight that it is multiplied with; under autocast, which casts by itself, x as it is."""
     kind = x.device.type
     return x if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) else x.to(weight.dtype)
 
@@ -104,7 +101,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, dim: int, hidden: int, options: BlockOptions) -> None:
         super().__init__()
-        # of its own rather than half of fc1: the gradient of a chunk is one more pass over the widest activation
+        # not one half of fc1: splitting that output would cost one more pass over the widest activation in the backward
         self.gate = nn.Linear(dim, hidden, bias=options.bias) if options.ffn == "swiglu" else None
         self.fc1 = nn.Linear(dim, hidden, bias=options.bias)
         self.norm = nn.LayerNorm(hidden) if options.sub_layernorm else nn.Identity()
@@ -162,27 +159,23 @@ class TransformerBlock(BlockMemory):
         cache: KVCache | None,
         drop: Tensor | None,
     ) -> Tensor:
-        """x + attention(norm(x))."""
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         normed = self.attention_norm(working(x, self.attention_layer.in_proj_weight))
         return self._added(x, self.attention(normed, positions=positions, cache=cache, **documents)[0], drop)
 
     def _normed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What attention projects, in the dtype of its products."""
         return self.attention_norm(working(x, self.attention_layer.in_proj_weight)).to(dtype)
 
     def _join(self, x: Tensor, out: Tensor, drop: Tensor | None) -> Tensor:
-        """x and what the heads gave."""
         return self._added(x, self.attention.join(out), drop)
 
     def _feed(self, x: Tensor, drop: Tensor | None) -> Tensor:
-        """x + feed_forward(norm(x))."""
         return self._added(x, self.ffn(self.ffn_norm(working(x, self.ffn.fc1.weight))), drop)
 
-    def _added(self, x: Tensor, more: Tensor, drop: Tensor | None) -> Tensor:
-        """x + more, in the dtype of x, after dropout and stochastic depth."""
-        more = self.dropout(more)
-        return x + (more if drop is None else more * drop).to(x.dtype)
+    def _added(self, x: Tensor, y: Tensor, drop: Tensor | None) -> Tensor:
+        """x + y, in the dtype of x, after dropout and stochastic depth."""
+        y = self.dropout(y)
+        return x + (y if drop is None else y * drop).to(x.dtype)
 
 
 def default_hidden(dim: int, ffn: str) -> int:

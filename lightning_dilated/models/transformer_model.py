@@ -1,7 +1,7 @@
 """TransformerModel: the constructor that all models around one `DilatedTransformer` share.
 
-A subclass names the options that are its own, passes all others on as `**options`, and settles those that it does not offer.
-The command line finds every option by following `super().__init__(..., **options)`; checkpoints keep them all.
+A subclass names its own options, passes all others on as `**options`, and sets those that it does not offer. The command
+line finds every option by following `super().__init__(..., **options)`; checkpoints store them all.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 else:
     Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
 
-#: what is no part of the model itself, or stands in its file in another form
+#: arguments that are not part of the model itself, or are saved in another form
 NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained")
 
 
@@ -50,7 +50,7 @@ class StackOptions(TypedDict, total=False):
 
 
 class LongNetOptions(StackOptions, total=False):
-    """Options of the models whose blocks no release settles."""
+    """Options of models whose blocks are not those of a release."""
 
     dropout: float
     num_kv_heads: int | None
@@ -80,7 +80,7 @@ def options_of(cls: type) -> set[str]:
 
 
 class _RemembersArguments:
-    """Keeps the names of the keywords that the caller passed; a class of its own, or jsonargparse would read `__new__`."""
+    """Keeps the names of the keywords that the caller passed; in a base class, since jsonargparse would read `__new__`."""
 
     _passed: frozenset[str] = frozenset()
 
