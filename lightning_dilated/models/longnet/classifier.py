@@ -82,7 +82,7 @@ class LongNetClassifier(PooledModule):
         self.pool = pool
 
     def setup(self, stage: str) -> None:
-        """See that the data's features or tokens fit the input layer."""
+        """Check that the data's features or tokens fit the input layer."""
         super().setup(stage)
         name = "vocab_size" if self.input == "tokens" else "feature_dim"
         there = self._data_setting(name)
@@ -105,8 +105,8 @@ class LongNetClassifier(PooledModule):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
 
-        Those of a classification are unnormalised log-probabilities, of an ordinal task log-probabilities, of a regression
-        the targets.
+        Logits are unnormalised log-probabilities for classification, log-probabilities for an ordinal task, and the
+        predicted targets for regression.
         """
         embedding = self.embed({self.input: x, "lengths": lengths})
         return embedding if self.head is None else self.head(embedding)

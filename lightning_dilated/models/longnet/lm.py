@@ -1,6 +1,4 @@
-"""Sampling from a causal model, one token at a time, with a cache that makes each step equal to the full sequence.
-
-TokenModel, what the models over tokens share, and LongNetLM: a causal language model with dilated attention.
+"""LongNetLM, a causal language model with dilated attention; sampling from it; TokenModel, its base over tokens.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -29,12 +27,12 @@ from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptio
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
 
-#: tokens of a prompt that are read at once
+#: tokens of a prompt that are processed at once
 PROMPT_CHUNK = 1 << 16
 
 
 class CausalModel(Protocol):
-    """What `generate` needs: logits from tokens and caches, and the stack that makes the caches."""
+    """What `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
 
     transformer: DilatedTransformer
     training: bool
@@ -53,7 +51,7 @@ class CausalModel(Protocol):
 
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise for sampling options that make no distribution."""
+    """Raise ValueError for sampling options that define no distribution."""
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 <= temperature < math.inf:
         raise ValueError(f"temperature must be 0 (the likeliest token) or a positive number, got {temperature!r}.")
     if top_k is not None:
@@ -85,7 +83,7 @@ def sample(
     top_p: float | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """(B,) tokens drawn from logits (B, V)."""
+    """(B,) tokens drawn from logits (B, V); options as of `generate_stream`."""
     if temperature == 0:
         return logits.argmax(-1)
     logits = logits.float()
@@ -96,21 +94,21 @@ def sample(
     if top_p is not None:
         values, order = logits.sort(descending=True)
         probability = values.softmax(-1)
-        beyond = probability.cumsum(-1) - probability >= top_p  # the likeliest token always stays
+        beyond = probability.cumsum(-1) - probability >= top_p  # never the likeliest token
         logits = logits.scatter(-1, order, values.masked_fill(beyond, -torch.inf))
     return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
 
 
 def stop_tokens(stop: int | Sequence[int] | None, vocab_size: int) -> list[int]:
-    """The tokens that end a continuation, as a list; an error for one that can never be drawn."""
+    """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
     if stop is None:
         return []
     if isinstance(stop, (str, bytes)) or not isinstance(stop, (int, Sequence)):
         raise TypeError(f"stop must be a token, a list of tokens or None, got {stop!r}.")
-    found = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]
-    if found and max(found) >= vocab_size:
-        raise ValueError(f"stop must lie below vocab_size={vocab_size}, got {max(found)}: it would never be drawn.")
-    return found
+    ends = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]
+    if ends and max(ends) >= vocab_size:
+        raise ValueError(f"stop must lie below vocab_size={vocab_size}, got {max(ends)}: it would never be drawn.")
+    return ends
 
 
 def generate_stream(
@@ -125,18 +123,20 @@ def generate_stream(
     stop: int | Sequence[int] | None = None,
     prompt_chunk: int = PROMPT_CHUNK,
 ) -> Iterator[Tensor]:
-    """Draw what follows the prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
+    """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
-    The model is in eval mode while it computes, not between tokens.
+    The model is in eval mode while it computes, and in its former mode between tokens.
 
     Args:
-        temperature, top_k, top_p: of the draws; 0 takes the likeliest token.
-        generator: of the draws, on the prompt's device; torch's own if None.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens.
+        top_p: draw from the likeliest tokens whose probabilities sum to top_p.
+        generator: of random numbers, on the prompt's device; None: torch's default.
         stop: token or tokens that end a row. A row that has ended repeats its last token; when all have, the stream ends.
-        prompt_chunk: tokens of the prompt that are read at once, which bounds the memory that a long one takes.
+        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
 
     Raises:
-        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that make
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
             no distribution.
     """
     check_prompt(tokens, model.vocab_size)
@@ -188,7 +188,7 @@ def _evaluating(model: CausalModel) -> Iterator[None]:
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """(B, N + new) tokens: the prompt (B, N >= 1) and what the model draws after it, `max_new_tokens` or up to a stop.
+    """(B, N + new) tokens: the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
 
     Args and errors: those of `generate_stream`.
     """
@@ -249,7 +249,7 @@ class TokenModel(TransformerModel):
         self.tie_embeddings, self.bytes_per_token = tie_embeddings, bytes_per_token
 
     def setup(self, stage: str) -> None:
-        """See that every token of the data has an embedding."""
+        """Check that every token of the data has an embedding."""
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > self.vocab_size:
             raise ValueError(
@@ -288,9 +288,9 @@ class TokenModel(TransformerModel):
         return token_nats(logits, labels.flatten(), self.compile_blocks).view(labels.shape)
 
     def _losses(self, x: Tensor, labels: Tensor, summed: bool = False) -> Tensor:
-        """`_nats`, or their sum, in tiles where the memory settings have them: the logits of all tokens never exist then."""
+        """`_nats`, or their sum, in tiles if the memory settings say so: logits of all tokens then never exist together."""
         within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size), x, labels
-        # of the sum, gradients are made as the logits are there; in fp16 they are too small before a loss scale is on them
+        # gradients of a sum are computed with it; in fp16 they would be too small, since a loss scale is applied later
         if summed and torch.float16 not in (x.dtype, autocast(working(x[:, :0], self.head.weight))[0].dtype):
             return tiled_sum(self._nats, *within)
         losses = tiled(self._nats, *within)
@@ -302,6 +302,8 @@ class LongNetLM(TokenModel):
 
     Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
     none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
+
+    Logged with each mean loss: bits per byte and perplexity.
     """
 
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
@@ -310,7 +312,7 @@ class LongNetLM(TokenModel):
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
     def setup(self, stage: str) -> None:
-        """As `TokenModel`; and see that bits per byte are not those of a token. 512 leaves room for special tokens."""
+        """As `TokenModel`; warn where `bytes_per_token` was left at 1 although more than 512 tokens cannot be bytes."""
         super().setup(stage)
         tokens = self._data_setting("vocab_size", self.vocab_size)
         if tokens > 512 and self.bytes_per_token == 1:
@@ -331,7 +333,7 @@ class LongNetLM(TokenModel):
     ) -> Tensor:
         """Logits (B, N, V) from tokens (B, N), or with `last_only` the last token's (B, 1, V).
 
-        `caches` holds the tokens before these: `model.transformer.new_caches()`, or what earlier calls left in them.
+        `caches` hold the tokens before these: `model.transformer.new_caches()`, which each call extends.
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
@@ -354,31 +356,31 @@ class LongNetLM(TokenModel):
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
-        own = type(self).token_losses is _TOKEN_LOSSES and "token_losses" not in vars(self)
-        states = self._states(batch) if own or self.watch_predictions is not None else None
+        redefined = type(self).token_losses is not _TOKEN_LOSSES or "token_losses" in vars(self)
+        states = None if redefined and self.watch_predictions is None else self._states(batch)
         if states is not None and self.watch_predictions is not None:
             self.watch_predictions(batch, self._predictions(*states))
-        if states is not None and own and self.watch_losses is None:
+        if states is not None and not redefined and self.watch_losses is None:
             return self._losses(*states, summed=True), (batch["labels"] != IGNORE).sum()
-        losses = self._losses(*states) if states is not None and own else self.token_losses(batch)
+        losses = self.token_losses(batch) if states is None or redefined else self._losses(*states)
         if self.watch_losses is not None:
             self.watch_losses(batch, losses)
         return losses.sum(), (batch["labels"] != IGNORE).sum()
 
     @torch.no_grad()
     def _predictions(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(B, N) the likeliest token at each label by hidden states (B, N, E), -100 elsewhere, where no logits are made."""
+        """(B, N) the likeliest token at each label of hidden states (B, N, E); -100 elsewhere, without logits."""
         counted = labels != IGNORE
         within = (self.transformer.norm, self.head), loss_tile(self.transformer.memory.tile, self.vocab_size)
         likeliest = tiled(lambda at: self._logits(at).argmax(-1), *within, x[counted][None])
         return torch.full_like(labels, IGNORE).masked_scatter_(counted, likeliest[0])
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """Bits per byte and perplexity (of a token). A base of a genome is one byte, so there they are bits per base."""
+        """Bits per byte and perplexity of a token. In a genome a base is one byte, so they are bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """Bits per byte of each sequence (B,), NaN without labels, beside its `index` where the batch has one."""
+        """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels."""
         losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
         losses, counted = sequence_sum(losses), sequence_sum(counted)
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
@@ -386,15 +388,15 @@ class LongNetLM(TokenModel):
         return {**index, "tokens": counted, "bits_per_byte": bits}
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-        """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation, by `max_new_tokens` or up to a stop token.
+        """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
 
         Args:
-            options: temperature, top_k, top_p, generator, stop, prompt_chunk; see `models.generation.generate_stream`.
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk; see the function `generate_stream`.
         """
         return generate(self, tokens, max_new_tokens, **options)
 
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
-        """The continuation as it is drawn: (B,) tokens a step; the same tokens and options as `generate`."""
+        """The continuation as it is drawn, (B,) tokens a step; the same tokens and options as of `generate`."""
         return generate_stream(self, tokens, max_new_tokens, **options)
 
     @classmethod
@@ -415,14 +417,14 @@ class LongNetLM(TokenModel):
         Args:
             source: a state dict, or a .pt file of one, alone or under "model".
             segment_lengths, dilation_rates: of the decoder's configuration; offsets are "blocked", as there.
-            num_heads: of its configuration; with xPos the tensors tell it.
-            scale_embedding: its configuration has no_scale_embedding=False: the embedding is multiplied by sqrt(dim), once
-                and for all, and is then not tied to the output projection.
-            options: further arguments of the class; xpos_scale_base is 512 there too.
+            num_heads: of its configuration; with xPos it follows from the tensors.
+            scale_embedding: whether its configuration has no_scale_embedding=False: the embedding is multiplied by
+                sqrt(dim) when it is read, and is then not tied to the output projection.
+            options: further arguments of the class; torchscale's xpos_scale_base is 512, too.
 
         Raises:
             FileNotFoundError, ValueError: for a file that cannot be read, missing tensors, parts that a LongNetLM does not
-                have, or sizes that do not fit. Tensors that nothing uses are named in a warning.
+                have, or sizes that do not fit. A warning names unused tensors.
         """
         where = "the state dict" if isinstance(source, Mapping) else source
         sizes, state = convert(read_state_dict(source), num_heads, scale_embedding, options.get("depth"), where)
@@ -437,5 +439,5 @@ class LongNetLM(TokenModel):
         return model
 
 
-#: that of the class, by which one that someone put in its place is known
+#: the class's own method, to recognise one that a user has put in its place
 _TOKEN_LOSSES = LongNetLM.token_losses
