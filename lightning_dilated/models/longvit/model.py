@@ -46,9 +46,9 @@ class LongViTOptions(StackOptions, PooledOptions, total=False):
 class LongViT(ReleasedModel, PooledModule):
     """LongViT: patches of an image, embedded linearly, with learned positions; the mean over the patches is the embedding.
 
-    Called with images it returns embeddings, see `forward`. Trained, its batches are mappings with `label` (B,) and either
-    `image` (B, C, H, W), or, under this package's strategies and for images of unlike size, `patches` (B, N, C P P), padded
-    on the right, with `grid` (B, 2), rows and columns of patches: what `image_patches` makes.
+    Called with images it returns embeddings, see `forward`. For training, batches are mappings with `label` (B,) and either
+    `image` (B, C, H, W), or, under this package's strategies and for images of different sizes, `patches` (B, N, C P P),
+    padded on the right, with `grid` (B, 2), rows and columns of patches: the results of `image_patches`.
 
     Args:
         image_size: pixels along a side of the square images that the table of positions is for; others are interpolated.
@@ -71,7 +71,7 @@ class LongViT(ReleasedModel, PooledModule):
         options: those of `PooledModule` and `ReleasedModel`.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"patches": 1}, whole=["image", "grid", "label", "index"])
@@ -125,25 +125,25 @@ class LongViT(ReleasedModel, PooledModule):
         norm_at: Literal["mean", "patches"] | None = None,
         **options: Any,
     ) -> LongViT:
-        """A model in eval mode with released weights (longvit_small_patch32_1024.pth, say); sizes are read from the tensors.
+        """A model in eval mode with released weights, such as longvit_small_patch32_1024.pth; sizes follow from the tensors.
 
-        Images are to be RGB in [0, 1], less (0.485, 0.456, 0.406), divided by (0.229, 0.224, 0.225).
+        Images must be RGB in [0, 1], minus (0.485, 0.456, 0.406), divided by (0.229, 0.224, 0.225).
 
         Args:
             path: `{"model": state_dict}` (or under "teacher", "module" or "state_dict") or a bare state dict, of the
                 pretrained or of a fine-tuned model; loaded with `weights_only=True`.
-            compat: the released attention, whose zero pads take part (`padding="attended"`); False masks them.
-            num_heads: which leaves no trace in weights; the release has 16.
-            image_size: pixels of the images' side, if it is not the file's: its table of positions is then resized for
-                good, as the release does it for fine-tuning (which rounds it to half precision; here it is not), and the
-                segments become those of the size. Larger images of a model made without it have the file's segments.
-            norm_at: None: where the file's last norm stands. "mean" with a pretrained file begins with a fresh norm, as its
+            compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
+            num_heads: which does not follow from weights; the release has 16.
+            image_size: pixels of the images' side, if it is not the file's: its table of positions is then resized once, as
+                the release does for fine-tuning (but not rounded to half precision), and the segments are those of this
+                size. A model made without it has the file's segments for larger images, too.
+            norm_at: None: where the file has its last norm. "mean" with a pretrained file starts with a fresh norm, as its
                 authors fine-tune.
-            options: other arguments of `LongViT`. With `task="classification"` and the file's own number of classes, a
+            options: other arguments of `LongViT`. With `task="classification"` and the file's number of classes, a
                 fine-tuned file's head is loaded.
 
         Raises:
-            FileNotFoundError, ValueError: naming what the file lacks. Entries of no use are reported in one line.
+            FileNotFoundError, ValueError: naming what the file lacks. Unused entries are reported in one line.
         """
         file = read_longvit(path)
         if norm_at is None:
@@ -151,10 +151,10 @@ class LongViT(ReleasedModel, PooledModule):
         sizes = file.sizes()
         known = PUBLISHED.get((sizes["in_channels"], sizes["patch_size"], sizes["dim"]))
         check_depth(sizes["depth"], options.get("depth"), known, path, "the published LongViT")
-        found: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
-        found |= {"padding": "attended" if compat else "masked"}
-        found |= {} if image_size is None else {"image_size": image_size}
-        model = cls(**{**found, **options}, pretrained=str(path))
+        settings: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
+        settings |= {"padding": "attended" if compat else "masked"}
+        settings |= {} if image_size is None else {"image_size": image_size}
+        model = cls(**{**settings, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()
 
@@ -183,8 +183,8 @@ class LongViT(ReleasedModel, PooledModule):
 
         Args:
             images: (B, C, H, W), floating point, H and W multiples of P; on any device, since strips of it are moved. Or an
-                iterator of such strips of the same images from top to bottom, of any height each: then one strip and the
-                patches' embeddings (twice N x E while they are put together) are all that is held. A list is refused.
+                iterator of strips of the same images from top to bottom, each of any height: then only one strip and the
+                patches' embeddings (twice N x E while they are concatenated) are in memory. A list is refused.
 
         Raises:
             TypeError, ValueError: for another shape or dtype.
@@ -193,24 +193,24 @@ class LongViT(ReleasedModel, PooledModule):
         return self._pooled(x, torch.arange(x.shape[1]), None)
 
     def hidden_states(self, images: Tensor | Iterable[Tensor]) -> Tensor:
-        """(B, N, E), patches row by row, before the mean; normalised if `norm_at` is "patches". Images as in `forward`."""
+        """(B, N, E), patches row by row, before the mean; normalised if `norm_at` is "patches". Images as of `forward`."""
         return self._encoded(self._embedded(images), None)
 
     def _embedded(self, images: Tensor | Iterable[Tensor]) -> Tensor:
-        """(B, N, E): patches with their positions."""
+        """(B, N, E): embedded patches plus their positions."""
         self.configure_model()
         group = active_sequence()
         if group is not None and group.ranks > 1:
             raise ValueError("images are embedded on one rank; several take patches and grid of models.image_patches.")
         if isinstance(images, (list, tuple)):
             raise TypeError("images come stacked (B, C, H, W); strips of the same images come from an iterator.")
-        found = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
-        if not found or not len(found[0][0]):
+        strips = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
+        if not strips or not len(strips[0][0]):
             raise ValueError("there is no image: got an empty batch, or no strips.")
-        sizes = [(len(x), columns) for x, columns in found]
+        sizes = [(len(x), columns) for x, columns in strips]
         if len(set(sizes)) > 1:
             raise ValueError(f"strips must be of the same images: got (images, patches in a row) of {sizes}.")
-        x, columns = torch.cat([x for x, _ in found], 1), found[0][1]
+        x, columns = torch.cat([x for x, _ in strips], 1), strips[0][1]
         placed = table_positions(self.pos_embed, x.shape[1] // columns, columns, torch.arange(x.shape[1]))
         return x + placed.to(x.device, self.pos_embed.dtype)
 
@@ -221,12 +221,12 @@ class LongViT(ReleasedModel, PooledModule):
 
     def _check_pixels(self, images: Any) -> None:
         if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != self.in_channels:
-            found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(f"images must be (images, {self.in_channels}, height, width), got {found}.")
+            shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise ValueError(f"images must be (images, {self.in_channels}, height, width), got {shape}.")
         if not images.is_floating_point():
             raise TypeError(
                 f"images are {images.dtype}: scale them to [0, 1] and normalise them as the weights were trained "
-                "(x.float() / 255, then less the channels' mean, divided by their standard deviation)."
+                "(x.float() / 255, then minus the channels' mean, divided by their standard deviation)."
             )
 
     def _strip(self, strip: Tensor) -> tuple[Tensor, int]:
@@ -238,7 +238,7 @@ class LongViT(ReleasedModel, PooledModule):
 
     # -- from batches --------------------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) from a batch as training has it, on every rank of the sequence."""
+        """(B, E) from a training batch, on every rank of the sequence."""
         self.configure_model()
         checked_by_all(self._check_entries, batch)
         if "image" in batch:
@@ -262,11 +262,11 @@ class LongViT(ReleasedModel, PooledModule):
             )
         x, grid, width = batch["patches"], torch.as_tensor(batch["grid"]), self.in_channels * self.patch_size**2
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
-            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"patches must be floating point (B, N, {width}), see models.image_patches; got {found}.")
+            kind = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"patches must be floating point (B, N, {width}), see models.image_patches; got {kind}.")
         if grid.shape != (len(x), 2) or grid.is_floating_point():
-            found = f"{grid.dtype} of shape {tuple(grid.shape)}"
-            raise ValueError(f"grid must be integers ({len(x)}, 2), rows and columns of patches; got {found}.")
+            kind = f"{grid.dtype} of shape {tuple(grid.shape)}"
+            raise ValueError(f"grid must be integers ({len(x)}, 2), rows and columns of patches; got {kind}.")
 
     # -- to embeddings -------------------------------------------------------------------------------------------------
     def _encoded(self, x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -274,12 +274,12 @@ class LongViT(ReleasedModel, PooledModule):
         return self.norm(x) if self.norm_at == "patches" else x
 
     def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        found = mean_token(self._encoded(x, lengths), positions, lengths)
-        return found if self.norm_at == "patches" else self.norm(found)
+        mean = mean_token(self._encoded(x, lengths), positions, lengths)
+        return mean if self.norm_at == "patches" else self.norm(mean)
 
 
 def _lengths(grids: list[list[int]], seq_len: int) -> Tensor | None:
-    """(B,) patches of each image; None where none is padded."""
+    """(B,) patches of each image; None without padding."""
     lengths = [rows * columns for rows, columns in grids]
     if min(min(g) for g in grids) < 1 or max(lengths) != seq_len:
         raise ValueError(

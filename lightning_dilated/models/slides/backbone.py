@@ -1,6 +1,6 @@
-"""Where a tile lies on its slide: coordinates checked and turned into cells, and the fixed 2-D sin-cos embedding of cells.
+"""SlideBackbone, from tile features of slides to hidden states: shared by the slide encoder and its pretraining.
 
-SlideBackbone: from the tile features of slides to hidden states, what the slide encoder and its pretraining share.
+Also the positions of tiles: coordinates checked and converted to cells, and the fixed 2-D sin-cos embedding of cells.
 
 Shape letters: B batch, N rows (tiles and the class token's row), E embedding dim, T tiles, L rows of this rank, F
 features.
@@ -22,16 +22,16 @@ from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
 
-#: coordinates of a row that is no tile: the class token's, and padding's
+#: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
 
 class GridPositions(nn.Module):
-    """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), row by row and without storing it.
+    """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), computed for the requested cells.
 
-    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: the row
-    1 + x grid + y of a released GigaPath table. It has no parameters and no state.
+    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: row 1 + x grid + y of
+    a released GigaPath table. It has no parameters and no state.
     """
 
     def __init__(self, dim: int, grid: int) -> None:
@@ -42,7 +42,7 @@ class GridPositions(nn.Module):
         self._axes: dict[torch.device, Tensor] = {}
 
     def axis(self, device: torch.device) -> Tensor:
-        """(grid, E / 2) fp32: the embedding of one coordinate, taken in fp64."""
+        """(grid, E / 2) fp32: the embedding of one coordinate, computed in fp64."""
         if device not in self._axes:
             quarter = torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim / 4)
             angle = torch.arange(self.grid, dtype=torch.float64, device="cpu")[:, None] / 10000**quarter
@@ -59,7 +59,7 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
     """Raise where coordinates would silently give wrong positions.
 
     Args:
-        coords: (B, N, 2), x and y of a tile's upper left corner in pixels of the magnification the tiles were cut at.
+        coords: (B, N, 2), x and y of a tile's upper left corner, in pixels at the magnification of the tiles.
         counted: (B, N) bool, the rows that are tiles.
         tile_size: pixels of a tile.
         grid: cells along an axis.
@@ -71,15 +71,16 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
         raise TypeError(f"coords are {coords.dtype}, which rounds pixels above 2,048: keep them int64.")
     if coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"coords must be integers (int64), got {coords.dtype}.")
-    shown = _filled(coords, counted)
-    if coords.is_floating_point() and not bool(((shown == shown.floor()) & (shown.abs() < _EXACT[coords.dtype])).all()):
+    pixels = _filled(coords, counted)
+    whole = not coords.is_floating_point() or ((pixels == pixels.floor()) & (pixels.abs() < _EXACT[coords.dtype])).all()
+    if not whole:
         raise ValueError(
             f"coords hold fractions, NaN or values too large for {coords.dtype}: they must be whole pixels. Coordinates in "
             "micrometres or in fractions of the slide have to be converted first: (coords / unit).round().long()."
         )
     if not coords.numel():
         return
-    low, high = (int(x) for x in torch.stack([shown.amin(), shown.amax()]).tolist())
+    low, high = (int(x) for x in torch.stack([pixels.amin(), pixels.amax()]).tolist())
     if low < 0:
         raise ValueError(f"coords must not be negative for a tile, got {low}: shift the slide's corner to (0, 0).")
     if high // tile_size >= grid:
@@ -93,12 +94,12 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
 
 
 def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
-    """(B, N, 2) int64 cells of tiles; (0, 0) for rows that are none."""
+    """(B, N, 2) int64 cells of tiles; (0, 0) for other rows."""
     return torch.div(_filled(coords, counted), tile_size, rounding_mode="floor").long()
 
 
 def _filled(coords: Tensor, counted: Tensor) -> Tensor:
-    """Coordinates with 0 in rows that are no tiles; int64 where they are integers, as torch computes with few others."""
+    """Coordinates with 0 in rows that are not tiles; int64 where they are integers, as torch supports few others fully."""
     return (coords if coords.is_floating_point() else coords.long()).masked_fill(~counted[..., None], 0)
 
 
@@ -132,7 +133,7 @@ def released_pattern(
     tile_size: int,
     padding: str,
 ) -> DilatedPattern:
-    """GigaPath's pattern for these settings of a slide model; None is the release's. Raises: ValueError."""
+    """GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
     rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
     if segment_lengths is None:
         size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
@@ -204,7 +205,7 @@ class SlideBackbone(ReleasedModel):
         GridPositions(dim, grid)
 
     def setup(self, stage: str) -> None:
-        """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""
+        """Check that features and tiles of the data are those of the model, and that all tiles lie on its grid."""
         super().setup(stage)
         for name in ("feature_dim", "tile_size"):
             there, here = self._data_setting(name), getattr(self, name)
@@ -234,7 +235,7 @@ class SlideBackbone(ReleasedModel):
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
-        """Projected tiles (B, L, E) with their positions added, in the dtype of the parameters; checks coordinates."""
+        """Projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
         checked_by_all(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
         cells = cells_of(coords, counted.to(coords.device), self.tile_size)
         return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
@@ -256,13 +257,13 @@ class SlideBackbone(ReleasedModel):
         lengths: Tensor | None,
         change: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens (B, L, E), positions (L,)) from this rank's rows of batches, whose first row is blank.
+        """(tokens (B, L, E), positions (L,)) from this rank's rows of a batch whose first row is blank.
 
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
             lengths: (B,), rows of the whole slides, the blank one too.
-            change: called with the projected tiles (B, L, E) and positions (L,) before the tiles get their positions.
+            change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
         """
         checked_by_all(self._check_shapes, features, coords)
         positions = token_positions(0, features.shape[1])
@@ -270,15 +271,15 @@ class SlideBackbone(ReleasedModel):
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
-        # torch.where and no assignment: on ranks without the class token its gradient is 0, but there is one
+        # torch.where, so that ranks without the class token have a gradient for it, which is 0
         return torch.where(send(positions == 0, x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
 
     def _check_shapes(self, features: Any, coords: Any) -> None:
         for name, x in (("features", features), ("coords", coords)):
             if not isinstance(x, Tensor) or x.ndim != 3:
-                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(
-                    f"{name} must be a tensor (slides, tiles, {'F' if name == 'features' else 2}), got {found}."
+                    f"{name} must be a tensor (slides, tiles, {'F' if name == 'features' else 2}), got {shape}."
                 )
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}.")

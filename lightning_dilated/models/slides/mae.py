@@ -33,27 +33,27 @@ class SlidePretrainerOptions(SizeOptions, SlideOptions, total=False):
 
 
 class SlidePretrainer(SlideBackbone):
-    """Hides most tiles of a slide and learns to tell their features from the others (after MAE, arXiv 2111.06377).
+    """Hides most tiles of a slide and learns to predict their features from the others (after MAE, arXiv 2111.06377).
 
-    Unlike MAE the encoder runs over all rows, with a learned token in place of what is hidden: so a slide keeps its length,
-    its dilated attention, and its place on several ranks. A light decoder and a linear layer predict the features; the loss
-    is their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) takes checkpoints.
+    Unlike in MAE the encoder runs over all rows, with a learned token in place of hidden tiles, so that a slide keeps its
+    length, its dilated attention, and its sharding. A light decoder and a linear layer predict the features; the loss is
+    their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) reads checkpoints.
 
-    Batches are mappings with `features`, `coords`, `lengths` as `SlideEncoder` has them, and `index` (B,), the slide's
-    number in the data set. What is hidden follows from (mask_seed, optimizer step, index, position) alone, on any number of
-    ranks and in a resumed run; validation hides the same tiles every time.
+    Batches are mappings with `features`, `coords`, `lengths` as of `SlideEncoder`, and `index` (B,), the slide's number in
+    the data set. Hidden tiles follow from (mask_seed, optimizer step, index, position) alone, on any number of ranks and in
+    a resumed run; validation hides the same tiles every time.
 
     Args:
-        mask_ratio: probability in (0, 1) with which a tile is hidden.
-        normalise: the target is a tile's features with their mean taken off and divided by their standard deviation.
+        mask_ratio: probability in (0, 1) that a tile is hidden.
+        normalise: whether the target is a tile's features minus their mean, divided by their standard deviation.
         decoder_dim: features of the decoder; its heads and pattern are the encoder's.
         decoder_depth: layers of the decoder.
-        mask_seed: of what is hidden.
+        mask_seed: seed of the choice of hidden tiles.
         drop_path: see `TransformerModel`.
         options: those of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
@@ -96,10 +96,7 @@ class SlidePretrainer(SlideBackbone):
             self.decoder.compile_blocks()
 
     def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, L) bool on the CPU: the tiles that this step hides, of slides `index` (B,) at global `positions` (L,).
-
-        Validation hides the same tiles every time.
-        """
+        """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,)."""
         step = 1 + self._optimizer_step() if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
         keep = self.hiding.keep(step, index.cpu().long()[:, None], zero, positions[None], zero)
@@ -107,7 +104,7 @@ class SlidePretrainer(SlideBackbone):
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
-        """(M,) int64: the numbers of the hidden rows among all B L; found on the CPU, so that no GPU is waited for."""
+        """(M,) int64: numbers of the hidden rows among all B L; computed on the CPU, so as not to wait for a GPU."""
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -116,16 +113,16 @@ class SlidePretrainer(SlideBackbone):
         checked_by_all(_check_index, batch)
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
-        features, found = batch["features"], []
+        features, hidden = batch["features"], []
 
         def hide(x: Tensor, positions: Tensor) -> Tensor:
-            found.append(self.hidden_tiles(batch["index"], positions, lengths))
-            return torch.where(send(found[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
+            hidden.append(self.hidden_tiles(batch["index"], positions, lengths))
+            return torch.where(send(hidden[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
 
         x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide)
         x = self.norm(self.transformer(self.dropout(x), lengths=lengths))
         x = self.decoder(self.decoder_embed(x), lengths=lengths)
-        rows = send(self.hidden_rows(found[0]), x.device)
+        rows = send(self.hidden_rows(hidden[0]), x.device)
         target = features.flatten(0, 1)[rows]
         target = target.to(torch.promote_types(target.dtype, torch.float32))
         if self.normalise:
@@ -133,12 +130,12 @@ class SlidePretrainer(SlideBackbone):
         return self.decoder_predict(x.flatten(0, 1)[rows]).to(target.dtype), target
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """(sum over this rank's hidden tiles of their mean squared error, how many they are)."""
-        got, target = self.reconstruct(batch)
-        return (got - target).square().mean(1).sum(), len(target)
+        """(sum of the mean squared errors of this rank's hidden tiles, their number)."""
+        predicted, target = self.reconstruct(batch)
+        return (predicted - target).square().mean(1).sum(), len(target)
 
 
 def _check_index(batch: Mapping[str, Any]) -> None:
     if "index" not in batch:
-        raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which says what is hidden.")
+        raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which selects hidden tiles.")
     sample_numbers(batch["index"])
