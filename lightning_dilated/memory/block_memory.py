@@ -32,44 +32,19 @@ GRAPHS = 64
 class BlockMemory(nn.Module):
     """Base of a transformer block: runs its two halves, attention and feed-forward, as its settings say.
 
-    A block has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, and defines the methods below that
-    raise NotImplementedError. It sets `memory` when its layers are made.
-    """
+    A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, sets `memory` once they are
+    made, and defines the parts that run, and are compiled, separately; `drop` are factors of stochastic depth:
 
-    attention_norm: nn.Module
-    attention: nn.Module
-    ffn_norm: nn.Module
-    ffn: nn.Module
-    dropout: nn.Module
+        _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
+        _normed(x, dtype): norm(x), which attention projects, in the dtype of its products.
+        _join(x, out, drop): x + the output projection of the heads' outputs (B, N, H, D).
+        _feed(x, drop): x + feed_forward(norm(x)).
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self._compile_options: tuple[Any, Any] | None = None
         self._pieces: dict[str, Callable[..., Any]] = {}  # compiled parts by name
-
-    def _attend(
-        self,
-        x: Tensor,
-        positions: Tensor | RotaryTable | None,
-        lengths: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: KVCache | None,
-        drop: Tensor | None,
-    ) -> Tensor:
-        """x + attention(norm(x)) of (B, N, E)."""
-        raise NotImplementedError
-
-    def _normed(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """What attention projects, in the dtype of its products."""
-        raise NotImplementedError
-
-    def _join(self, x: Tensor, out: Tensor, drop: Tensor | None) -> Tensor:
-        """x + the output projection of the heads' outputs (B, N, H, D)."""
-        raise NotImplementedError
-
-    def _feed(self, x: Tensor, drop: Tensor | None) -> Tensor:
-        """x + feed_forward(norm(x))."""
-        raise NotImplementedError
 
     @property
     def attention_layer(self) -> MultiheadDilatedAttention:

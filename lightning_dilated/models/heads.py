@@ -191,8 +191,8 @@ def check_classes(label: Tensor, classes: int) -> Tensor:
 
 
 def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """Metrics of probabilities (S, C) and labels (S,): AUROC (one against the rest, mean over the classes that occur), balanced
-    accuracy (mean recall of the classes that occur) and Cohen's kappa with quadratic weights.
+    """AUROC (one against the rest, mean over the classes that occur), balanced accuracy (mean recall of the classes that
+    occur) and Cohen's kappa with quadratic weights, of probabilities (S, C) and labels (S,).
 
     An undefined number (AUROC where only one class occurs) is NaN, not 0.
     """
