@@ -7,10 +7,8 @@ from jsonargparse import ArgumentParser
 from lightning_dilated import models
 from lightning_dilated._compat import lightning as compat_lightning
 from lightning_dilated._compat import torch as compat_torch
-from lightning_dilated.models.transformer_model import options_of
+from lightning_dilated.models.transformer_model import NOT_SAVED, options_of
 from lightning_dilated.pattern import DilatedPattern
-
-pytestmark = pytest.mark.fast
 
 PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 MODELS = ("LongNetLM", "LongNetMLM", "LongNetClassifier", "SlideEncoder", "SlidePretrainer", "LongViT")
@@ -23,10 +21,7 @@ def test_the_command_line_has_every_option(name):
     options = [action for action in parser._actions if action.dest.startswith("model.") and "help" not in action.dest]
     names = {action.dest.split(".")[1]: action for action in options}
     assert set(names) == options_of(cls) and len(names) > 20
-    text = parser.format_help()
-    for option in ("depth", "dropout", "engine", "compile_blocks"):
-        assert f"--model.{option}" in text
-    assert all(action.help and "type:" in action.help and action.help.strip()[0] != "(" for action in options)
+    assert "--model.depth" in parser.format_help() and all((action.help or "").strip() for action in options)
 
 
 @pytest.mark.parametrize(
@@ -39,13 +34,7 @@ def test_settled_options_are_refused_by_name(name, option):
 
 def test_a_checkpoint_keeps_defaults_and_no_settled_option():
     encoder = models.SlideEncoder(feature_dim=4, dim=16, depth=2, num_heads=2)
-    assert set(encoder.hparams) == options_of(models.SlideEncoder) - {
-        "pattern",
-        "pretrained",
-        "compile_blocks",
-        "optimizer",
-        "lr_scheduler",
-    }
+    assert set(encoder.hparams) == options_of(models.SlideEncoder) - set(NOT_SAVED)
     assert encoder.hparams.dropout == 0.25 and encoder.hparams.pool == "class"
     assert "pattern" in models.LongNetLM(PATTERN, dim=16, depth=1).hparams
 
