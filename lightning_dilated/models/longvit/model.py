@@ -35,6 +35,17 @@ RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those
 CHUNK = 4096
 
 
+def released_pattern(
+    image_size: int, segment_lengths: list[int] | None, dilation_rates: list[int] | None, padding: str
+) -> DilatedPattern:
+    """The releases' pattern for images of a size, with other segments (in patches) or rates where they are not None."""
+    segments = (
+        RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024]) if segment_lengths is None else segment_lengths
+    )
+    rates = RELEASED_RATES if dilation_rates is None else dilation_rates
+    return DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
+
+
 class LongViTOptions(StackOptions, PooledOptions, total=False):
     """Options of a LongViT that are not its own."""
 
@@ -106,7 +117,7 @@ class LongViT(ReleasedModel, PooledModule):
             dim=dim, depth=depth, num_heads=num_heads, drop_path=drop_path, **options,
         )  # fmt: skip
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
-        self.image_size = integer(image_size, "image_size", 1)
+        self.image_size = image_size
         if image_size % patch_size:
             raise ValueError(f"patch_size={patch_size} must divide image_size={image_size}.")
         if norm_at not in ("mean", "patches"):

@@ -196,8 +196,9 @@ class SlideBackbone(ReleasedModel):
     ) -> None:
         integer(tile_size, "tile_size", 1)
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
+        own = self._own_pattern(pattern, padding, settings)
         super().__init__(
-            self._own_pattern(pattern, padding, settings) or released_pattern(*settings.values(), tile_size, padding),
+            released_pattern(*settings.values(), tile_size, padding) if own is None else own,
             dim=dim, depth=depth, num_heads=num_heads, **options,
         )  # fmt: skip
         self.feature_dim = integer(feature_dim, "feature_dim", 1)
