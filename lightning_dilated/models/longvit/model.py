@@ -107,13 +107,11 @@ class LongViT(ReleasedModel, PooledModule):
         drop_path: float = 0.1,
         **options: Unpack[LongViTOptions],
     ) -> None:
-        self._own_pattern(pattern, padding, {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates})
-        segments = segment_lengths or RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
-        released = DilatedPattern.longnet(
-            segments, dilation_rates or RELEASED_RATES, offsets="blocked", padding=padding
-        )
+        integer(image_size, "image_size", 1)
+        settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        own = self._own_pattern(pattern, padding, settings)
         super().__init__(
-            released if pattern is None else pattern,
+            released_pattern(image_size, *settings.values(), padding) if own is None else own,
             dim=dim, depth=depth, num_heads=num_heads, drop_path=drop_path, **options,
         )  # fmt: skip
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
