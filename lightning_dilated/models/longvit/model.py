@@ -111,7 +111,7 @@ class LongViT(ReleasedModel, PooledModule):
         settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
         own = self._own_pattern(pattern, padding, settings)
         super().__init__(
-            released_pattern(image_size, *settings.values(), padding) if own is None else own,
+            released_pattern(image_size, segment_lengths, dilation_rates, padding) if own is None else own,
             dim=dim, depth=depth, num_heads=num_heads, drop_path=drop_path, **options,
         )  # fmt: skip
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
