@@ -99,7 +99,7 @@ class Clock(pl.Callback):
 
 def offloaded_by_torch(transformer: ld.models.transformer.DilatedTransformer) -> None:
     """Block inputs wait in pinned memory as torch itself has it: each copy is waited for, none is asked for ahead."""
-    transformer._host.keeping = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
+    transformer._host.offloading = lambda *unused: torch.autograd.graph.save_on_cpu(pin_memory=True)
 
 
 def settings_of(args: argparse.Namespace) -> MemorySettings:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import lightning.pytorch as pl
 
 from lightning_dilated._device import leave_room
+from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models.blocks import TransformerBlock
-from lightning_dilated.models.transformer import DilatedTransformer
 
 
 class ActivationRecompute(pl.Callback):
@@ -40,46 +39,29 @@ class ActivationRecompute(pl.Callback):
         head_chunks: int = 1,
     ) -> None:
         self.settings = MemorySettings(policy, every, offload, tile, head_chunks)
-        self._before: list[tuple[TransformerBlock | DilatedTransformer, MemorySettings]] = []
+        self._before: list[tuple[Adjustable, MemorySettings]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Tell the blocks."""
+        """Hand the settings to the model."""
         self.teardown(trainer, pl_module, "fit")  # which Lightning does not call for a fit that failed
-        stacks = [m for m in pl_module.modules() if isinstance(m, DilatedTransformer)]
-        inside = {block for stack in stacks for block in stack.blocks}
-        alone = [m for m in pl_module.modules() if isinstance(m, TransformerBlock) and m not in inside]
-        name = type(pl_module).__name__
-        if not stacks and not alone:
-            raise ValueError(
-                f"ActivationRecompute recomputes TransformerBlocks, and {name} has none. Build it of "
-                "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
-            )
-        if alone and (self.settings.every > 1 or self.settings.offload):
-            raise ValueError(
-                f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks of its own beside. Stack "
-                "them by lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
-            )
-        told: list[TransformerBlock | DilatedTransformer] = [*stacks, *alone]
-        self._before = [(m, m.memory) for m in told]
-        for m, _ in self._before:
-            m.memory = self.settings
+        self._before = set_memory(pl_module, self.settings)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Memory is taken to its end, but for what others than torch need."""
+        """Leave GPU memory for others than torch, which would otherwise take all of it."""
         leave_room(trainer.strategy.root_device)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Host memory is given back: Lightning is about to move model, gradients and optimizer states there."""
+        """Free host memory: Lightning is about to move model, gradients and optimizer states there."""
         for m, _ in self._before:
-            if isinstance(m, DilatedTransformer):
+            if isinstance(m, StackMemory):
                 m.free_host_memory()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Likewise, so that a job which failed ends with its own error, and not for want of host memory."""
+        """Likewise, so that a failed job ends with its own error, and not for lack of host memory."""
         self.on_train_end(trainer, pl_module)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Leave the blocks as they were."""
+        """Give the model back the settings that it had."""
         for m, settings in self._before:
             m.memory = settings
         self._before = []

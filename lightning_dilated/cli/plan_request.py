@@ -6,7 +6,6 @@ Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
 from __future__ import annotations
 
 import argparse
-import inspect
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
+from lightning_dilated.models.transformer_model import options_of
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
@@ -212,7 +212,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
     """
     of = config["model"]
     cls = class_of(args.config, of.get("class_path", "LongNetLM"), "lightning_dilated")
-    takes = inspect.signature(cls).parameters
+    takes = options_of(cls)
     given = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     given |= {
         "causal": args.causal,
@@ -222,7 +222,7 @@ def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedMod
     }
     given = {k: v for k, v in given.items() if v is not None}
     for name, value in given.items():
-        if name not in takes and not any(x.kind is x.VAR_KEYWORD for x in takes.values()):
+        if name not in takes:
             raise ValueError(
                 f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
             )
@@ -241,7 +241,7 @@ def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any
         raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
     lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
     found = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
-    return found | ({"max_wsi_size": None} if "max_wsi_size" in inspect.signature(cls).parameters else {})
+    return found | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:

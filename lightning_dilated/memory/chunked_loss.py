@@ -1,6 +1,4 @@
-"""The sum over all tokens of a function that treats each token alone, in tiles, with gradients that are made with it.
-
-Cross-entropy of tokens over wide vocabularies: of the logits nothing wider than themselves is kept or goes back.
+"""Sums over all tokens computed in tiles together with their gradients, and cross-entropy that saves the logits alone.
 
 Shape letters: B batch, N tokens, M tokens, V vocabulary.
 """
@@ -14,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import has_backward_hooks
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import (
     added,
@@ -22,7 +21,7 @@ from lightning_dilated.memory.token_chunks import (
     forward_tiles,
     gradients_of,
     only_once,
-    piece_of,
+    run_tile,
     step_of,
     tiled,
     trained,
@@ -30,11 +29,11 @@ from lightning_dilated.memory.token_chunks import (
 
 
 def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: int | None, *rows: Tensor) -> Tensor:
-    """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are made with it, tile by tile.
+    """The sum of run(*rows) over all tokens, as `tiled` computes it; its gradients are computed with it, tile by tile.
 
-    So nothing is computed again in the backward, which only multiplies them. Until then they are held: as much as the rows
-    that get one, and the weights in at least fp32. Modules whose backward is hooked run as in `tiled`, since hooks would see
-    gradients of the sum and not those of what is made of it.
+    So the backward computes nothing again, it only scales them. Until then they are saved: as large as the rows that get
+    one, and as the weights in at least fp32. Modules with hooks on their backward run as in `tiled`, since hooks would see
+    gradients of the sum and not of the loss.
 
     Args:
         run: one number a token, (B, N) of rows (B, N, ...).
@@ -43,7 +42,7 @@ def tiled_sum(run: Callable[..., Tensor], modules: Sequence[nn.Module], tile: in
     Raises:
         ValueError, RuntimeError: as `tiled`.
     """
-    if any(m._backward_hooks or m._backward_pre_hooks for of in modules for m in of.modules()):
+    if any(has_backward_hooks(m) for module in modules for m in module.modules()):
         return tiled(run, modules, tile, *rows).sum()
     step = step_of(tile, rows[0])
     if step >= rows[0].shape[1]:
@@ -64,31 +63,31 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, step, count, *tensors):
         rows, leaves = tensors[:count], tensors[count:]
-        wanted = ctx.needs_input_grad[3 : 3 + count]
-        made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
-        # hooks of a checkpoint around all this, or of an offload, are not for what is made and used here
+        needed = ctx.needs_input_grad[3 : 3 + count]
+        grads = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needed, strict=True)]
+        # saved-tensor hooks of a checkpoint or an offload around this call are not for tensors that live within it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.enable_grad(), plain:
             forget_casts()
-            total, sums = sum_tiles(run, step, rows, leaves, made)
+            total, sums = sum_tiles(run, step, rows, leaves, grads)
         forget_casts()
         ctx.step, ctx.dtypes = step, [x.dtype for x in leaves]
         ctx.count = count
-        ctx.save_for_backward(*made, *sums)
+        ctx.save_for_backward(*grads, *sums)
         return total
 
     @staticmethod
     @only_once
     def backward(ctx, grad):
-        saved = ctx.saved_tensors  # once: a checkpoint around hands each out a single time
-        made, sums = saved[: ctx.count], saved[ctx.count :]
-        found = [None if x is None else _scaled(x, grad, ctx.step) for x in made]
+        saved = ctx.saved_tensors  # read once: a checkpoint around this call hands out each a single time
+        grads, sums = saved[: ctx.count], saved[ctx.count :]
+        grads = [None if x is None else _scaled(x, grad, ctx.step) for x in grads]
         sums = [None if x is None else (x * grad).to(dtype) for x, dtype in zip(sums, ctx.dtypes, strict=True)]
-        return None, None, None, *found, *sums
+        return None, None, None, *grads, *sums
 
 
 def _scaled(x: Tensor, by: Tensor, step: int) -> Tensor:
-    """x (B, N, ...) times a number that is not rounded to x's dtype before."""
+    """x (B, N, ...) times a number, which is not rounded to x's dtype first."""
     out = torch.empty_like(x)
     for cut in cuts(x.shape[1], step):
         out[:, cut] = x[:, cut].to(torch.promote_types(x.dtype, by.dtype)) * by
@@ -100,16 +99,16 @@ def sum_tiles(
     step: int,
     rows: Sequence[Tensor],
     leaves: Sequence[Tensor],
-    made: Sequence[Tensor | None],
+    into: Sequence[Tensor | None],
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """(the sum of run(*rows), its gradients by the leaves, in at least fp32); as `backward_tiles`."""
+    """(the sum of run(*rows), its gradients of the leaves in at least fp32); other arguments as of `backward_tiles`."""
     sums: list[Tensor | None] = [None] * len(leaves)
     whole = None
     for cut in cuts(rows[0].shape[1], step):
-        pieces, out = piece_of(run, cut, rows, made)
+        tile, out = run_tile(run, cut, rows, into)
         whole = added(whole, out.detach().sum())
-        parts = gradients_of(out, cut, pieces, leaves, torch.ones_like(out), made)
-        del pieces, out
+        parts = gradients_of(out, cut, tile, leaves, torch.ones_like(out), into)
+        del tile, out
         sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
         del parts
     return whole, sums
@@ -117,29 +116,28 @@ def sum_tiles(
 
 #: labels with this value are left out of the loss
 IGNORE = -100
-#: logits of a tile: enough that adding up the gradient of the weights, tile after tile, takes little beside; and the fewest
-#: tokens of one all the same
+#: most logits of a tile, enough that summing the weight's gradient over tiles takes little time; and least tokens of a tile
 MOST, LEAST = 2**29, 1024
-#: words from which on one pass over the logits gains more than calls of compiled code cost
+#: vocabulary from which one compiled pass over the logits is faster than several eager ones
 WIDE = 1024
 
 
 def loss_tile(tile: int | None, vocab: int) -> int | None:
-    """Tokens whose logits are made at a time where other layers see `tile`, none of them all: fewer of a wide vocabulary."""
+    """Tokens whose logits are computed at a time where other layers take `tile`; None: all. Fewer for a wide vocabulary."""
     return None if tile is None else min(tile, max(LEAST, MOST // vocab))
 
 
 def token_nats(logits: Tensor, labels: Tensor, compiled: bool = False) -> Tensor:
     """(M,) nats of labels (M,) by logits (M, V), at least fp32, 0 where the label is `IGNORE`.
 
-    As `nn.functional.cross_entropy` of logits in fp32, but the gradient is made in the dtype of the logits: probabilities,
-    and what the label's lacks of 1, which is taken from the loss itself and exact for likely tokens, too.
+    As `nn.functional.cross_entropy` of logits in fp32, but the gradient is computed in the logits' dtype: probabilities, and
+    for the label 1 - p, taken from the loss itself and so exact for likely tokens, too.
 
     Args:
-        compiled: on a GPU, and of `WIDE` vocabularies, one pass over the logits each way, by torch.compile.
+        compiled: on a GPU and from `WIDE` on, one pass over the logits forward and one backward, by torch.compile.
 
     Raises:
-        IndexError, RuntimeError: for other labels outside of 0 to V - 1, as `gather` says it; for a double backward.
+        IndexError, RuntimeError: for other labels outside of 0 to V - 1, from `gather`; for a double backward.
     """
     return (_FusedNats if _fuses(logits, compiled) else _Nats).apply(logits, labels)
 
@@ -150,7 +148,7 @@ def _fuses(logits: Tensor, compiled: bool) -> bool:
 
 
 def _places(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """(which are left out; (M, 1) places of all others)."""
+    """((M,) labels that are left out; (M, 1) index of each label, 0 for those)."""
     left_out = labels == IGNORE
     return left_out, labels.masked_fill(left_out, 0)[:, None]
 
@@ -161,7 +159,9 @@ class _Nats(torch.autograd.Function):
         left_out, at = _places(labels)
         wide = torch.log_softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         nats = wide.gather(1, at)[:, 0].neg_().masked_fill_(left_out, 0)
-        ctx.save_for_backward(logits, at, left_out, torch.expm1(-nats))  # no result, which the caller may write to
+        ctx.save_for_backward(
+            logits, at, left_out, torch.expm1(-nats)
+        )  # not the result, which the caller may overwrite
         return nats
 
     @staticmethod
@@ -169,13 +169,13 @@ class _Nats(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         logits, at, left_out, lacking = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)[:, None]
-        # fp16 would lose what is small before a loss scale makes it larger
+        # fp16 would round small values to 0 before a loss scale applies
         wide = torch.promote_types(logits.dtype, torch.float32)
         dtype = wide if logits.dtype == torch.float16 else logits.dtype
         with torch.autocast(logits.device.type, enabled=False):
-            made = torch.softmax(logits, -1, dtype=dtype)
-            made.scatter_(1, at, lacking[:, None].to(dtype))
-            return made.mul_(grad).to(logits.dtype), None
+            out = torch.softmax(logits, -1, dtype=dtype)
+            out.scatter_(1, at, lacking[:, None].to(dtype))
+            return out.mul_(grad).to(logits.dtype), None
 
 
 class _FusedNats(torch.autograd.Function):
@@ -195,13 +195,13 @@ class _FusedNats(torch.autograd.Function):
         logits, at, left_out, lacking, top, total = ctx.saved_tensors
         grad = grad.masked_fill(left_out, 0)
         with torch.autocast(logits.device.type, enabled=False):
-            made = _compiled(_shares)(logits, top, grad / total)
-        return made.scatter_(1, at, (lacking * grad)[:, None].to(made.dtype)), None
+            out = _compiled(_softmax_times)(logits, top, grad / total)
+        return out.scatter_(1, at, (lacking * grad)[:, None].to(out.dtype)), None
 
 
 @functools.cache
 def _compiled(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Past torch's limit of graphs (of dtypes, of one token or none) it runs uncompiled: more memory, the same numbers."""
+    """Compiled once; past torch's limit of recompiles it runs uncompiled: more memory, the same numbers."""
     return torch.compile(run)
 
 
@@ -212,6 +212,6 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return top, (wide - top[:, None]).exp().sum(-1)
 
 
-def _shares(logits: Tensor, top: Tensor, by: Tensor) -> Tensor:
-    """exp(logit - largest) times a number of each row."""
+def _softmax_times(logits: Tensor, top: Tensor, by: Tensor) -> Tensor:
+    """exp(logit - largest), times one number for each row."""
     return ((logits.to(top.dtype) - top[:, None]).exp() * by[:, None]).to(logits.dtype)

@@ -1,7 +1,7 @@
-"""Attention over some of the heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
+"""Attention over a chunk of heads at a time, so that q, k and v of all heads, and their gradients, never exist together.
 
-Kept for the backward are the input (before its norm), the output of all heads, the log-sum-exp and the rows received; q, k
-and v of a window of heads are projected again when its backward comes.
+Saved for the backward are the input (before its norm), the output of all heads, the log-sum-exp and the rows received from
+other ranks; q, k and v of a chunk of heads are projected again in its backward.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.op import to_save
 from lightning_dilated.attention.rotary import RotaryTable
-from lightning_dilated.memory.recompute import Replay
+from lightning_dilated.memory.recompute import ForwardContext
 from lightning_dilated.memory.token_chunks import (
     backward_tiles,
     check_whole,
@@ -35,11 +35,11 @@ from lightning_dilated.sequence.exchange.head_parallel import windows
 
 @dataclass(frozen=True)
 class HeadChunks:
-    """Which heads are attended with together.
+    """How the heads are divided into chunks, each a window (first, stop) of query heads.
 
     Args:
         heads, kv_heads, head_dim: H, K, D.
-        chunks: windows of heads, of whole groups of query heads that share a kv head.
+        chunks: number of chunks; query heads that share a kv head stay together.
 
     Raises:
         ValueError: for more chunks than kv heads.
@@ -58,11 +58,11 @@ class HeadChunks:
 
     @property
     def windows(self) -> list[tuple[int, int]]:
-        """(first, stop) query heads of each."""
+        """(first, stop) query heads of each chunk."""
         return windows(self.heads, self.kv_heads, self.chunks)
 
     def rows(self, window: tuple[int, int]) -> list[slice]:
-        """Rows of the joint projection's weight that make q, k and v of a window."""
+        """Rows of the joint projection's weight for q, k and v of a chunk."""
         group, dim = self.heads // self.kv_heads, self.head_dim
         first, stop = window
         kv = [(self.heads + i * self.kv_heads) * dim for i in range(2)]
@@ -73,14 +73,14 @@ class HeadChunks:
 
 
 @dataclass(frozen=True)
-class Pieces:
-    """What attention in windows of heads is made of.
+class AttentionParts:
+    """Functions that attention in chunks of heads calls.
 
     Attributes:
-        norm: of (x, dtype) what is projected, in that dtype; each token's from that token alone.
+        norm: (x, dtype) -> what is projected, in that dtype; each token's depends on that token alone.
         modules: whose parameters `norm` reads.
-        arguments: of (q, k, v, window=..., needs_grad=...) the op's arguments, see `functional.op_arguments`.
-        tile: tokens of all samples that are normed and projected at a time; None: all.
+        arguments: (q, k, v, window=..., needs_grad=...) -> the arguments of the op, see `functional.op_arguments`.
+        tile: tokens of all samples that are normalised and projected at a time; None: all.
     """
 
     norm: Callable[[Tensor, torch.dtype], Tensor]
@@ -91,20 +91,21 @@ class Pieces:
 
 @torch.compiler.disable
 def attend_in_chunks(
-    chunks: HeadChunks, pieces: Pieces, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
+    chunks: HeadChunks, parts: AttentionParts, x: Tensor, weight: Tensor, bias: Tensor | None, *tables: Tensor
 ) -> Tensor:
     """The heads' output (B, N, H, D) of an input x (B, N, E) whose norm is projected to q, k and v by weight and bias.
 
-    `tables` are `RotaryTable.rows()`, or none.
+    Args:
+        tables: `RotaryTable.rows()`, or none.
     """
-    check_whole(pieces.modules)
-    return _Chunked.apply(chunks, pieces, len(tables), x, weight, bias, *tables, *trained(pieces.modules))
+    check_whole(parts.modules)
+    return _Chunked.apply(chunks, parts, len(tables), x, weight, bias, *tables, *trained(parts.modules))
 
 
 class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(ctx, chunks, pieces, count, x, weight, bias, *more):
-        ctx.chunks, ctx.pieces, ctx.replay, ctx.count = chunks, pieces, Replay(x), count
+        ctx.chunks, ctx.parts, ctx.context, ctx.count = chunks, pieces, ForwardContext(x), count
         ctx.weights = weights(pieces.modules)
         state = torch.get_rng_state()  # one seed for all windows: masks are keyed by the head
         out, kept, ctx.rest = None, [], []
@@ -129,50 +130,50 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         x, weight, bias, out, *kept = ctx.saved_tensors
-        chunks, pieces, projection = ctx.chunks, ctx.pieces, ctx.projection
+        chunks, parts, projection = ctx.chunks, ctx.parts, ctx.projection
         count = 3 * len(chunks.windows)
         tables = kept[count : count + ctx.count]
-        parameters = read_again(pieces.modules, ctx.weights)
-        wants_x, *wants = ctx.needs_input_grad[3:6]
-        totals = [torch.empty_like(y) if want else None for y, want in zip((weight, bias), wants, strict=True)]
-        # the gradient of the normed rows, until all windows are done
-        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if wants_x or parameters else None
+        parameters = read_again(parts.modules, ctx.weights)
+        needs_x, *needs = ctx.needs_input_grad[3:6]
+        totals = [torch.empty_like(y) if needed else None for y, needed in zip((weight, bias), needs, strict=True)]
+        # the gradient of the normed rows, until all chunks are done
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format) if needs_x or parameters else None
         for i, window in enumerate(chunks.windows):
-            with ctx.replay.again(grad=False):
+            with ctx.context.again(grad=False):
                 made = projection.forward(window, x, weight, bias, tables)
             mine = slice(*window)
             grads = _backward(grad[:, :, mine], made, out[:, :, mine], kept[3 * i : 3 * i + 3], ctx.rest[i])
             del made
-            with ctx.replay.again(grad=False):
+            with ctx.context.again(grad=False):
                 projection.backward(window, grads, x, weight, tables, totals, dx, i > 0)
             del grads
-        norm = lambda x: pieces.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
-        made, sums = dx if wants_x else None, []
+        norm = lambda x: parts.norm(x, projection.dtype).to(dx.dtype)  # noqa: E731
+        grad_x, sums = dx if needs_x else None, []
         if dx is not None:
-            with ctx.replay.again():
-                sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [made])
-        return None, None, None, made, *totals, *[None] * ctx.count, *sums
+            with ctx.context.again():
+                sums = backward_tiles(norm, projection.step, (x,), parameters, dx, [grad_x])
+        return None, None, None, grad_x, *totals, *[None] * ctx.count, *sums
 
 
 @dataclass(frozen=True)
 class _Projection:
-    """From x (B, N, E) to q, k and v of a window of heads, and back."""
+    """From x (B, N, E) to q, k and v of a chunk of heads, and its backward."""
 
     chunks: HeadChunks
-    pieces: Pieces
+    parts: AttentionParts
     dtype: torch.dtype
     step: int
 
-    def _groups(self, window: tuple[int, int], turned: bool) -> list[list[slice]]:
-        """Rows of the weight that are multiplied with together: of q and k where both are turned, and v's."""
+    def _groups(self, window: tuple[int, int], rotary: bool) -> list[list[slice]]:
+        """Rows of the weight that are multiplied with together: those of q and k where both are rotated, and v's."""
         q, k, v = self.chunks.rows(window)
-        return [[q, k], [v]] if turned else [[q], [k], [v]]
+        return [[q, k], [v]] if rotary else [[q], [k], [v]]
 
     def _norm(self, x: Tensor) -> Tensor:
-        return self.pieces.norm(x, self.dtype)
+        return self.parts.norm(x, self.dtype)
 
-    def _some(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
-        """Of a weight or bias, for each group."""
+    def _grouped(self, y: Tensor | None, groups: list[list[slice]]) -> list[Tensor | None]:
+        """The rows of a weight or bias for each group."""
         return [None if y is None else torch.cat([y[rows] for rows in group]).to(self.dtype) for group in groups]
 
     def forward(
@@ -180,8 +181,8 @@ class _Projection:
     ) -> tuple[Tensor, ...]:
         """q (B, N, h, D), k and v (B, N, k, D)."""
         groups = self._groups(window, bool(tables))
-        made = products(self._norm, x, self._some(weight, groups), self._some(bias, groups), self.step)
-        heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in made]
+        flat = products(self._norm, x, self._grouped(weight, groups), self._grouped(bias, groups), self.step)
+        heads = [y.unflatten(-1, (-1, self.chunks.head_dim)) for y in flat]
         if not tables:
             return tuple(heads)
         return *RotaryTable.of_rows(tables).split(heads[0], window[1] - window[0]), heads[1]
@@ -197,18 +198,22 @@ class _Projection:
         dx: Tensor | None,
         add: bool,
     ) -> None:
-        """From gradients of q, k and v (a list, emptied) to those of weight and bias (`totals`) and of the norm (`dx`); None
-        is not asked for."""
+        """Write gradients of weight and bias (`totals`) and of the norm (`dx`), where they are not None.
+
+        Args:
+            grads: of q, k and v; the list is emptied, to free them early.
+            add: whether `dx` holds the sum over earlier chunks.
+        """
         groups = self._groups(window, bool(tables))
         if tables:
             dq, dk = grads[0], grads.pop(1)
             grads[0] = RotaryTable.of_rows(tables).split_backward(dq, dk)
             del dq, dk
-        found = [y.flatten(2) for y in grads]
+        flat = [y.flatten(2) for y in grads]
         grads.clear()
-        some, trained = self._some(weight, groups), totals[0] is not None
-        sums = products_backward(self._norm, x, some, found, dx, self.step, add, trained)
-        for group, grad, part in zip(groups, found, sums, strict=True):
+        rows, trained = self._grouped(weight, groups), totals[0] is not None
+        sums = products_backward(self._norm, x, rows, flat, dx, self.step, add, trained)
+        for group, grad, part in zip(groups, flat, sums, strict=True):
             if part is not None:
                 _put(totals[0], group, part)
             if totals[1] is not None:
@@ -216,9 +221,9 @@ class _Projection:
 
 
 def _put(total: Tensor, rows: list[slice], part: Tensor) -> None:
-    """Each row belongs to one window."""
-    for r, some in zip(rows, part.split([r.stop - r.start for r in rows]), strict=True):
-        total[r] = some
+    """Write a chunk's rows to the whole; each row belongs to one chunk."""
+    for target, values in zip(rows, part.split([r.stop - r.start for r in rows]), strict=True):
+        total[target] = values
 
 
 def _backward(

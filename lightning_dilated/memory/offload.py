@@ -1,8 +1,8 @@
-"""Saved tensors in pinned host memory while they wait for the backward, copied beside the computation.
+"""Saved tensors wait for the backward in pinned host memory; copies overlap with computation.
 
-A copy leaves as soon as the tensor is there, and the tensor is let go when the next one has left: in the order of the
-computing stream, so that the host, which runs ahead, holds no more than two at a time. In the backward the next one is on
-its way back while one is used; of groups of blocks, while a group's first block is.
+A copy to the host starts as soon as the tensor is computed. The tensor itself is freed when the next copy starts, in the
+order of the computing stream, so that no more than two are on the GPU although the host runs ahead. In the backward the next
+tensor is copied back while one is used; with groups of blocks, while a group's first block runs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from torch import Tensor
 from lightning_dilated._validation import real
 
 GIB = 2**30
-#: bytes of all buffers, in those that were in use at a time, beyond which free ones are given up for one of another length
+#: free buffers of other lengths are given back where all buffers would exceed this many times the most bytes ever in use
 ROOM = 4
 #: buffers that are registered with CUDA
 _PINNED: weakref.WeakSet[_Buffer] = weakref.WeakSet()
 
 
 def pinned_bytes() -> int:
-    """Of host memory that this process has registered for saved tensors, beside torch's own pinned memory."""
+    """Bytes of host memory that this process has registered for saved tensors, not counting torch's own pinned memory."""
     return sum(buffer.size for buffer in list(_PINNED))
 
 
@@ -37,7 +37,7 @@ def check_offload(offload: Any) -> float:
 
 
 class Host:
-    """Where saved tensors of one device wait.
+    """Host memory for the saved tensors of one device.
 
     Args:
         budget: see `check_offload`.
@@ -46,134 +46,136 @@ class Host:
     def __init__(self, budget: float) -> None:
         self.budget = check_offload(budget)
         self._free: list[_Buffer] = []
-        self._held, self._most = 0, 0  # bytes of all buffers; of those in use, the most at a time
-        self._order: list[Callable[[], _Away | None]] = []  # by their numbers in the forward
-        self._waiting: weakref.WeakSet[_Away] = weakref.WeakSet()  # of all forwards
-        self._leaving: _Away | None = None
+        self._total, self._most = 0, 0  # bytes of all buffers; the most bytes that were in use
+        self._order: list[Callable[[], _Offloaded | None]] = []  # by their numbers in the forward
+        self._waiting: weakref.WeakSet[_Offloaded] = weakref.WeakSet()  # of all forwards
+        self._leaving: _Offloaded | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def __reduce__(self) -> tuple[type[Host], tuple[float]]:
-        """Copies, pickled ones too, begin without buffers: what waits belongs to forwards of this one."""
+        """Copies, pickled ones too, begin without buffers: those in use belong to forwards of this one."""
         return Host, (self.budget,)
 
     @property
     def bytes(self) -> int:
-        """Of host memory, taken until `close`."""
-        return self._held
+        """Of host memory, in use or free."""
+        return self._total
 
-    def keeping(self, x: Tensor, number: int, of: int, later: bool = False) -> AbstractContextManager[None]:
-        """A context in which x, where autograd saves it, goes to the host; it is the `number`-th of `of` in this forward.
+    def offloading(self, x: Tensor, number: int, count: int, deferred: bool = False) -> AbstractContextManager[None]:
+        """A context in which x is copied to the host where autograd saves it.
 
-        With `later` the one before it does not start its way back with it, but when `ahead(number)` is called.
+        Args:
+            number, count: x is the `number`-th of `count` tensors of this forward.
+            deferred: when x is used in the backward, the one before it is not copied back yet, but by `prefetch(number)`.
         """
         if number == 0:
             self._order.clear()
-        budgeted = number < round(self.budget * of) if self.budget <= 1 else self._fits(x)
+        budgeted = number < round(self.budget * count) if self.budget <= 1 else self._fits(x)
         saved = x.requires_grad and torch.is_grad_enabled() and x.numel() > 0  # an empty shard has nothing to send
         if not (budgeted and saved):
-            self._let_leave()
+            self._release_leaving()
             return contextlib.nullcontext()
-        self._order += [_nobody] * (number - len(self._order))  # of those that stay
-        return self._hooks(x, later)
+        self._order += [_not_offloaded] * (number - len(self._order))  # those that stay on the GPU
+        return self._hooks(x, deferred)
 
     def _fits(self, x: Tensor) -> bool:
-        if self._fitting(x.nbytes) is None and self._held + x.nbytes > self.budget * GIB:
-            self._give_up()  # of other lengths
-        return self._fitting(x.nbytes) is not None or self._held + x.nbytes <= self.budget * GIB
+        if self._fitting(x.nbytes) is None and self._total + x.nbytes > self.budget * GIB:
+            self._free_buffers()  # of other lengths
+        return self._fitting(x.nbytes) is not None or self._total + x.nbytes <= self.budget * GIB
 
-    def _give_up(self) -> None:
-        """Free buffers go back to the system, when no copy that was asked for reads or writes them any more."""
+    def _free_buffers(self) -> None:
+        """Give free buffers back to the system, once no queued copy reads or writes them."""
         if self._stream is not None:
             self._stream.synchronize()
-        self._held -= sum(buffer.size for buffer in self._free)
+        self._total -= sum(buffer.size for buffer in self._free)
         self._free.clear()
 
     def close(self) -> None:
-        """Give all memory back to the system, with tensors that still wait in it: there is no backward any more."""
+        """Give all memory back to the system, tensors that wait in it included: their backward will not come."""
         if self._stream is not None:
-            with contextlib.suppress(RuntimeError):  # a GPU that failed says so again, and copies nothing
+            with contextlib.suppress(RuntimeError):  # a GPU that failed raises again, and copies nothing
                 self._stream.synchronize()
         self._leaving = None
-        for away in list(self._waiting):
-            away.forget()
+        for offloaded in list(self._waiting):
+            offloaded.forget()
         self._free.clear()
         self._order.clear()
-        self._held = self._most = 0
+        self._total = self._most = 0
 
     def _fitting(self, size: int) -> _Buffer | None:
-        """The smallest free buffer for so many bytes that is not far too large."""
-        found = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
-        return min(found, key=lambda buffer: buffer.size, default=None)
+        """The smallest free buffer for so many bytes, at most a quarter larger."""
+        buffers = [buffer for buffer in self._free if size <= buffer.size <= 1.25 * size]
+        return min(buffers, key=lambda buffer: buffer.size, default=None)
 
     @contextlib.contextmanager
-    def _hooks(self, x: Tensor, later: bool) -> Iterator[None]:
+    def _hooks(self, x: Tensor, deferred: bool) -> Iterator[None]:
         where, x_size, dtype = x.data_ptr(), x.shape, x.dtype
 
-        def pack(t: Tensor) -> Tensor | _Away:
+        def pack(t: Tensor) -> Tensor | _Offloaded:
             same = t.data_ptr() == where and t.shape == x_size and t.dtype == dtype and t.is_contiguous()
-            return self._send(t, later) if same else t
+            return self._send(t, deferred) if same else t
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.back() if isinstance(t, _Away) else t):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t.restore() if isinstance(t, _Offloaded) else t):
             yield
 
-    def _send(self, x: Tensor, later: bool) -> _Away:
-        """Start the copy of x; the tensor that left before is let go once its own is done."""
+    def _send(self, x: Tensor, deferred: bool) -> _Offloaded:
+        """Start the copy of x, and free the tensor that was sent before."""
         last = self._order[-1]() if self._order else None
         if last is not None and last.where == x.data_ptr() and last.tensor is not None:
             return last  # saved twice
-        away = _Away(self, x, len(self._order), later)
-        self._order.append(weakref.ref(away))
-        self._let_leave()
-        self._leaving = away
-        self._waiting.add(away)
-        return away
+        offloaded = _Offloaded(self, x, len(self._order), deferred)
+        self._order.append(weakref.ref(offloaded))
+        self._release_leaving()
+        self._leaving = offloaded
+        self._waiting.add(offloaded)
+        return offloaded
 
-    def _let_leave(self) -> None:
-        """The tensor that left last is let go, once its copy is done."""
+    def _release_leaving(self) -> None:
+        """Free the tensor that was sent last, once its copy is done."""
         if self._leaving is not None:
-            self._leaving.left()
+            self._leaving.release()
             self._leaving = None
 
-    def let_go(self, away: _Away) -> None:
-        """Forget a tensor that is back."""
-        if self._leaving is away:
+    def forget_copy(self, offloaded: _Offloaded) -> None:
+        """Note that a tensor has been restored."""
+        if self._leaving is offloaded:
             self._leaving = None
 
-    def ahead(self, number: int) -> None:
-        """Start the way back of the tensor that was saved before the `number`-th, which the backward asks for after it."""
+    def prefetch(self, number: int) -> None:
+        """Start to copy back the tensor saved before the `number`-th, which the backward uses after it."""
         before = self._order[number - 1]() if 0 < number <= len(self._order) else None
         if before is not None:
             before.fetch()
 
     def take(self, size: int) -> _Buffer:
-        """Host memory of so many bytes."""
-        found = self._fitting(size)
-        used = self._held - sum(buffer.size for buffer in self._free) + (size if found is None else found.size)
+        """A buffer of at least so many bytes."""
+        buffer = self._fitting(size)
+        used = self._total - sum(free.size for free in self._free) + (size if buffer is None else buffer.size)
         self._most = max(self._most, used)
-        if found is None:
-            if self._held + size > ROOM * self._most:  # as sequences grow longer, none before would ever fit
-                self._give_up()
-            found = _Buffer(size, self.on_gpu)
-            self._held += size
+        if buffer is None:
+            if self._total + size > ROOM * self._most:  # of growing sequences, earlier buffers would never fit again
+                self._free_buffers()
+            buffer = _Buffer(size, self.on_gpu)
+            self._total += size
         else:
-            self._free.remove(found)
-        return found
+            self._free.remove(buffer)
+        return buffer
 
     def put(self, buffer: _Buffer) -> None:
-        """Give memory back, for later tensors."""
+        """Keep a buffer for later tensors."""
         self._free.append(buffer)
 
     on_gpu = False
 
     def stream(self, device: torch.device) -> torch.cuda.Stream:
-        """The stream of copies, one for both directions, so that memory that was read is written after."""
+        """The stream of copies: one for both directions, so that a buffer is read before it is written again."""
         if self._stream is None:
             self._stream = torch.cuda.Stream(device)
         return self._stream
 
 
-def _nobody() -> None:
-    """In place of a tensor that did not leave."""
+def _not_offloaded() -> None:
+    """In place of a weak reference to a tensor that stays on the GPU."""
 
 
 class _Buffer:
@@ -198,30 +200,28 @@ def _unregister(memory: Tensor) -> None:
     torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
-class _Away:
-    """A tensor on the host; `back` brings it to its device."""
+class _Offloaded:
+    """A tensor in host memory; `restore` copies it back to its device."""
 
-    def __init__(self, host: Host, x: Tensor, number: int, later: bool) -> None:
-        self._host, self.number, self.where, self._later = host, number, x.data_ptr(), later
+    def __init__(self, host: Host, x: Tensor, number: int, deferred: bool) -> None:
+        self._host, self.number, self.where, self._deferred = host, number, x.data_ptr(), deferred
         self._like = x.dtype, x.shape, x.device
         host.on_gpu = x.device.type == "cuda"
         self._buffer, self._done = host.take(x.nbytes), None
         self.tensor: Tensor | None = x.detach()
-        with self._beside():
+        with self._on_copy_stream():
             self._flat().copy_(self.tensor, non_blocking=True)
 
     def __del__(self) -> None:
         buffer = getattr(self, "_buffer", None)
         if buffer is None:
             return
-        if (
-            getattr(self, "tensor", None) is not None
-        ):  # on its way back, and nobody asked: memory is reused after the copy
-            self._wait()
+        if getattr(self, "tensor", None) is not None:
+            self._wait()  # it is being copied back for nobody: the buffer is reused after the copy
         self._host.put(buffer)
 
     def forget(self) -> None:
-        """Let go of what waits, without a way back."""
+        """Drop the buffer; the tensor cannot be restored."""
         self._buffer = self.tensor = None
 
     def _flat(self) -> Tensor:
@@ -229,8 +229,8 @@ class _Away:
         return self._buffer.memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
     @contextlib.contextmanager
-    def _beside(self) -> Iterator[None]:
-        """On the stream of copies, after what was asked for so far."""
+    def _on_copy_stream(self) -> Iterator[None]:
+        """Within, work is queued on the stream of copies, after all that is queued on the current one."""
         if not self._host.on_gpu:
             yield
             return
@@ -244,13 +244,13 @@ class _Away:
         if self._done is not None:
             torch.cuda.current_stream(self._like[2]).wait_event(self._done)
 
-    def left(self) -> None:
-        """Let the tensor go: its memory is taken again by what this stream does after the copy."""
+    def release(self) -> None:
+        """Free the tensor on the device: its memory is reused by what the current stream does after the copy."""
         self._wait()
         self.tensor = None
 
     def fetch(self) -> None:
-        """Start the way back."""
+        """Start to copy the tensor back."""
         if self.tensor is None:
             if self._buffer is None:
                 raise RuntimeError(
@@ -258,15 +258,15 @@ class _Away:
                 )
             dtype, shape, device = self._like
             self.tensor = torch.empty(shape, dtype=dtype, device=device)
-            with self._beside():
+            with self._on_copy_stream():
                 self.tensor.copy_(self._flat(), non_blocking=True)
 
-    def back(self) -> Tensor:
-        """The tensor; the one that is needed next starts its way, unless told so later."""
+    def restore(self) -> Tensor:
+        """The tensor on its device; unless deferred, the copy of the one that is needed next is started."""
         self.fetch()
         self._wait()
-        found, self.tensor = self.tensor, None
-        self._host.let_go(self)
-        if not self._later:
-            self._host.ahead(self.number)
-        return found
+        tensor, self.tensor = self.tensor, None
+        self._host.forget_copy(self)
+        if not self._deferred:
+            self._host.prefetch(self.number)
+        return tensor

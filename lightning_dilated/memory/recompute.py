@@ -1,6 +1,5 @@
-"""Running a piece of the forward again in the backward as it ran first: the same autocast, the same random numbers.
-
-Activation recomputation: a block's input is kept, the rest is computed again when the backward comes.
+"""Activation recomputation: a block's input is saved, and the rest computed again in the backward, with the same autocast
+and random numbers.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -24,23 +23,24 @@ from torch.utils.checkpoint import (
     set_device_states,
 )
 
+from lightning_dilated._compat.torch import backward_is_retained, saved_by_op
 from lightning_dilated._validation import one_of
 from lightning_dilated.attention import op as _op  # noqa: F401 - registers the op
 from lightning_dilated.memory.offload import Host
 
 
 def forget_casts() -> None:
-    """Before torch 2.11 autocast hands a cast of a weight that was made without gradients out where these are needed."""
+    """Clear autocast's cache of weights, lest a cast made without gradients be used where a gradient is needed."""
     if torch.is_autocast_cache_enabled():
         torch.clear_autocast_cache()
 
 
-class Replay:
-    """What a forward ran under, taken when this is made.
+class ForwardContext:
+    """Autocast settings, and optionally random states, of a forward, to run parts of it again in the backward.
 
     Args:
-        like: a tensor on the device that is computed on.
-        random: whether the piece draws random numbers, whose state is then kept, too.
+        like: a tensor on the device that computes.
+        random: whether those parts draw random numbers.
     """
 
     def __init__(self, like: Tensor, random: bool = False) -> None:
@@ -57,7 +57,7 @@ class Replay:
 
     @contextlib.contextmanager
     def again(self, grad: bool = True) -> Iterator[None]:
-        """The forward's surroundings, with gradients enabled or not; random states are as they were afterwards."""
+        """Within, torch runs as in the forward, with gradients enabled or not; random states are restored afterwards."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(torch.set_grad_enabled(grad))
             if self._autocast is not None:
@@ -72,8 +72,8 @@ class Replay:
             yield
 
 
-#: "none" keeps all that the backward needs; "block" the block's input only; "attention-kept" also what the op gave (output,
-#: log-sum-exp and the rows received from other ranks), so that neither attention nor exchange is done twice
+#: "none" saves all that the backward needs; "block" the block's input only; "attention-kept" also the op's results (output,
+#: log-sum-exp and the rows received from other ranks), so that neither attention nor its exchange runs twice
 POLICIES = ("none", "attention-kept", "block")
 
 _running = threading.local()  # a backward on a GPU runs in a thread of its own
@@ -85,12 +85,12 @@ def check_policy(name: str) -> str:
 
 
 def result_is_unused() -> bool:
-    """Whether a checkpointed piece now runs again for what it saves on its way: nothing reads what it returns."""
+    """Whether a checkpointed function is running again only to save its intermediate results: its value is not read."""
     return getattr(_running, "unused", False)
 
 
 class _ResultUnused(AbstractContextManager):
-    """Tells `result_is_unused`; may be entered again, as torch does in each backward of a graph that is retained."""
+    """Sets `result_is_unused`; re-entrant, since torch enters it in each backward of a retained graph."""
 
     def __init__(self, unused: bool) -> None:
         self._unused, self._before = unused, []
@@ -103,94 +103,84 @@ class _ResultUnused(AbstractContextManager):
         _running.unused = self._before.pop()
 
 
-def guarded(compiled: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """A compiled block, past a fault of torch before 2.13: an assertion that the number of rows that other ranks sent is no
-    negative one stops the compilation of a backward that keeps them."""
-    if torch.__version__ >= "2.13":  # a TorchVersion, which compares by numbers
-        return compiled
-
-    def run(*args: object, **kwargs: object) -> Tensor:
-        if torch.compiler.is_compiling():
-            return compiled(*args, **kwargs)
-        with torch._dynamo.config.patch(do_not_emit_runtime_asserts=True):
-            return compiled(*args, **kwargs)
-
-    return run
-
-
 def _contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Around a piece's first run, and around the one in the backward."""
+    """Of the first run, and of the one in the backward."""
     return _ResultUnused(False), _ResultUnused(True)
 
 
 def recomputed(run: Callable[[Tensor], Tensor], x: Tensor, policy: str, marked: bool = False) -> Tensor:
     """run(x) of (B, N, E), by torch's checkpoint (arXiv 1604.06174), also where torch.compile traces it.
 
-    `marked`: `result_is_unused` tells of the second run; not to be compiled then. For policy "block".
+    Args:
+        policy: "block" or "attention-kept".
+        marked: with "block", `result_is_unused` is true in the second run; such a call cannot be compiled.
     """
     if policy == "block":
         more = {"context_fn": _contexts} if marked else {}
         return checkpoint(run, x, use_reentrant=False, **more)
-    # torch.compile takes nothing but torch's own contexts, and keeps for each backward by itself
-    kept = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
-    context_fn = kept if torch.compiler.is_compiling() else partial(_keeping, kept)
+    # torch.compile accepts torch's own contexts only, and retains graphs by itself
+    selective = partial(create_selective_checkpoint_contexts, [torch.ops.lightning_dilated.attention.default])
+    context_fn = selective if torch.compiler.is_compiling() else partial(_retained_contexts, selective)
     return checkpoint(run, x, use_reentrant=False, context_fn=context_fn)
 
 
-def _keeping(contexts: Callable[[], tuple[Any, Any]]) -> tuple[AbstractContextManager, AbstractContextManager]:
+def _retained_contexts(
+    contexts: Callable[[], tuple[Any, Any]],
+) -> tuple[AbstractContextManager, AbstractContextManager]:
     first, second = contexts()
     return first, _Retained(second)
 
 
 class _Retained(AbstractContextManager):
-    """torch's mode of the second run, which takes out what was kept; of a graph that is retained it is put back, for the
-    backwards still to come."""
+    """torch's mode of the second run, which removes the saved results it uses; in a retained graph they are put back, for
+    later backwards."""
 
     def __init__(self, mode: Any) -> None:
         self._mode, self._before = mode, []
 
     def __enter__(self) -> None:
-        retained = torch._C._autograd._get_current_graph_task_keep_graph()
-        self._before.append({op: copy.copy(found) for op, found in self._mode.storage.items()} if retained else {})
+        saved = saved_by_op(self._mode).items() if backward_is_retained() else ()
+        self._before.append({op: copy.copy(results) for op, results in saved})
         self._mode.__enter__()
 
     def __exit__(self, *about: object) -> None:
         self._mode.__exit__(*about)
-        self._mode.storage.update(self._before.pop())
+        saved_by_op(self._mode).update(self._before.pop())
 
 
 def in_groups(layers: list[Callable[[Tensor], Tensor]], x: Tensor, every: int, host: Host) -> Tensor:
-    """The layers one after another; only the input of every `every`-th is kept, and some of these by the host.
+    """The layers one after another; only the input of every `every`-th is saved, some of them in host memory.
 
-    Each layer recomputes itself; a group of them is computed again, too, before its layers are, one at a time.
+    In the backward a group is recomputed, which gives its layers' inputs, then each layer recomputes itself.
 
     Args:
-        layers: (B, N, E) to (B, N, E) each.
+        layers: each (B, N, E) to (B, N, E).
         every: layers of a group.
     """
     starts = range(0, len(layers), every)
     for number, first in enumerate(starts):
         group = layers[first : first + every]
-        later = len(group) > 1 and not torch.compiler.is_compiling()  # which knows no such hooks
-        with host.keeping(x, number, len(starts), later):
-            # by its last layer's gradient a group is all there again: what the next one needs comes beside its first layer's
-            ahead = partial(_beside_gradient, partial(host.ahead, number)) if later else None
-            x = _group(group, x, ahead) if len(group) > 1 else group[0](x)
+        grouped = len(group) > 1 and not torch.compiler.is_compiling()  # which knows no such hooks
+        with host.offloading(x, number, len(starts), grouped):
+            # when its last layer's gradient exists, the group is recomputed: the next group's input is then copied back
+            # while the first layer's backward runs
+            fetch = partial(_on_gradient, partial(host.prefetch, number)) if grouped else None
+            x = _group(group, x, fetch) if len(group) > 1 else group[0](x)
     return x
 
 
-def _beside_gradient(then: Callable[[], None], x: Tensor) -> None:
-    """Run `then` when the gradient of x is there."""
+def _on_gradient(run: Callable[[], None], x: Tensor) -> None:
+    """Run a function when the gradient of x has been computed."""
     if x.requires_grad:
-        x.register_hook(lambda grad: then())
+        x.register_hook(lambda grad: run())
 
 
-def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, made_first: Callable[[Tensor], None] | None) -> Tensor:
-    # torch before 2.13 gives each layer's own checkpoint a tensor of the default dtype, which Trainer(precision="bf16-true")
-    # changes for the forward only, and then finds another dtype in the second run
+def _group(layers: list[Callable[[Tensor], Tensor]], x: Tensor, after_first: Callable[[Tensor], None] | None) -> Tensor:
+    # before torch 2.13 each layer's own checkpoint holds a tensor of the default dtype, which Trainer(precision="bf16-true")
+    # changes for the forward only, so that the second run would find another dtype
     more = {"context_fn": partial(_contexts_of_dtype, torch.get_default_dtype())}
     more = {} if torch.compiler.is_compiling() else more
-    return checkpoint(partial(_run, layers, made_first), x, use_reentrant=False, **more)
+    return checkpoint(partial(_run, layers, after_first), x, use_reentrant=False, **more)
 
 
 def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
@@ -198,7 +188,7 @@ def _contexts_of_dtype(dtype: torch.dtype) -> tuple[AbstractContextManager[None]
 
 
 class _DefaultDtype(AbstractContextManager):
-    """torch's default dtype; may be entered again, as in each backward of a graph that is retained."""
+    """Sets torch's default dtype; re-entrant, since torch enters it in each backward of a retained graph."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self._dtype, self._before = dtype, []
@@ -211,9 +201,9 @@ class _DefaultDtype(AbstractContextManager):
         torch.set_default_dtype(self._before.pop())
 
 
-def _run(layers: list[Callable[[Tensor], Tensor]], made_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:
+def _run(layers: list[Callable[[Tensor], Tensor]], after_first: Callable[[Tensor], None] | None, x: Tensor) -> Tensor:
     for number, layer in enumerate(layers):
         x = layer(x)
-        if number == 0 and made_first is not None:
-            made_first(x)
+        if number == 0 and after_first is not None:
+            after_first(x)
     return x

@@ -1,4 +1,4 @@
-"""MemorySettings: what training keeps until the backward, and how much of a layer is computed at a time."""
+"""MemorySettings: what training saves for the backward, and how much of a layer is computed at a time."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from lightning_dilated._validation import integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
 
-#: tiles of the projections of a window of heads, which hold less a token than the feed-forward and come once a window:
-#: were they smaller, a GPU would wait for the host that launches them
+#: tiles whose tokens are projected together for a chunk of heads: a projection makes fewer features a token than the
+#: feed-forward and runs once a chunk, so with smaller pieces the GPU would wait for kernel launches
 NARROW = 8
 
 
@@ -18,18 +18,17 @@ class MemorySettings:
     """How a DilatedTransformer trains in less memory; gradients are the same with all of them.
 
     Attributes:
-        policy: what each block keeps, one of `recompute.POLICIES`.
-        every: with "block", only the input of every so-many-th block is kept; a group of them is computed again, then its
-            blocks, one at a time.
-        offload: of the kept block inputs, a fraction (up to 1) or as many as fit into so many GiB (above 1) wait in pinned
-            host memory.
-        tile: tokens, of all samples together, of which norm, feed-forward and residual, and last norm, output projection and
-            loss, are computed at a time (loss of a wide vocabulary: fewer, see `token_loss.loss_tile`); None: all. With head
-            chunks, NARROW times as many are projected to q, k and v, and from the heads' outputs, at a time.
-        head_chunks: windows of heads whose q, k and v are made one after another.
+        policy: what each block saves, one of `recompute.POLICIES`.
+        every: with "block", save the input of every n-th block only; a group of n blocks is recomputed, then its blocks,
+            one at a time.
+        offload: share of the saved block inputs that wait in pinned host memory: a fraction (up to 1), or GiB (above 1).
+        tile: tokens, of all samples together, for which norm, feed-forward and residual, and last norm, output projection
+            and loss, are computed at a time (fewer for the loss of a wide vocabulary, see `chunked_loss.loss_tile`); None:
+            all. With head chunks, NARROW times as many are projected to q, k and v, and from the heads' outputs, at a time.
+        head_chunks: chunks of heads whose q, k and v are computed one after another.
 
     Raises:
-        ValueError: when made, naming the setting; for `every` or `offload` with a policy that keeps no block inputs only.
+        ValueError: naming the setting; also for `every` or `offload` with a policy that saves no block inputs.
     """
 
     policy: str = "none"
@@ -46,19 +45,19 @@ class MemorySettings:
         if self.tile is not None:
             integer(self.tile, "tile", 1)
         if self.every > 1 and self.policy != "block":
-            raise ValueError(f'every={self.every} keeps the inputs of groups of blocks: it needs policy="block".')
+            raise ValueError(f'every={self.every} saves the inputs of groups of blocks: it needs policy="block".')
         if self.offload and self.policy == "none":
             raise ValueError(
-                f'offload={self.offload:g} moves the block inputs that recomputation keeps: it needs policy="block" or '
+                f'offload={self.offload:g} moves the block inputs that recomputation saves: it needs policy="block" or '
                 '"attention-kept".'
             )
 
     @property
     def narrow_tile(self) -> int | None:
-        """Tokens of the projections around attention in windows of heads."""
+        """Tokens that are projected at a time with head chunks."""
         return None if self.tile is None else NARROW * self.tile
 
     @property
     def in_pieces(self) -> bool:
-        """Whether a block is no longer one function of its whole input."""
+        """Whether parts of a block run separately, in chunks of its input."""
         return self.tile is not None or self.head_chunks > 1

@@ -1,30 +1,26 @@
-"""Functions that treat each token alone, in tiles of the sequence and with explicit gradients.
+"""Functions of each token alone, computed in tiles of tokens with explicit gradients.
 
-What such a function makes on its way (the feed-forward's hidden features, the logits) exists for one tile at a time: nothing
-is kept but its inputs, from which the backward computes each tile again. A parameter's gradient is summed over the tiles in
-at least fp32 and returned once, so that hooks on it (of DDP and FSDP) run once.
-
-Products of normed rows with some rows of a projection's weight, a tile of tokens at a time, and their gradients.
-
-Written out and not left to autograd, which would compute each product again for its gradient, and go back through the norm
-once for every window of heads.
+Intermediate results (the feed-forward's hidden features, the logits) exist for one tile at a time: only the inputs are
+saved, from which the backward computes each tile again. A parameter's gradient is summed over the tiles in at least fp32
+and returned once, so that hooks on it (of DDP and FSDP) run once. Products with rows of a projection's weight have their own
+backward: autograd would compute each product again, and the norm's backward once for every chunk of heads.
 
 Shape letters: B batch, N tokens, E embedding dim, R rows of a weight.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_dilated._compat.torch import hooks_paused
 from lightning_dilated.attention.functional import AUTOCAST_DEVICES
-from lightning_dilated.memory.recompute import Replay, forget_casts
+from lightning_dilated.memory.recompute import ForwardContext, forget_casts
 
 
 def tiled(
@@ -37,11 +33,11 @@ def tiled(
     """run(*rows), computed in tiles of at most `tile` tokens of all samples together; None: at once.
 
     Args:
-        run: takes tensors whose dims 0 and 1 are samples and tokens; each token's result must follow from that token alone.
+        run: takes tensors whose dims 0 and 1 are samples and tokens; each token's result must depend on that token alone.
         modules: whose parameters `run` uses; others get no gradient.
         tile: tokens.
         rows: (B, N, ...), such as hidden states and labels; those that require a gradient get one.
-        unused: nothing will read the values of the result, which has the shape of the first of `rows`: they are left out.
+        unused: nothing will read the result's values, which has the shape of the first of `rows`: they are not computed.
 
     Raises:
         ValueError: where a module within has parameters that FSDP shards apart from the rest of the layer.
@@ -61,14 +57,13 @@ def step_of(tile: int | None, x: Tensor) -> int:
 @torch.compiler.disable
 def _apply(run: Callable, modules: Sequence[nn.Module], step: int, unused: bool, *rows: Tensor) -> Tensor:
     check_whole(modules)
-    random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for of in modules for m in of.modules())
+    random = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for module in modules for m in module.modules())
     return _Tiled.apply(run, modules, step, random, unused, len(rows), *rows, *trained(modules))
 
 
 def check_whole(modules: Sequence[nn.Module]) -> None:
-    """Raise where FSDP would gather weights within, which would be others than those that gradients are asked for, or has
-    put tensors in their place that are nobody's parameters."""
-    for m in (m for of in modules for m in of.modules()):
+    """Raise where gradients would be lost: FSDP gathers weights of a layer within, or has replaced its parameters."""
+    for m in (m for module in modules for m in module.modules()):
         if isinstance(m, FSDPModule):
             raise ValueError(
                 f"{type(m).__name__} is sharded by itself, so its gradients would be lost in tiles (tile, head_chunks). "
@@ -82,29 +77,29 @@ def check_whole(modules: Sequence[nn.Module]) -> None:
 
 
 def weights(modules: Sequence[nn.Module]) -> dict[nn.Parameter, bool]:
-    """Their parameters, and whether each gets a gradient."""
+    """Parameters of the modules -> whether each is trained."""
     return {p: p.requires_grad for m in modules for p in m.parameters()}
 
 
 def trained(modules: Sequence[nn.Module]) -> list[nn.Parameter]:
-    """Their parameters that get gradients, each once."""
-    return [p for p, gets in weights(modules).items() if gets]
+    """Trained parameters of the modules, each once."""
+    return [p for p, is_trained in weights(modules).items() if is_trained]
 
 
 def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -> list[nn.Parameter]:
-    """`trained` in the backward, where the pieces run again and read what the modules hold by then.
+    """`trained` in the backward, where tiles are computed again with the parameters that the modules hold by then.
 
     Args:
-        before: `weights` in the forward; they may have been away since, as FSDP's are, but are the same objects.
+        before: `weights` in the forward; FSDP may have freed their values since, but they are the same objects.
 
     Raises:
-        RuntimeError: where others are read, or others are trained, than in the forward.
+        RuntimeError: where the modules hold, or train, other parameters than in the forward.
     """
-    found, now = trained(modules), weights(modules)
+    leaves, now = trained(modules), weights(modules)
     count = sum(before.values())
-    if len(found) != count or any(now[p] != gets for p, gets in before.items() if p in now):
+    if len(leaves) != count or any(now[p] != was_trained for p, was_trained in before.items() if p in now):
         raise RuntimeError(
-            f"{count} parameters were trained in the forward, and not the same {len(found)} are in its backward. Freeze or "
+            f"{count} parameters were trained in the forward, and not the same {len(leaves)} are in its backward. Freeze or "
             "thaw none in between; with tile or head_chunks shard by fully_shard (FSDP2) and not by "
             "FullyShardedDataParallel."
         )
@@ -114,11 +109,11 @@ def read_again(modules: Sequence[nn.Module], before: dict[nn.Parameter, bool]) -
             "parameters by now. Where torch.func.functional_call put them there, run the backward within that call (return "
             "gradients from it), or leave out tile and head_chunks."
         )
-    return found
+    return leaves
 
 
 def only_once(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """A Function's backward that says so where its result is to be differentiated again: that would leave out all within."""
+    """A Function's backward that refuses to be differentiated again, which would leave out the gradients within."""
 
     @functools.wraps(backward)
     def run(ctx: Any, *grads: Tensor) -> Any:
@@ -136,7 +131,7 @@ class _Tiled(torch.autograd.Function):
     @staticmethod
     def forward(ctx, run, modules, step, random, unused, count, *tensors):
         ctx.run, ctx.modules, ctx.step, ctx.count = run, modules, step, count
-        ctx.replay, ctx.weights = Replay(tensors[0], random), weights(modules)
+        ctx.context, ctx.weights = ForwardContext(tensors[0], random), weights(modules)
         ctx.save_for_backward(*tensors)
         if unused:
             return tensors[0].new_empty(()).expand(tensors[0].shape)
@@ -147,31 +142,31 @@ class _Tiled(torch.autograd.Function):
     def backward(ctx, grad):
         saved = ctx.saved_tensors  # raises if one was changed in place
         rows = saved[: ctx.count]
-        wanted = ctx.needs_input_grad[6 : 6 + ctx.count]
+        needed = ctx.needs_input_grad[6 : 6 + ctx.count]
         parameters = read_again(ctx.modules, ctx.weights)
-        made = [torch.empty_like(x) if want else None for x, want in zip(rows, wanted, strict=True)]
-        with ctx.replay.again():
-            sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, made)
-        return *[None] * 6, *made, *sums
+        grads = [torch.empty_like(x) if needs else None for x, needs in zip(rows, needed, strict=True)]
+        with ctx.context.again():
+            sums = backward_tiles(ctx.run, ctx.step, rows, parameters, grad, grads)
+        return *[None] * 6, *grads, *sums
 
 
 def cuts(length: int, step: int) -> list[slice]:
-    """Slices of `step` tokens; of none, one (an empty shard): the results still need their shapes."""
+    """Slices of `step` tokens; one empty slice for an empty shard, whose results still need shapes."""
     return [slice(at, min(at + step, length)) for at in range(0, max(1, length), step)]
 
 
 def forward_tiles(run: Callable[..., Tensor], step: int, rows: Sequence[Tensor]) -> Tensor:
     """run(*rows), a tensor (B, N, ...), `step` tokens at a time."""
-    made = None
-    rows = [x.detach() for x in rows]  # hooks of modules look for a graph behind what requires a gradient
+    out = None
+    rows = [x.detach() for x in rows]  # hooks of modules expect a graph behind what requires a gradient
     for cut in cuts(rows[0].shape[1], step):
         part = run(*(x[:, cut] for x in rows))
-        if made is None:
-            made = part.new_empty((part.shape[0], rows[0].shape[1], *part.shape[2:]))
-        made[:, cut] = part
+        if out is None:
+            out = part.new_empty((part.shape[0], rows[0].shape[1], *part.shape[2:]))
+        out[:, cut] = part
         del part
     forget_casts()
-    return made
+    return out
 
 
 def backward_tiles(
@@ -180,69 +175,57 @@ def backward_tiles(
     rows: Sequence[Tensor],
     leaves: Sequence[Tensor],
     grad: Tensor,
-    made: Sequence[Tensor | None],
+    into: Sequence[Tensor | None],
 ) -> list[Tensor | None]:
     """Gradients of run(*rows) from that of its result; to be called with gradients enabled.
 
     Args:
-        leaves: what else `run` reads and is trained.
-        made: for each of `rows` where its gradient is written, or None; `grad` may be written over.
+        leaves: trained parameters that `run` reads.
+        grad: of the result; may be overwritten.
+        into: for each of `rows` the tensor that its gradient is written to, or None.
 
     Returns:
         the gradients of `leaves`, in their dtypes; None for those that were not read.
     """
     sums: list[Tensor | None] = [None] * len(leaves)
     for cut in cuts(rows[0].shape[1], step):
-        pieces, out = piece_of(run, cut, rows, made)
-        parts = gradients_of(out, cut, pieces, leaves, grad[:, cut], made)
-        del pieces, out
+        tile, out = run_tile(run, cut, rows, into)
+        parts = gradients_of(out, cut, tile, leaves, grad[:, cut], into)
+        del tile, out
         sums = [added(total, part) for total, part in zip(sums, parts, strict=True)]
         del parts
     return [x if x is None else x.to(leaf.dtype) for x, leaf in zip(sums, leaves, strict=True)]
 
 
-def piece_of(
-    run: Callable[..., Tensor], cut: slice, rows: Sequence[Tensor], made: Sequence[Tensor | None]
+def run_tile(
+    run: Callable[..., Tensor], cut: slice, rows: Sequence[Tensor], into: Sequence[Tensor | None]
 ) -> tuple[list[Tensor], Tensor]:
-    """(the tile of rows, of which those in `made` ask for gradients; what is run of it)."""
-    pieces = [x[:, cut] for x in rows]
-    pieces = [p if into is None else p.detach().requires_grad_() for p, into in zip(pieces, made, strict=True)]
+    """(a tile of `rows`, with gradients where `into` has a tensor; `run` of it)."""
+    tile = [x[:, cut] for x in rows]
+    tile = [x if grads is None else x.detach().requires_grad_() for x, grads in zip(tile, into, strict=True)]
     # views: hooks of modules do not work on leaves within a backward
-    return pieces, run(*(p.view_as(p) for p in pieces))
+    return tile, run(*(x.view_as(x) for x in tile))
 
 
 def gradients_of(
     out: Tensor,
     cut: slice,
-    pieces: Sequence[Tensor],
+    tile: Sequence[Tensor],
     leaves: Sequence[Tensor],
     grad: Tensor,
-    made: Sequence[Tensor | None],
+    into: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Of the leaves; those of the pieces are written into `made`."""
-    asked = [p for p, into in zip(pieces, made, strict=True) if into is not None]
-    with _quiet(leaves):
-        found = torch.autograd.grad(out, [*asked, *leaves], grad, allow_unused=True)
-    for into, part in zip((x for x in made if x is not None), found, strict=False):
-        into[:, cut] = 0 if part is None else part
-    return found[len(asked) :]
-
-
-@contextlib.contextmanager
-def _quiet(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Hooks on these tensors wait: they are for the gradient of all tiles, with which autograd calls them."""
-    hooked = [(x, x._backward_hooks) for x in leaves if x._backward_hooks]
-    try:
-        for x, _ in hooked:
-            x._backward_hooks = None
-        yield
-    finally:
-        for x, hooks in hooked:
-            x._backward_hooks = hooks
+    """Gradients of the leaves; those of the tile are written to its slice of `into`."""
+    inputs = [x for x, rows in zip(tile, into, strict=True) if rows is not None]
+    with hooks_paused(leaves):  # they are for the gradient of all tiles, with which autograd calls them
+        grads = torch.autograd.grad(out, [*inputs, *leaves], grad, allow_unused=True)
+    for rows, part in zip((x for x in into if x is not None), grads, strict=False):
+        rows[:, cut] = 0 if part is None else part
+    return grads[len(inputs) :]
 
 
 def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
-    """Their sum in at least fp32, in place of the first; None is nothing."""
+    """Their sum in at least fp32, written to the first; None counts as 0."""
     if part is None:
         return total
     part = part.to(torch.promote_types(part.dtype, torch.float32))
@@ -250,7 +233,7 @@ def added(total: Tensor | None, part: Tensor | None) -> Tensor | None:
 
 
 def products_dtype(x: Tensor, weight: Tensor) -> torch.dtype:
-    """In which `nn.functional.linear` would multiply: autocast's, but float64 stays; the weight's without autocast."""
+    """The dtype that `nn.functional.linear` multiplies in: autocast's, except for float64; the weight's without autocast."""
     kind = x.device.type
     if kind in AUTOCAST_DEVICES and torch.is_autocast_enabled(kind) and weight.dtype != torch.float64:
         return torch.get_autocast_dtype(kind)
@@ -265,14 +248,14 @@ def products(
     step: int,
 ) -> list[Tensor]:
     """normed(x) times each of the weights (R, E), plus its bias (R,): (B, N, R) each, of the weights' dtype."""
-    made = [w.new_empty(*x.shape[:2], len(w)) for w in weights]
+    outputs = [w.new_empty(*x.shape[:2], len(w)) for w in weights]
     for cut in cuts(x.shape[1], step):
         rows = normed(x[:, cut].detach())
-        for into, w, b in zip(made, weights, biases, strict=True):
+        for into, w, b in zip(outputs, weights, biases, strict=True):
             for sample, out in zip(rows, into[:, cut], strict=True):
                 torch.mm(sample, w.t(), out=out) if b is None else torch.addmm(b, sample, w.t(), out=out)
         del rows
-    return made
+    return outputs
 
 
 def products_backward(
@@ -289,8 +272,8 @@ def products_backward(
 
     Args:
         grads: (B, N, R) of each product.
-        into: (B, N, E) of any dtype; None: nobody asks for it.
-        trained: whether the weights are; else their gradients are None.
+        into: (B, N, E) of any dtype; None: that gradient is not needed.
+        trained: whether the weights are trained; otherwise their gradients are None.
     """
     wide = torch.promote_types(weights[0].dtype, torch.float32)
     sums = [torch.zeros_like(w, dtype=wide) if trained else None for w in weights]

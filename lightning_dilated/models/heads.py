@@ -16,7 +16,7 @@ REGRESSION_LOSSES = ("mse", "smooth_l1")
 
 
 def _unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
-    """linear(x) in the dtype of the weights: one row a sample costs nothing, and autocast would round losses to 8 bits."""
+    """linear(x) in the dtype of the weights, without autocast, which would round losses to 8 bits of mantissa."""
     with torch.autocast(x.device.type, enabled=False):
         return linear(x.to(linear.weight.dtype))
 
@@ -36,7 +36,7 @@ class ClassificationHead(nn.Module):
         return _unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B,) int64, or an error that shows one that is no class."""
+        """The labels (B,) int64. Raises for labels that are not classes."""
         return check_classes(label, self.classes)
 
     def losses(self, logits: Tensor, label: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class ClassificationHead(nn.Module):
 
 
 class OrdinalHead(ClassificationHead):
-    """Cumulative link model with the logistic link (McCullagh 1980): P(y > k) = sigmoid(s - t_k), t rising.
+    """Cumulative link model with the logistic link (McCullagh 1980): P(y > k) = sigmoid(s - t_k), t increasing.
 
     One score s for an embedding and C - 1 thresholds t; the loss is the negative log-likelihood of the class.
     """
@@ -74,7 +74,7 @@ class OrdinalHead(ClassificationHead):
         self.gaps = nn.Parameter(torch.full((classes - 2,), 0.5413)) if classes > 2 else None  # softplus(0.5413) = 1
 
     def thresholds(self) -> Tensor:
-        """(C - 1,), rising."""
+        """(C - 1,), increasing."""
         if self.gaps is None:
             return self.first
         return torch.cat([self.first, self.first + nn.functional.softplus(self.gaps).cumsum(0)])
@@ -117,7 +117,7 @@ class RegressionHead(nn.Module):
         return _unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
-        """The labels (B, C), or an error for another shape, a value that is not finite, or labels rounded to 16 bits."""
+        """The labels (B, C). Raises for another shape, values that are not finite, or labels rounded to 16 bits."""
         if label.dtype in (torch.bfloat16, torch.float16):
             raise TypeError(
                 f"the labels are {label.dtype}, rounded: Trainer(precision='bf16-true' or '16-true') casts the numbers of a "
@@ -190,14 +190,14 @@ def check_classes(label: Tensor, classes: int) -> Tensor:
 
 
 def class_metrics(scores: Tensor, labels: Tensor, classes: int) -> dict[str, Tensor]:
-    """Of probabilities (S, C) and labels (S,): AUROC (one against the rest, mean over the classes that have samples on both
-    sides), balanced accuracy (mean recall of the classes that occur) and Cohen's kappa with quadratic weights.
+    """AUROC (one against the rest, mean over the classes that occur), balanced accuracy (mean recall of the classes that
+    occur) and Cohen's kappa with quadratic weights, of probabilities (S, C) and labels (S,).
 
-    A number that does not exist (AUROC where only one class occurs) is NaN and not 0.
+    An undefined number (AUROC where only one class occurs) is NaN, not 0.
     """
     present = [c for c in range(classes) if bool((labels == c).any())]
     nan = scores.new_full((), torch.nan)
-    if not present or not bool(scores.isfinite().all()):  # of a model that diverged, say
+    if not present or not bool(scores.isfinite().all()):  # the model may have diverged
         return dict.fromkeys(("auroc", "balanced_accuracy", "quadratic_kappa"), nan)
     predicted = scores.argmax(-1)
     recalls = [(predicted[labels == c] == c).double().mean() for c in present]

@@ -17,9 +17,9 @@ from torchmetrics import Metric
 
 
 class TokenMean(Metric):
-    """Sum of losses over number of tokens, both kept in float64 and added over batches and ranks.
+    """Sum of losses divided by number of tokens, both in float64 and summed over batches and ranks.
 
-    Unlike torchmetrics' MeanMetric it lets a NaN show in the mean, and weighs exactly by tokens.
+    Unlike torchmetrics' MeanMetric it propagates NaN, and weights exactly by tokens.
     """
 
     full_state_update = False
@@ -31,12 +31,12 @@ class TokenMean(Metric):
             self.add_state(name, torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> TokenMean:
-        """Follows a module to another device, but not to another dtype: sums of losses do not fit into 16 bits."""
+        """Follow a module to another device, but not to another dtype: sums of losses would overflow in 16 bits."""
         return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, total: Tensor, tokens: Tensor | int) -> None:
         """Add a batch: the sum of its losses, and the number of tokens they belong to."""
-        # not in place: a reset within `trainer.validate` leaves inference tensors, which `trainer.fit` may not write to
+        # not in place: a reset within `trainer.validate` leaves inference tensors, which `trainer.fit` cannot write to
         self.total = self.total + torch.as_tensor(total).detach().to(self.total)
         self.tokens = self.tokens + torch.as_tensor(tokens).to(self.tokens)
 
@@ -46,13 +46,13 @@ class TokenMean(Metric):
 
 
 def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """x on the device where `fn` moves tensors; sums from the meta device, where there are no numbers, begin at 0."""
+    """x on the device where `fn` moves tensors; 0 where it comes from the meta device, which has no numbers."""
     device = fn(x.new_empty(0)).device
     return torch.zeros_like(x, device=device) if x.is_meta and device.type != "meta" else x.to(device)
 
 
 class EpochScores(Metric):
-    """All scores and labels of an epoch, of all ranks: for metrics that are no sums over batches, such as AUROC.
+    """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
 
     Args:
         columns: C, scores of a sample.
@@ -69,7 +69,7 @@ class EpochScores(Metric):
         self._begin()
 
     def _begin(self) -> None:
-        """A rank may have no sample, and gathering takes tensors of one number of dimensions and one dtype."""
+        """Start with empty tensors: a rank may have no sample, and gathering needs equal dtypes and numbers of dims."""
         for name, shape in self._shapes.items():
             setattr(self, name, [torch.empty(shape, dtype=torch.float64, device=self.device)])
 
@@ -79,11 +79,11 @@ class EpochScores(Metric):
         self._begin()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> EpochScores:
-        """Follows a module to another device, but not to another dtype."""
+        """Follow a module to another device, but not to another dtype."""
         return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
     def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Add samples: scores (B, C) and labels (B,) or (B, C); of none, so that every rank takes part, (0, C) and so on."""
+        """Add samples: scores (B, C) and labels (B,) or (B, C); a rank without samples adds empty ones."""
         self.scores.append(scores.detach().double())
         self.labels.append(labels.detach().double())
 
@@ -93,23 +93,22 @@ class EpochScores(Metric):
         return whole(self.scores), whole(self.labels)
 
     def whole_epoch(self) -> tuple[Tensor, Tensor]:
-        """As `compute`, in these shapes for a single sample too: torchmetrics makes a scalar of a tensor that holds one
-        number."""
+        """As `compute`, in these shapes for a single sample, too: torchmetrics turns tensors of one number into scalars."""
         scores, labels = (
             x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
         )
         return scores, labels
 
 
-#: numbers under way at once; pinned memory is taken once, since taking it waits for the GPU
+#: numbers being copied at once; their pinned memory is allocated once, since allocation waits for the GPU
 SLOTS = 8
 
 
 class Newest:
-    """The last of a GPU's numbers to have reached the host.
+    """The latest of a GPU's numbers that has reached the host.
 
-    Lightning reads what is logged with `prog_bar=True` after every batch, so that every step begins on an idle GPU; a bar
-    that is a step behind costs nothing. Numbers of a CPU are read at once.
+    Lightning reads what is logged with `prog_bar=True` after every batch, which leaves the GPU idle at the start of each
+    step; a progress bar that is a step late costs nothing. Numbers on the CPU are read at once.
     """
 
     def __init__(self) -> None:
@@ -119,13 +118,13 @@ class Newest:
         self._last: Tensor | None = None
 
     def of(self, x: Tensor) -> float | None:
-        """Send a scalar on its way (unless `SLOTS` of them are); the newest that has arrived, None before the first."""
+        """Start to copy a scalar (unless `SLOTS` copies are pending); the latest that arrived, None before the first."""
         if x.device.type != "cuda":
             self._known = x.item()
             return self._known
         self._last = x.detach().double()
         if self._free is None:
-            with torch.inference_mode(False):  # whose memory could not be written to later
+            with torch.inference_mode(False):  # its memory could not be written to later
                 slots = torch.empty(SLOTS, dtype=torch.float64, pin_memory=True).unbind()
             self._free = [(slot, torch.cuda.Event()) for slot in slots]
         while self._coming and self._coming[0][1].query():
@@ -140,9 +139,9 @@ class Newest:
         return self._known
 
     def last(self) -> float | None:
-        """The last number itself, which is waited for."""
+        """The last number itself; waits for it."""
         return self._known if self._last is None else self._last.item()
 
     def __reduce__(self) -> tuple[type[Newest], tuple[()]]:
-        """Copies of a module, and those sent to other processes, begin without a number."""
+        """Copies of a module, and those sent to other processes, start without a number."""
         return Newest, ()

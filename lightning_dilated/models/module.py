@@ -1,18 +1,12 @@
-"""LoRA of the blocks through peft (an optional extra): low-rank updates are trained beside weights that stay as they are.
+"""DilatedModule, the LightningModule that all models are and that users subclass, and WarmupCosine, its usual schedule.
 
-Learning-rate schedules that a YAML recipe can name.
-
-DilatedModule: the LightningModule that every model here is, and that users subclass.
-
-Subclass it with two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
+A subclass defines two methods: `build()` makes the layers, `loss_terms(batch)` returns the sum of the token losses and the
 number of tokens. The base class does the rest: exact token mean, metrics, optimizer, scheduler.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import math
 import re
 import warnings
@@ -22,81 +16,44 @@ from typing import Any, Self
 
 import lightning.pytorch as pl
 import torch
-from lightning.fabric.plugins.io import TorchCheckpointIO
-from lightning.fabric.utilities.cloud_io import _load as read_remote
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lightning_dilated._compat.lightning import (
+    attached_trainer,
+    load_to_cpu_by_name,
+    read_remote,
+    restricted_classmethod,
+)
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
 from lightning_dilated.models.transformer import (
-    BasesLike,
     advice,
     layer_bases,
     longest,
     position_advice,
-    rotary_hint,
     stored_bases,
 )
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import Explanation, explain
-from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
+from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 
-#: linear layers of a block, and parameters that are no layer of their own (q, k and v's joint projection)
-LAYERS = ("out_proj", "fc1", "fc2", "gate")
-PARAMETERS = ("attention.in_proj_weight",)
-
-
-def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
-    """Put low-rank updates (arXiv 2106.09685), which begin at 0, beside every projection of the blocks, in place.
-
-    Args:
-        transformer: a `DilatedTransformer`.
-        rank: of the updates.
-        alpha: they are scaled by alpha / rank.
-
-    Raises:
-        ModuleNotFoundError: without peft.
-    """
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ModuleNotFoundError as error:
-        if error.name != "peft":
-            raise
-        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
-    found = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
-    targets = [name for name in LAYERS if name in found]
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
-    inject_adapter_in_model(config, transformer)
-
-
-def merge_lora(transformer: nn.Module) -> None:
-    """Add the updates to the weights and leave a plain transformer, in place."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
-        if isinstance(module, BaseTunerLayer):
-            module.merge()
-            parent, _, child = name.rpartition(".")
-            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
-
 
 class WarmupCosine(LambdaLR):
-    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; one step a batch.
+    """Linear warm-up, then half a cosine down to `final_fraction` of the peak, then constant; stepped every batch.
 
     Args:
-        optimizer: whose own learning rates are the peak.
-        total_steps: where the cosine ends; training may go on beyond it. None is the Trainer's `max_steps`, which
+        optimizer: its learning rates are the peak.
+        total_steps: where the cosine ends; training may go on beyond it. None: the Trainer's `max_steps`, which
             DilatedModule fills in.
         warmup_steps: steps of the linear rise, fewer than `total_steps`.
         final_fraction: of the peak, at the end.
@@ -121,17 +78,17 @@ class WarmupCosine(LambdaLR):
         super().__init__(optimizer, self.factor)
 
     def end_at(self, steps: int) -> None:
-        """Let the cosine end after `steps` steps, a run's length; a run shorter than the warm-up stays within it.
+        """Let the cosine end after `steps` steps; a run shorter than the warm-up ends within it.
 
         Raises:
-            ValueError: if the run has no length.
+            ValueError: for less than one step, as of a Trainer without `max_steps`.
         """
         if steps < 1:
             raise ValueError("WarmupCosine needs total_steps, because the Trainer has no max_steps: give one of them.")
         self.total_steps = steps
 
     def factor(self, step: int) -> float:
-        """What the learning rate is multiplied with at `step`."""
+        """The factor of the learning rate at `step`."""
         if step < self.warmup_steps:
             return (step + 1) / (self.warmup_steps + 1)
         if self.total_steps is None:
@@ -151,20 +108,24 @@ class DilatedModule(Pretrained, pl.LightningModule):
             It is called in `configure_optimizers`, when the parameters are final.
         lr_scheduler: makes a scheduler from the optimizer, stepped every batch; None keeps the learning rate.
 
-    `sequence_spec` declares which entries of a batch are sequences, for strategies that cut them; a subclass sets its own.
+    A subclass sets `sequence_spec`, which declares the entries of a batch that are sequences, for strategies that shard
+    them.
 
     Logged: `train_loss`, the mean over the tokens of a micro-batch (accumulation averages micro-batches, as Lightning
-    does; a progress bar shows that of a GPU a step or two late, as `Newest` has it); `val_loss` and `test_loss`, the exact
-    mean over all tokens of the epoch; and what `derived_metrics` makes of them. The layers are made by `configure_model`:
-    by the Trainer, or outside one as soon as weights are asked for.
-    `save_pretrained`, `from_pretrained` and `push_to_hub` come from `Pretrained`.
+    does; the progress bar shows a GPU's a step or two late, see `Newest`); `val_loss` and `test_loss`, the exact mean over
+    all tokens of the epoch; and the `derived_metrics` of each. The Trainer makes the layers, through `configure_model`;
+    outside of one they are made when weights are first accessed. `save_pretrained`, `from_pretrained` and `push_to_hub` come
+    from `Pretrained`.
     """
 
     sequence_spec: SequenceSpec | None = None
-    #: entries of a batch that stay on the CPU, where their values are read: moved, each read would wait for the device
+    #: entries of a batch that stay on the CPU, where their values are read: reading from a device would wait for it
     host_entries: tuple[str, ...] = ("lengths", "cu_seqlens")
-    #: whether the pattern is one that released weights were trained with
+    #: whether the pattern is that of released weights
     released_pattern = False
+    depth: int
+    num_heads: int
+    num_kv_heads: int | None
 
     def __init__(
         self,
@@ -176,12 +137,12 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self._built = False
         self._shown = Newest()
         self._patterns: tuple[DilatedPattern, ...] = ()
-        self._explained: int | None = 0  # tokens of the longest sequence that the pattern was looked at for
+        self._explained: int | None = 0  # longest sequence that the pattern was checked for; None: advice was given
         means = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.mean_loss: Mapping[str, TokenMean] = means  # type: ignore[assignment]  # torch declares plain modules
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
-    @_restricted_classmethod
+    # -- what a subclass defines -------------------------------------------------------------------------------------
+    @restricted_classmethod
     def load_from_checkpoint(
         cls,
         checkpoint_path: Any,
@@ -191,9 +152,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
         weights_only: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Lightning's; a class that the file names has to be imported already, or be this package's, torch's or lightning's.
+        """Lightning's, for files whose hyperparameters name only classes that are imported, or torch's, lightning's or ours.
 
-        `weights_only=False` says that the file is trusted, and lets it import what it names.
+        `weights_only=False` declares the file trusted, and lets it import any class.
 
         Raises:
             ValueError: naming file and class.
@@ -214,64 +175,19 @@ class DilatedModule(Pretrained, pl.LightningModule):
         raise TypeError(f"{type(self).__name__} must define loss_terms(batch), which returns (sum of losses, tokens).")
 
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
-        """More numbers to log beside a mean loss, by name."""
+        """Further numbers to log with a mean loss, by name."""
         return {}
-
-    # -- what a subclass with dilated attention calls in its __init__ -------------------------------------------------
-    def _choose_layers(
-        self,
-        pattern: LayersLike,
-        depth: int,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        shift_layers: str = "none",
-        shift_below: int | None = None,
-        rotary_base: BasesLike = None,
-        max_seq_len: int | None = None,
-        position_encoding: str = "none",
-    ) -> None:
-        """Set what differs from layer to layer, and the sizes that it depends on.
-
-        Sets `depth`, `num_heads`, `num_kv_heads`; `pattern`, one for all layers or the tuple that repeats; `patterns`, of
-        each layer; `max_seq_len`; and `rotary_bases`, of each layer, None for one without positions.
-
-        Raises:
-            TypeError, ValueError: naming the argument.
-        """
-        self.depth, self.num_heads = integer(depth, "depth", 1), integer(num_heads, "num_heads", 1)
-        self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
-        self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
-        _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
-        self.max_seq_len = max_seq_len
-        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
-        if position_encoding == "rotary":
-            hint = rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len)
-            if hint:
-                rank_zero_warn(f"{type(self).__name__}: {hint}")
-
-    def _choose_own_pattern(
-        self, pattern: LayersLike, depth: int, num_heads: int, padding: str, replaced: Mapping[str, Any]
-    ) -> None:
-        """`_choose_layers` of a pattern in place of a release's, which `replaced` and `padding` would have changed.
-
-        To be called below an __init__, after its save_hyperparameters.
-        """
-        both = [name for name, value in replaced.items() if value is not None]
-        if both or padding != "masked":
-            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
-        self._choose_layers(pattern, depth, num_heads)
-        self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
 
     @property
     def patterns(self) -> tuple[DilatedPattern, ...]:
-        """The pattern of each layer; of a subclass with a `pattern` and a `depth` of its own, that pattern; else none."""
-        own, depth = getattr(self, "pattern", None), getattr(self, "depth", None)
-        if not self._patterns and isinstance(own, DilatedPattern) and isinstance(depth, int):
-            return (own,) * depth
+        """The pattern of each layer; of a subclass that sets `pattern` and `depth`, that pattern; else none."""
+        pattern, depth = getattr(self, "pattern", None), getattr(self, "depth", None)
+        if not self._patterns and isinstance(pattern, DilatedPattern) and isinstance(depth, int):
+            return (pattern,) * depth
         return self._patterns
 
     def explain(self, seq_len: int) -> Explanation:
-        """What the layers' patterns see at N tokens (see `DilatedPattern.explain`); `print` it."""
+        """What the layers' patterns reach at N tokens (see `DilatedPattern.explain`); `print` it."""
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
@@ -279,35 +195,30 @@ class DilatedModule(Pretrained, pl.LightningModule):
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:
         """Build the layers, once: Lightning calls this at every fit, validate, test and predict."""
-        io = getattr(getattr(self._trainer, "strategy", None), "checkpoint_io", None)
-        if type(io) is TorchCheckpointIO:  # names the host by a function, and torch then reads no states of torchao's
-            load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
-            io.load_checkpoint = functools.partial(load, io, map_location="cpu")  # type: ignore[method-assign]
+        load_to_cpu_by_name(getattr(attached_trainer(self), "strategy", None))
         if not self._built:
             self._built = True
             self.build()
             self.train(self.training)  # .eval() may have been called before there were layers
 
     def _built_outside(self) -> DilatedModule:
-        """Build now where no Trainer will do it: whoever asks for weights outside one wants them to exist."""
-        if not self._built and self._trainer is None:
+        """Self, with layers where no Trainer will make them."""
+        if not self._built and attached_trainer(self) is None:
             self.configure_model()
         return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """nn.Module's; outside a Trainer the layers are built first, likewise in the three methods below."""
+        """nn.Module's; outside of a Trainer the layers are built first, as in the three methods below."""
         return super(DilatedModule, self._built_outside()).named_parameters(*args, **kwargs)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]  # torch overloads it
-        """nn.Module's."""
         return super(DilatedModule, self._built_outside()).state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's."""
         return super(DilatedModule, self._built_outside()).load_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """nn.Module's, under .to(), .double() and their like."""
+        """nn.Module's, which .to(), .double() and the like call."""
         return super(DilatedModule, self._built_outside())._apply(*args, **kwargs)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
@@ -320,42 +231,47 @@ class DilatedModule(Pretrained, pl.LightningModule):
         return moved
 
     def _shifted(self, batch: Any) -> Any:
-        """The batch; where `sequence_spec` has entries to shift and no strategy did that, they are shifted here."""
-        done = hasattr(self._trainer and self._trainer.strategy, "sequence")
-        return (
-            batch
-            if done or not (self.sequence_spec and self.sequence_spec.shift)
-            else self.sequence_spec.cut(batch, Place())
-        )
+        """The batch, with the entries shifted that `sequence_spec` wants shifted, unless a strategy has done so."""
+        done = hasattr(getattr(attached_trainer(self), "strategy", None), "sequence")
+        if done or not (self.sequence_spec and self.sequence_spec.shift):
+            return batch
+        return self.sequence_spec.cut(batch, Place())
+
+    def _data_setting(self, name: str, default: Any = None) -> Any:
+        """An attribute of the Trainer's datamodule, if there are both."""
+        return getattr(getattr(attached_trainer(self), "datamodule", None), name, default)
+
+    def _optimizer_step(self) -> int:
+        """The Trainer's, 0 without one."""
+        return getattr(attached_trainer(self), "global_step", 0)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Patterns among the hyperparameters become plain mappings, so that the file loads with `weights_only=True`; and the
-        module's class is named, for who reads the file without knowing it.
-        """
+        """Write patterns among the hyperparameters as plain mappings, so that the file loads with `weights_only=True`, and
+        the name of the module's class."""
         checkpoint["class_path"] = class_path(self)
         hparams = checkpoint.get("hyper_parameters", {})
         if hparams:
             checkpoint["hyper_parameters"] = {k: plain_value(v) for k, v in hparams.items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """See that the layers attend as those that were trained: weights do not show bases and patterns.
+        """Check that the layers attend as the trained ones did, which weights do not show.
 
         Raises:
             ValueError: in a Trainer's run, for other rotary bases. Another pattern is reported.
         """
         hparams = checkpoint.get("hyper_parameters") or {}
         bases, theirs = getattr(self, "rotary_bases", ()), hparams.get("rotary_base")
-        if self._trainer is None or not any(bases):  # outside of a run the caller has chosen them
+        if attached_trainer(self) is None or not any(bases):  # outside of a run the caller chose them
             return
         if isinstance(theirs, (int, float, list, tuple)):
             trained = layer_bases(theirs, hparams.get("max_seq_len"), len(bases))
             if trained != tuple(bases):
                 raise ValueError(
                     f"the checkpoint was trained with rotary_base={stored_bases(trained)}, and this model has "
-                    f"{stored_bases(bases)}: it would compute something else. Set the model's rotary_base to the former."
+                    f"{stored_bases(bases)}, with which it would compute something else. Set rotary_base to the former."
                 )
         stored = hparams.get("pattern")
-        with contextlib.suppress(TypeError, ValueError):  # a subclass may keep something else under this name
+        with contextlib.suppress(TypeError, ValueError):  # a subclass may store something else under this name
             pattern = stored and read_patterns(stored, len(bases), self.num_heads, self.num_kv_heads)
             if pattern and pattern != self.pattern:
                 rank_zero_warn(f"the checkpoint was trained with {pattern}, and this model attends by {self.pattern}.")
@@ -374,7 +290,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         share, _ = self.token_mean(self._shifted(batch))
         loss = loss_sum(share)
         self.log("train_loss", loss, batch_size=1)
-        if self._trainer is not None:
+        if attached_trainer(self) is not None:
             self._show(self._shown.of(loss))
         for name, value in self.derived_metrics(loss).items():
             self.log(f"train_{name}", value, batch_size=1)
@@ -385,16 +301,16 @@ class DilatedModule(Pretrained, pl.LightningModule):
             self.trainer.progress_bar_metrics["train_loss"] = loss
 
     def on_fit_start(self) -> None:
-        """Train in training mode: Lightning keeps the mode it finds, and loaded encoders come in eval mode."""
-        self._shown = Newest()  # of the device of this fit
+        """Switch to training mode: Lightning leaves the mode alone, and loaded encoders are in eval mode."""
+        self._shown = Newest()  # the device may be another than in the last fit
         self.train()
 
     def on_train_end(self) -> None:
-        """The progress bar's loss is the last step's in the end."""
+        """Show the last step's loss in the progress bar."""
         self._show(self._shown.last())
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Say once, after the first step (or one with a longer batch), what the pattern cannot do at that length."""
+        """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""
         if self._explained is None:
             return
         seq_len = longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
@@ -416,30 +332,30 @@ class DilatedModule(Pretrained, pl.LightningModule):
             self._log_of_all(f"{stage}_{name}", value, prog_bar=stage == "val")
 
     def _log_of_all(self, name: str, value: Any, **options: Any) -> None:
-        """Log a value that is of all ranks already, without Lightning's advice to average it over them (`sync_dist`)."""
+        """Log a value that covers all ranks already, without Lightning's advice to average it over them (`sync_dist`)."""
         warnings.filterwarnings("ignore", message=re.escape(f"It is recommended to use `self.log({name!r}"))
         self.log(name, value, **options)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Adds the batch's tokens to the validation mean."""
+        """Add the batch's tokens to the validation mean."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Adds the batch's tokens to the test mean."""
+        """Add the batch's tokens to the test mean."""
         self._evaluate("test", batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Logs the validation mean."""
+        """Log the validation mean."""
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Logs the test mean."""
+        """Log the test mean."""
         self._report("test")
 
     def parameter_groups(self) -> list[dict[str, Any]]:
-        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without any.
+        """Every trainable parameter once: matrices with the optimizer's weight decay, vectors and norms without.
 
-        A group may hold `lr_scale`, which the optimizer's learning rate is multiplied with.
+        A group may hold `lr_scale`, a factor of the optimizer's learning rate.
         """
         trainable = [p for p in self.parameters() if p.requires_grad]
         groups: list[dict[str, Any]] = [
@@ -466,14 +382,14 @@ class DilatedModule(Pretrained, pl.LightningModule):
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
-        """Lightning's, which refuses fused optimizers under mixed precision, since they undo a scaler's factor by themselves
-        and later; bf16 has no scaler, so they are clipped like any other."""
+        """Lightning's, but for fused optimizers under bf16-mixed, which Lightning refuses to clip: they unscale gradients
+        after clipping, but bf16 has no scaler."""
         plugin = self.trainer.precision_plugin
         if not isinstance(plugin, MixedPrecision) or plugin.scaler is not None:
             super().configure_gradient_clipping(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return
-        way = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
-        Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, way)
+        algorithm = GradClipAlgorithmType(gradient_clip_algorithm or "norm")
+        Precision.clip_gradients(plugin, optimizer, gradient_clip_val or 0.0, algorithm)
 
 
 def plain_value(value: Any) -> Any:
@@ -493,25 +409,9 @@ def stored_hparams(checkpoint_path: Any) -> dict[str, Any]:
     elif Path(checkpoint_path).is_file():
         stored = load_file(checkpoint_path, mapped=True)
     elif "://" in str(checkpoint_path):
-        stored = read_remote(checkpoint_path, map_location="cpu", weights_only=True)
+        stored = read_remote(checkpoint_path)
     else:
-        return {}  # Lightning says what is missing
+        return {}  # Lightning reports what is missing
     names = ("hparams", "module_arguments", "hyper_parameters")  # the former in files of early versions
     parts = [stored.get(name) for name in names] if isinstance(stored, Mapping) else []
     return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
-
-
-def was_given(module: DilatedModule, name: str) -> bool:
-    """Whether the caller who makes `module` passed argument `name`, or a subclass's __init__ settled it.
-
-    To be called in an __init__: looks at the outermost __init__ that is now making the module.
-    """
-    frame, outermost = inspect.currentframe(), None
-    while frame is not None:
-        if frame.f_code.co_name == "__init__" and any(x is module for x in frame.f_locals.values()):
-            outermost = frame
-        frame = frame.f_back
-    if outermost is None:
-        return False
-    names, _, keywords, values = inspect.getargvalues(outermost)
-    return name in names or (keywords is not None and name in values[keywords])

@@ -1,4 +1,4 @@
-"""PooledModule: what models with one prediction a sequence share: pooling, head, metrics, and how they are fine-tuned.
+"""PooledModule, the base of models with one prediction a sequence: pooling, head, metrics, and fine-tuning (LoRA included).
 
 Shape letters: B batch, N tokens, L tokens of this rank, E embedding dim, C classes.
 """
@@ -7,39 +7,87 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer, real
 from lightning_dilated.models.heads import make_head
 from lightning_dilated.models.metrics import EpochScores
-from lightning_dilated.models.module import STAGES, DilatedModule, add_lora, merge_lora
+from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.transformer_model import TransformerModel
+from lightning_dilated.pattern.layers import LayersLike
 from lightning_dilated.sequence import active_sequence, sequence_mean, sequence_sum
 
+#: linear layers of a block, and its parameters outside of one (q, k and v's joint projection)
+LAYERS = ("out_proj", "fc1", "fc2", "gate")
+PARAMETERS = ("attention.in_proj_weight",)
 
-class PooledModule(DilatedModule):
-    """Base of the models that predict one thing of a whole sequence; a subclass defines `build` and `embed`.
 
-    Every rank of a sequence gets the pooled embedding and computes head and loss alike; metrics count each sample once.
+def add_lora(transformer: nn.Module, rank: int, alpha: float) -> None:
+    """Add low-rank updates (arXiv 2106.09685), which start at 0, to every projection of the blocks, in place.
 
     Args:
-        dim: E, of the embedding.
-        depth: layers, for `layer_decay`.
+        transformer: a `DilatedTransformer`.
+        rank: of the updates.
+        alpha: the updates are scaled by alpha / rank.
+
+    Raises:
+        ModuleNotFoundError: without peft.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as error:
+        if error.name != "peft":
+            raise
+        raise ModuleNotFoundError("lora_rank needs peft: pip install 'lightning-dilated[lora]'.", name="peft") from None
+    linear = {name.rpartition(".")[2] for name, m in transformer.named_modules() if isinstance(m, nn.Linear)}
+    targets = [name for name in LAYERS if name in linear]
+    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, target_parameters=list(PARAMETERS))
+    inject_adapter_in_model(config, transformer)
+
+
+def merge_lora(transformer: nn.Module) -> None:
+    """Add the updates to the weights, which leaves a plain transformer, in place."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in reversed(list(transformer.named_modules())):  # inner ones first
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            parent, _, child = name.rpartition(".")
+            setattr(transformer.get_submodule(parent), child, module.get_base_layer())
+
+
+class PooledOptions(TypedDict, total=False):
+    """Options that every PooledModule takes, for type checkers and editors."""
+
+    regression_loss: Literal["mse", "smooth_l1"]
+    layer_decay: float
+    freeze_encoder: bool
+    lora_rank: int | None
+    lora_alpha: float | None
+
+
+class PooledModule(TransformerModel):
+    """Base of the models that predict one thing for a whole sequence; a subclass defines `build` and `embed`.
+
+    Every rank of a sequence gets the pooled embedding and computes the same head and loss; metrics count each sample once.
+
+    Args:
+        pattern, options: see `TransformerModel`.
         task: "classification", "regression", "ordinal", or None for embeddings only.
         num_classes: C; targets of a regression, 1 if None.
         regression_loss: "mse" or "smooth_l1".
         layer_decay: d in (0, 1]: layer i of `depth` learns with d^(depth + 1 - i) times the learning rate; the input
             projection counts as layer 0, the head and last norm as depth + 1 (as in BEiT, arXiv 2106.08254).
         freeze_encoder: train the head only; the rest stays in eval mode.
-        lora_rank, lora_alpha: train the head and low-rank updates of the blocks (see `models.lora`; needs the extra `lora`);
-            alpha None is twice the rank.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        lora_rank: train the head and low-rank updates of this rank of the blocks (arXiv 2106.09685; needs the extra `lora`).
+        lora_alpha: the updates are scaled by lora_alpha / lora_rank; None: twice the rank.
 
-    Logged beside `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
+    Logged with `val_loss` and `test_loss`, exact over the epoch and all ranks: `auroc`, `balanced_accuracy` and
     `quadratic_kappa`, or `mse` and `r2`, each with the stage's name in front.
     """
 
@@ -48,34 +96,33 @@ class PooledModule(DilatedModule):
 
     def __init__(
         self,
-        dim: int,
-        depth: int,
-        task: str | None,
-        num_classes: int | None,
-        regression_loss: str = "mse",
+        pattern: LayersLike,
+        task: Literal["classification", "regression", "ordinal"] | None = None,
+        num_classes: int | None = None,
+        regression_loss: Literal["mse", "smooth_l1"] = "mse",
         layer_decay: float = 1.0,
         freeze_encoder: bool = False,
         lora_rank: int | None = None,
         lora_alpha: float | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
+        super().__init__(pattern=pattern, **options)
         real(layer_decay, "layer_decay", above=0, most=1, hint=" 1 is no decay.")
         if task is None and (num_classes is not None or freeze_encoder):
-            given = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
-            raise ValueError(f"{given} needs a task: classification, regression or ordinal.")
+            option = "freeze_encoder" if freeze_encoder else f"num_classes={num_classes}"
+            raise ValueError(f"{option} needs a task: classification, regression or ordinal.")
         if lora_rank is not None and (task is None or freeze_encoder):
             raise ValueError("lora_rank needs a task, and freeze_encoder=False: it trains updates of the encoder.")
         self.lora_rank = None if lora_rank is None else integer(lora_rank, "lora_rank", 1)
         self.lora_alpha = 2.0 * (lora_rank or 1) if lora_alpha is None else lora_alpha
-        self.dim, self.depth, self.task = dim, depth, task
-        self.num_classes, self.regression_loss = num_classes, regression_loss
+        if self.compile_blocks and lora_rank is not None:
+            raise ValueError("peft's updates cannot be compiled to one graph: set compile_blocks=False with lora_rank.")
+        self.task, self.num_classes, self.regression_loss = task, num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
         self.head: nn.Module | None = None
-        #: the label that was last moved to a device, its version, and what the head took it for, or the error that it raised
+        #: the label that was last moved to a device, its version, and the head's checked copy or the error it raised
         self._read: tuple[Any, int, Any] = None, 0, None
-        #: the classes that the outputs of the head stand for, once trained on data that names them
+        #: names of the head's classes, once trained on data that has them
         self.classes: list[str] | None = None
         if task is not None:
             with torch.device("meta"):
@@ -83,7 +130,7 @@ class PooledModule(DilatedModule):
             columns = head.classes if task == "regression" else None
             self.epoch_scores = nn.ModuleDict({s: EpochScores(head.classes, columns) for s in STAGES[1:]})
 
-    # -- what a subclass says ----------------------------------------------------------------------------------------
+    # -- what a subclass defines -------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) pooled embeddings of a batch, on every rank of the sequence."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
@@ -92,15 +139,8 @@ class PooledModule(DilatedModule):
     def _make_head(self) -> nn.Module | None:
         return None if self.task is None else make_head(self.task, self.dim, self.num_classes, self.regression_loss)
 
-    def _compiled(self, compile_blocks: bool) -> bool:
-        if compile_blocks and self.lora_rank is not None:
-            raise ValueError(
-                "peft's updates cannot be compiled to one graph: set compile_blocks=False beside lora_rank."
-            )
-        return compile_blocks
-
     def setup(self, stage: str) -> None:
-        """See that the data has a class for each output, and the classes that were trained on."""
+        """Check that the data has a class for each output, and the classes that the model was trained on."""
         super().setup(stage)
         classes = self._data_classes()
         if classes is not None and len(classes) != self.num_classes:
@@ -108,9 +148,7 @@ class PooledModule(DilatedModule):
                 f"num_classes={self.num_classes}, but the data has {len(classes)} classes ({', '.join(classes)}): "
                 f"set the model's num_classes to {len(classes)}."
             )
-        if (
-            stage != "fit"
-        ):  # a fit may begin anew on other classes; one that goes on is checked as its checkpoint is loaded
+        if stage != "fit":  # a new fit may have other classes; a resumed one is checked when its checkpoint is loaded
             self._check_classes(self.classes)
 
     def on_train_start(self) -> None:
@@ -118,15 +156,15 @@ class PooledModule(DilatedModule):
         self.classes = self._data_classes()
 
     def _data_classes(self) -> list[str] | None:
-        found = getattr(getattr(self._trainer, "datamodule", None), "classes", None)
-        return None if found is None or self.task not in ("classification", "ordinal") else [str(x) for x in found]
+        classes = self._data_setting("classes")
+        return None if classes is None or self.task not in ("classification", "ordinal") else [str(x) for x in classes]
 
     def _check_classes(self, trained: list[str] | None) -> None:
-        found = self._data_classes()
-        if trained is not None and found is not None and found != trained:
+        classes = self._data_classes()
+        if trained is not None and classes is not None and classes != trained:
             raise ValueError(
-                f"the model was trained on the classes {trained}, in this order, but the data's are {found}: its scores "
-                f"would be of other classes. Set data.classes to {trained}, or train a new model on the data's own."
+                f"the model was trained on the classes {trained}, in this order, but the data's are {classes}: its "
+                f"scores would be of other classes. Set data.classes to {trained}, or train a new model on the data's."
             )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -136,7 +174,7 @@ class PooledModule(DilatedModule):
             checkpoint["classes"] = self.classes
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """DilatedModule's; see that the data's classes are those of the checkpoint."""
+        """DilatedModule's; check that the data's classes are those of the checkpoint."""
         super().on_load_checkpoint(checkpoint)
         if checkpoint.get("classes") is not None:
             self._check_classes(checkpoint["classes"])
@@ -154,7 +192,7 @@ class PooledModule(DilatedModule):
                 parameter.requires_grad_(name.startswith("head.") or ".lora_" in name)
 
     def merge_lora(self) -> None:
-        """Add the low-rank updates to the weights, which then are those of a model without `lora_rank`."""
+        """Add the low-rank updates to the weights; the model is then one without `lora_rank`."""
         if self.lora_rank is not None:
             merge_lora(self.transformer)
             self.lora_rank = self.hparams["lora_rank"] = None
@@ -178,33 +216,33 @@ class PooledModule(DilatedModule):
         if "label" not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no label to train with or to compare with.")
         self.configure_model()
-        label = guarded(self._checked, batch["label"])
+        label = checked_by_all(self._checked, batch["label"])
         return self.head(self.embed(batch)), send(label, self.head.linear.weight.device)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """DilatedModule's; labels are read before, since the host would wait for what the GPU is doing."""
+        """DilatedModule's; labels are checked on the CPU first, since reading them from the GPU would wait for it."""
         moved = super().transfer_batch_to_device(batch, device, dataloader_idx)
         if self.head is not None and isinstance(batch, Mapping) and "label" in batch:
             try:
-                found = self.head.check(torch.as_tensor(batch["label"]))
-            except (TypeError, ValueError) as error:  # raised in the step, where all ranks hear of it
-                found = error
+                checked = self.head.check(torch.as_tensor(batch["label"]))
+            except (TypeError, ValueError) as error:  # raised in the step, where all ranks raise together
+                checked = error
             label = moved["label"]
-            tells = isinstance(label, Tensor) and not label.is_inference()  # whether it is written to later
-            self._read = (label, label._version, found) if tells else (None, 0, None)
+            versioned = isinstance(label, Tensor) and not label.is_inference()
+            self._read = (label, version_of(label), checked) if versioned else (None, 0, None)
         return moved
 
     def _checked(self, label: Any) -> Tensor:
-        """Labels as the head takes them."""
-        moved, version, found = self._read
-        if moved is None or label is not moved or label._version != version:
+        """Labels as the head takes them, read from the device only if they changed since they were moved."""
+        moved, version, checked = self._read
+        if moved is None or label is not moved or version_of(label) != version:
             return self.head.check(torch.as_tensor(label))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(checked, Exception):
+            raise checked
+        return checked
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """(sum of the samples' losses, number of samples), alike on all ranks of the sequence."""
+        """(sum of the samples' losses, number of samples), the same on all ranks of the sequence."""
         logits, label = self._outcome(batch)
         return self.head.losses(logits, label).sum(), len(label)
 
@@ -218,15 +256,15 @@ class PooledModule(DilatedModule):
     def _report(self, stage: str) -> None:
         super()._report(stage)
         metric = self.epoch_scores[stage]
-        found = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
+        scores, labels = metric.whole_epoch()  # of all ranks, gathered by torchmetrics
         metric.reset()
-        for name, value in self.head.metrics(*found).items():
+        for name, value in self.head.metrics(scores, labels).items():
             self._log_of_all(f"{stage}_{name}", value.float(), prog_bar=stage == "val")
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
-        """The head's predictions, each (B,), or without a task `embedding` (B, E); after the batch's `index`, `slide_id` and
-        `label`, where it has them, so that a row says whose it is. `prediction_class` is the predicted class by its name, if
-        the training data named its classes; a label that the Trainer's precision rounded is left out."""
+        """The batch's `index`, `slide_id` and `label`, where it has them, then the head's predictions, each (B,), or without
+        a task `embedding` (B, E). `prediction_class` is the name of the predicted class, if the training data named its
+        classes; a label that the Trainer's precision has rounded is left out."""
         self.configure_model()
         embedding = self.embed(batch)
         known = {name: batch[name] for name in ("index", "slide_id", "label") if name in batch}
@@ -234,11 +272,11 @@ class PooledModule(DilatedModule):
             return {**known, "embedding": embedding}
         if getattr(known.get("label"), "dtype", None) in (torch.bfloat16, torch.float16):
             del known["label"]
-        found = self.head.predictions(self.head(embedding))
+        predictions = self.head.predictions(self.head(embedding))
         if self.classes is not None:
-            known["prediction"] = found["prediction"]
-            known["prediction_class"] = [self.classes[i] for i in found["prediction"].tolist()]
-        return {**known, **found}
+            known["prediction"] = predictions["prediction"]
+            known["prediction_class"] = [self.classes[i] for i in predictions["prediction"].tolist()]
+        return {**known, **predictions}
 
     # -- fine-tuning ---------------------------------------------------------------------------------------------------
     def layer_of(self, name: str) -> int:
@@ -254,22 +292,22 @@ class PooledModule(DilatedModule):
         for name, p in self.named_parameters():
             if p.requires_grad:
                 layer, decays = self.layer_of(name), p.ndim >= 2
-                made = {"params": [], "lr_scale": self.layer_decay ** (self.depth + 1 - layer)}
-                found = groups.setdefault((layer, decays), made if decays else {**made, "weight_decay": 0.0})
-                found["params"].append(p)
+                empty = {"params": [], "lr_scale": self.layer_decay ** (self.depth + 1 - layer)}
+                group = groups.setdefault((layer, decays), empty if decays else {**empty, "weight_decay": 0.0})
+                group["params"].append(p)
         return [groups[key] for key in sorted(groups)]
 
 
-def guarded(check: Any, *arguments: Any) -> Any:
-    """check(*arguments); where it raises on one rank of a sequence, all raise."""
+def checked_by_all(check: Any, *arguments: Any) -> Any:
+    """check(*arguments); where it raises on one rank of a sequence, all ranks raise."""
     group = active_sequence()
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 
 def first_token(x: Tensor, positions: Tensor) -> Tensor:
     """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global."""
-    holds = bool((positions[:1] == 0).any())  # no layout has it elsewhere than in front
-    return sequence_sum(x[:, : int(holds)].sum(1))  # a sum over nothing is 0, and is part of the graph
+    holds = bool((positions[:1] == 0).any())  # in every layout it is a shard's first
+    return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
 
 
 def mean_token(x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0) -> Tensor:

@@ -1,8 +1,5 @@
-"""Classes that a file names: none is imported for it, unless it belongs to this package, torch or lightning.
-
-Checks that all loaders of released weights share: names, layers, shapes and values, before a model is made.
-
-Models as folders of config.json and model.safetensors, on disk and on the Hugging Face hub (extra `hub`).
+"""Models in files: folders of config.json and model.safetensors, on disk or the Hugging Face hub (extra `hub`), and the
+checks that all loaders share: of classes that a file names, and of names, layers, shapes and values of weights.
 """
 
 from __future__ import annotations
@@ -31,9 +28,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 
-#: hyperparameters that say how a model is trained, and are no part of it; those of a file are not read
+#: hyperparameters of training, which are not part of a model; those in a file are not read
 TRAINING = ("optimizer", "lr_scheduler")
-#: packages whose modules a file may have imported
+#: packages whose classes a file may name without their being imported
 TRUSTED = ("lightning_dilated", "torch", "lightning")
 _DOTTED = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+")
 _CLASS = ("class_path", "_class_path")
@@ -47,15 +44,15 @@ def without_training(hparams: Mapping[str, Any]) -> dict[str, Any]:
 def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) -> None:
     """Refuse a file whose hyperparameters name a class that would have to be imported.
 
-    A parser that makes objects of them would import its module, and so run whatever file has that name.
+    A parser that instantiates them would import the class's module, and so run any file of that name.
 
     Args:
         hparams: nested mappings and lists, as in a recipe.
         where: the file, for messages.
-        known: modules that the caller names too, besides those that are imported.
+        known: modules that are allowed besides the imported ones.
 
     Raises:
-        ValueError: naming file and class, and what to do; for names of hyperparameters that no parser takes.
+        ValueError: naming file and class, and what to do; for hyperparameters whose names no parser accepts.
     """
     todo = [("hyperparameters", hparams, False)]
     for _ in range(1_000_000):
@@ -65,45 +62,45 @@ def check_classes(hparams: Any, where: str | Path, known: Collection[str] = ()) 
         if isinstance(value, Mapping):
             for key, inner in value.items():
                 _check_key(key, name, where, outermost=value is hparams)
-                words = str(key)
-                todo.append((words, inner, words.rpartition(".")[2] in _CLASS))
-                todo.append((name, words, False))
+                text = str(key)
+                todo.append((text, inner, text.rpartition(".")[2] in _CLASS))
+                todo.append((name, text, False))
         elif isinstance(value, (list, tuple)):
             todo += [(name, inner, False) for inner in value]
         elif isinstance(value, str):
             if is_class and not (_DOTTED.fullmatch(value) or value.isidentifier()):
-                raise ValueError(f"{where}: {value!r:.60} ({name}) is no name of a class.")
+                raise ValueError(f"{where}: {value!r:.60} ({name}) is not the name of a class.")
             if _DOTTED.fullmatch(value) and (is_class or _runs_a_file(value)) and not _allowed(value, known):
                 raise ValueError(
                     f"{where} names {value} ({name}), which is not imported here, and files do not decide what is. If you "
                     f"trust it, import {value.rpartition('.')[0]} before, or name the class in your own recipe."
                 )
             todo += [(name, inner, False) for inner in _inside(value)]
-    raise ValueError(f"{where} has hyperparameters without end.")
+    raise ValueError(f"{where} has endlessly nested hyperparameters.")
 
 
 def _check_key(key: Any, name: str, where: str | Path, outermost: bool) -> None:
-    """Outermost names become arguments of the command line; values that are mappings may have words and numbers as keys."""
+    """Raise ValueError unless an outermost name can be an argument, and inner keys are strings or numbers."""
     if (outermost and (not isinstance(key, str) or not key.isidentifier())) or not isinstance(key, (str, int, float)):
-        raise ValueError(f"{where}: {key!r:.60} in {name} is no name of a hyperparameter.")
+        raise ValueError(f"{where}: {key!r:.60} in {name} is not the name of a hyperparameter.")
 
 
 def _allowed(path: str, known: Collection[str]) -> bool:
-    """Whether a class is imported, or its module may be."""
+    """Whether a class is imported, or may be."""
     parts = path.split(".")
     if parts[0] in TRUSTED or path.rpartition(".")[0] in known:
         return True
     for i in range(len(parts) - 1, 0, -1):
-        found = sys.modules.get(".".join(parts[:i]))
-        for name in parts[i:] if found is not None else ():
-            found = getattr(found, name, None)
-        if found is not None:
+        value = sys.modules.get(".".join(parts[:i]))
+        for name in parts[i:] if value is not None else ():
+            value = getattr(value, name, None)
+        if value is not None:
             return True
     return False
 
 
 def _runs_a_file(path: str) -> bool:
-    """Whether to import what a dotted name may mean would run a file; many strings with a dot are no such names."""
+    """Whether importing a dotted name would run a file; many strings with a dot are not such names."""
     parts, where = path.split("."), None
     for i in range(1, len(parts)):
         name = ".".join(parts[:i])
@@ -112,61 +109,60 @@ def _runs_a_file(path: str) -> bool:
             if where is None:
                 return False
             continue
-        found = PathFinder.find_spec(name, where)
-        if found is None:
+        spec = PathFinder.find_spec(name, where)
+        if spec is None:
             return False
-        if found.origin is not None:  # a folder without __init__.py has none
+        if spec.origin is not None:  # a folder without __init__.py has none
             return True
-        where = found.submodule_search_locations
+        where = spec.submodule_search_locations
     return False
 
 
 def _inside(value: str) -> list[Any]:
-    """What a parser may read in a string: other words, a mapping or list in YAML, or a file of one."""
+    """What a parser may read from a string: another string, a mapping or list in YAML, or a file of one."""
     texts = [value]
     try:
         if value.endswith((".yaml", ".yml", ".json")) and Path(value).is_file():
             texts.append(Path(value).read_text())
-        found = [yaml.safe_load(text) for text in texts]
+        values = [yaml.safe_load(text) for text in texts]
     except (yaml.YAMLError, OSError, ValueError, RecursionError):
         return []
-    return [x for x in found if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
+    return [x for x in values if isinstance(x, (Mapping, list)) or (isinstance(x, str) and x != value)]
 
 
 def missing_file(path: str | Path, what: str) -> str:
-    """The words for a path without a file; names of repositories on the Hugging Face hub are none."""
+    """The message for a missing file; for the name of a Hugging Face repository, how to download it."""
     name = str(path).removeprefix("hf_hub:").removeprefix("hf-hub:")
     if name == str(path) and not re.fullmatch(r"[\w-]+/[\w-]+", name):
         return f"{path}: no such file of {what}."
     return (
-        f"{path} is no file of {what}, and nothing is downloaded. Download it first (for GigaPath: accept the terms on "
+        f"{path} is not a file of {what}, and nothing is downloaded. Download it first (for GigaPath: accept the terms on "
         "huggingface.co/prov-gigapath/prov-gigapath, then huggingface_hub.hf_hub_download("
         '"prov-gigapath/prov-gigapath", "slide_encoder.pth")), and pass its path.'
     )
 
 
 def check_names(state: Mapping[Any, Any], where: str | Path) -> None:
-    """Raise ValueError for names of tensors that are no strings, and for tensors without values."""
-    odd = next((name for name in state if not isinstance(name, str)), None)
-    if odd is not None:
-        raise ValueError(f"{where} names a tensor {odd!r:.40}, but names are strings: save a module's state_dict().")
+    """Raise ValueError for tensors whose names are not strings, and for tensors without values."""
+    wrong = next((name for name in state if not isinstance(name, str)), None)
+    if wrong is not None:
+        raise ValueError(f"{where} names a tensor {wrong!r:.40}, but names are strings: save a module's state_dict().")
     empty = next((name for name, x in state.items() if isinstance(x, Tensor) and x.is_meta), None)
     if empty is not None:
         raise ValueError(f"{where}: {empty} is on the meta device and has no values. Save the weights themselves.")
 
 
 def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
-    """The number of layers of which a file names the last.
+    """The number of layers in a file: 1 more than the largest layer number.
 
     Args:
-        numbers: of the layers, as in the names.
+        numbers: of layers, as digits in the names of tensors.
         tensors: how many the file has.
 
     Raises:
-        ValueError: for more layers than tensors; names of as many are not even listed.
+        ValueError: for more layers than tensors.
     """
-    found = set(numbers)
-    last = max(found, key=lambda x: (len(x), x), default="0")
+    last = max(set(numbers), key=lambda x: (len(x), x), default="0")
     if len(last) > 9 or int(last) >= tensors:
         raise ValueError(
             f"{where} names layer {last[:20]}, but has {tensors} tensors: layers before that one are missing."
@@ -175,12 +171,12 @@ def layers_of(numbers: Iterable[str], tensors: int, where: str | Path) -> int:
 
 
 def check_depth(found: int, asked: int | None, known: int | None, where: str | Path, what: str = "") -> None:
-    """Raise ValueError where a file has other layers than were asked for, or fewer than the published model.
+    """Raise ValueError where a file has another number of layers than requested, or fewer than the published model.
 
     Args:
         found: layers of the file.
-        asked: the argument `depth`, if it was given.
-        known: layers of the published model with these sizes, if there is one, called `what`.
+        asked: the argument `depth`, if it was passed.
+        known: layers of the published model with these sizes, if there is one; it is called `what`.
     """
     if asked is not None and asked != found:
         raise ValueError(f"{where} has {found} layers, and depth={asked} was asked for: is the file complete?")
@@ -192,7 +188,7 @@ def check_depth(found: int, asked: int | None, known: int | None, where: str | P
 
 
 def layer_shapes(dim: int, ffn_dim: int) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of a layer, in torchscale's names; a bias has the first of the two."""
+    """Shape of each weight of a layer, by torchscale's names; a bias has the first dim."""
     square = {f"self_attn.{x}_proj": (dim, dim) for x in ("q", "k", "v", "out")}
     norms = {"self_attn.inner_attn_ln": (dim,), "self_attn_layer_norm": (dim,), "final_layer_norm": (dim,)}
     ffn = {"ffn.fc1": (ffn_dim, dim), "ffn.fc2": (dim, ffn_dim), "ffn.ffn_layernorm": (ffn_dim,)}
@@ -203,7 +199,7 @@ def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
     """Raise ValueError for a layer whose tensors do not fit each other, naming the first.
 
     Args:
-        state: in torchscale's names, prefixes included; other tensors are passed over.
+        state: by torchscale's names, prefixes included; other tensors are ignored.
     """
     layers = [(m, x) for name, x in state.items() if (m := re.match(r"(.*\blayers\.\d+)\.(.+)\.(weight|bias)$", name))]
     first = next((x for m, x in layers if m[2] == "ffn.fc1" and m[3] == "weight"), None)
@@ -213,14 +209,14 @@ def check_layer_shapes(state: Mapping[str, Tensor], where: str | Path) -> None:
         raise ValueError(f"{where}: ffn.fc1.weight is {tuple(first.shape)}, not a matrix.")
     shapes = layer_shapes(first.shape[1], first.shape[0])
     for m, x in layers:
-        want = shapes.get(m[2])
-        want = want[:1] if want is not None and m[3] == "bias" else want
-        if want is not None and tuple(x.shape) != want:
-            raise ValueError(f"{where}: {m[0]} is {tuple(x.shape)}, but the other tensors say that it is {want}.")
+        shape = shapes.get(m[2])
+        shape = shape[:1] if shape is not None and m[3] == "bias" else shape
+        if shape is not None and tuple(x.shape) != shape:
+            raise ValueError(f"{where}: {m[0]} is {tuple(x.shape)}, but the other tensors say that it is {shape}.")
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:
-    """Raise ValueError for weights that are NaN or infinite, naming them."""
+    """Raise ValueError for weights with NaN or infinite values, naming them."""
     with torch.no_grad():
         bad = [name for name, x in tensors.items() if x.is_floating_point() and not _finite(x)]
     if bad:
@@ -232,7 +228,7 @@ def check_finite(tensors: Mapping[str, Tensor], where: str | Path) -> None:
 
 
 def _finite(x: Tensor) -> bool:
-    return bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all())  # types of 8 bits have no such test
+    return bool(torch.isfinite(x if x.element_size() > 1 else x.float()).all())  # isfinite does not take 8-bit types
 
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -240,21 +236,20 @@ PACKAGE = __name__.partition(".")[0]
 
 
 class Pretrained:
-    """What every DilatedModule has: `save_pretrained`, `from_pretrained` and `push_to_hub`.
+    """Base of DilatedModule: `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
     config.json holds {"class_path", "init_args"}, plain values as in a recipe, and the names of a classifier's classes;
-    model.safetensors holds every tensor of the state dict, a shared one once. The hub's libraries are imported when they are
-    used.
+    model.safetensors holds every tensor of the state dict, shared ones once. The hub's libraries are imported on use.
     """
 
     def save_pretrained(self, folder: str | Path) -> Path:
-        """Write config.json and model.safetensors into `folder`, which is made; the optimizer is left out.
+        """Write config.json and model.safetensors into `folder`, which is created; the optimizer is left out.
 
-        On several ranks, one of them calls it.
+        On several ranks, only one calls it.
 
         Raises:
-            TypeError: for a hyperparameter that JSON cannot hold.
-            ValueError: for parameters of which this rank holds a part.
+            TypeError: for a hyperparameter that JSON cannot represent.
+            ValueError: for parameters that are sharded over ranks.
         """
         return write_folder(Path(folder), config_of(self), tensors_of(self))
 
@@ -270,15 +265,15 @@ class Pretrained:
     ) -> Self:
         """The model of a folder that `save_pretrained` wrote, or of a hub repository ("owner/name").
 
-        It is on the CPU, in the weights' dtype, and in training mode as a new model is.
+        It is on the CPU, in the weights' dtype, and in training mode like a new model.
 
         Args:
-            revision, token, cache_dir: as huggingface_hub takes them; a folder needs none.
-            changes: arguments of the class that shall differ from config.json: optimizer, dropout, engine, ...
+            revision, token, cache_dir: as of huggingface_hub; not needed for a folder.
+            changes: arguments of the class that differ from config.json: optimizer, dropout, engine, ...
 
         Raises:
-            FileNotFoundError: no such folder or repository, or one without the two files.
-            ValueError: a broken file, another class, or weights that do not fit.
+            FileNotFoundError: for a missing folder or repository, or one without the two files.
+            ValueError: for a broken file, another class, or weights that do not fit.
         """
         folder = _folder(path_or_repo, revision=revision, token=token, cache_dir=cache_dir)
         config = _read_config(folder)
@@ -288,10 +283,12 @@ class Pretrained:
     def push_to_hub(
         self, repo_id: str, *, private: bool | None = None, token: str | None = None, commit_message: str | None = None
     ) -> Any:
-        """Upload what `save_pretrained` writes to a repository of the hub, made if need be; huggingface_hub's CommitInfo.
+        """Upload what `save_pretrained` writes to a hub repository, created if missing; returns huggingface_hub's
+        CommitInfo.
 
         Args:
-            repo_id: "owner/name"; private, token, commit_message: as huggingface_hub takes them.
+            repo_id: "owner/name".
+            private, token, commit_message: as of huggingface_hub.
         """
         with tempfile.TemporaryDirectory() as folder:
             self.save_pretrained(folder)
@@ -302,7 +299,7 @@ class Pretrained:
 
 
 def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
-    """Write a config and tensors as the two files, into a folder that is made."""
+    """Write a config and tensors as the two files into a folder, which is created."""
     library = library_of("safetensors.torch")
     folder.mkdir(parents=True, exist_ok=True)
     library.save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
@@ -313,7 +310,8 @@ def write_folder(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor
 def made_of(
     which: type, config: dict[str, Any], tensors: dict[str, Tensor], wrong: str, changes: dict[str, Any]
 ) -> Any:
-    """The model of a class by a config's arguments and `changes`, with these weights; `wrong` begins the error's words."""
+    """A model of a class from a config's arguments and `changes`, with these weights; `wrong` is the start of error
+    messages."""
     names = inspect.signature(which.__init__).parameters
     open_ended = any(p.kind is p.VAR_KEYWORD for p in names.values())
     kept = {k: v for k, v in without_training(config["init_args"]).items() if open_ended or k in names}
@@ -325,9 +323,9 @@ def made_of(
 
 
 def class_path(model: Any) -> str:
-    """The name of a model's class; `fully_shard` gives a model a class of its own, which nobody could import.
+    """The dotted name of a model's class, ignoring the class that `fully_shard` derives from it.
 
-    The package's own models go by their public name, so that files do not depend on where a class stands.
+    The package's models have their public name, so that files do not depend on the module of a class.
     """
     cls = next(c for c in type(model).__mro__ if not issubclass(c, FSDPModule))
     return current_class_path(f"{cls.__module__}.{cls.__qualname__}")
@@ -343,7 +341,7 @@ def current_class_path(path: str) -> str:
 
 
 def config_of(model: Any) -> dict[str, Any]:
-    """What config.json holds of a model."""
+    """The contents of a model's config.json."""
     config = {"class_path": class_path(model), "init_args": plain_hparams(model)}
     if getattr(model, "classes", None) is not None:
         config["classes"] = model.classes
@@ -351,27 +349,27 @@ def config_of(model: Any) -> dict[str, Any]:
 
 
 def plain_hparams(model: Any) -> dict[str, Any]:
-    """The arguments that make the model anew, as JSON holds them; patterns as mappings, without the optimizer."""
+    """Constructor arguments of the model for JSON; patterns as mappings, without the optimizer."""
     return plain_arguments(model.hparams, type(model).__name__)
 
 
 def plain_arguments(hparams: Mapping[str, Any], owner: str) -> dict[str, Any]:
-    """Hyperparameters of the class `owner` as JSON holds them, without those of training.
+    """Hyperparameters of the class `owner` for JSON, without those of training.
 
     Raises:
-        TypeError: for one that JSON cannot hold.
+        TypeError: for one that JSON cannot represent.
     """
-    given = {k: v for k, v in hparams.items() if not k.startswith("_") and k not in TRAINING}
-    found = {}
-    for name, value in given.items():
+    arguments = {k: v for k, v in hparams.items() if not k.startswith("_") and k not in TRAINING}
+    plain = {}
+    for name, value in arguments.items():
         try:
-            found[name] = _plain(value)
+            plain[name] = _plain(value)
         except TypeError:
             raise TypeError(
                 f"hyperparameter {name}={value!r} of {owner} cannot be written to {CONFIG}, which takes "
                 f"numbers, strings, lists and mappings. Leave it out by save_hyperparameters(ignore=[{name!r}])."
             ) from None
-    return found
+    return plain
 
 
 def _plain(value: Any) -> Any:
@@ -402,7 +400,7 @@ def _aliases(model: torch.nn.Module) -> dict[str, str]:
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """The state dict, each tensor under its first name only."""
+    """The state dict, each tensor by its first name only. Raises ValueError for tensors sharded over ranks."""
     state, alias = model.state_dict(), _aliases(model)
     parts = [name for name, x in state.items() if isinstance(x, DTensor)]
     if parts:
@@ -420,14 +418,14 @@ def _folder(path: str | Path, **options: Any) -> Path:
     if Path(path).exists():
         raise ValueError(f"{path} is a file; pass the folder of {CONFIG} (for a .ckpt use load_from_checkpoint).")
     if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)):
-        raise FileNotFoundError(f"{path}: no such folder, and no name of a repository (owner/name).")
+        raise FileNotFoundError(f"{path}: no such folder, and not the name of a repository (owner/name).")
     download = library_of("huggingface_hub").snapshot_download
     try:
         return Path(download(str(path), allow_patterns=[CONFIG, WEIGHTS], **options))
-    except Exception as error:  # offline, no such repository, no such revision, no right to read it
+    except Exception as error:  # offline, or no such repository or revision, or no access
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise FileNotFoundError(
-            f"{path}: no such folder here, and it cannot be had from the hub ({type(error).__name__}: {lines[0][:160]})."
+            f"{path}: no such folder here, and it cannot be downloaded ({type(error).__name__}: {lines[0][:160]})."
         ) from error
 
 
@@ -437,7 +435,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{folder} has no {CONFIG}. Pass a folder that save_pretrained wrote.")
     try:
         config = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
+    except (ValueError, RecursionError) as error:  # RecursionError: values nested too deeply
         raise ValueError(f"{path} is not JSON ({error}). Write or download it again.") from None
     if not (
         isinstance(config, dict)
@@ -452,7 +450,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _class(cls: type, class_path: str, folder: Path) -> type:
-    """The class to make: `cls`, or a subclass of it that the config names and that is imported."""
+    """The class to instantiate: `cls`, or an imported subclass that the config names."""
     module, _, name = current_class_path(class_path).rpartition(".")
     if name == cls.__name__:
         return cls
@@ -460,7 +458,7 @@ def _class(cls: type, class_path: str, folder: Path) -> type:
     if isinstance(named, type) and issubclass(named, cls):
         return named
     known = f"call {name}.from_pretrained" if isinstance(named, type) else f"import {name} and call its from_pretrained"
-    raise ValueError(f"{folder} holds a {class_path}, which is no {cls.__name__} known here: {known}.")
+    raise ValueError(f"{folder} holds a {class_path}, which is not a known {cls.__name__}: {known}.")
 
 
 def _read_tensors(path: Path) -> dict[str, Tensor]:
@@ -475,12 +473,12 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
-    """Put the tensors into the model, in their dtype, or say which do not fit."""
+    """Load the tensors into the model, in their dtype; raises ValueError for those that do not fit."""
     dtypes = {x.dtype for x in tensors.values() if x.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
     alias = _aliases(model)
-    weights = {name for name, _ in model.named_parameters()}  # a buffer may hold an infinity on purpose
+    weights = {name for name, _ in model.named_parameters()}  # a buffer may hold infinities on purpose
     check_finite({name: x for name, x in tensors.items() if name in weights}, wrong.split(" does not ")[0])
     try:
         missing, more = model.load_state_dict(tensors, strict=False)
@@ -488,7 +486,6 @@ def _load(model: Any, tensors: dict[str, Tensor], wrong: str) -> None:
         raise ValueError(f"{wrong} {CONFIG}. {error}") from None
     missing = [name for name in missing if alias.get(name) not in tensors]
     if missing or more:
-        told = [
-            f"{what}: {', '.join(names[:5])}" for what, names in (("missing", missing), ("too many", more)) if names
-        ]
-        raise ValueError(f"{wrong} the {type(model).__name__} of {CONFIG}; {'; '.join(told)}.")
+        lists = (("missing", missing), ("too many", more))
+        parts = [f"{what}: {', '.join(names[:5])}" for what, names in lists if names]
+        raise ValueError(f"{wrong} the {type(model).__name__} of {CONFIG}; {'; '.join(parts)}.")

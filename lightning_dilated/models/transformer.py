@@ -1,16 +1,11 @@
-"""The rotary base of each layer: how far apart a query and a key may stand and still match by content.
+"""The stack of blocks that all models share: rotary bases, initial weights, FLOPs, and advice about patterns and bases.
 
-One line at the start of a fit about what a module's pattern cannot do at the data's length, with the fix.
-
-FLOPs of a step, from counted (query, key) pairs and the sizes of the matrices.
-
-The stack of blocks that every model here shares, with its rotary table and its weights at the start.
-
-Shape letters: N tokens, w segment length, E embedding dim, V vocabulary, D head dim, B batch.
+Shape letters: B batch, N tokens, w segment length, E embedding dim, V vocabulary, D head dim.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -21,13 +16,12 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated._compat.torch import allow_recompiles
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
-from lightning_dilated.memory.offload import Host
-from lightning_dilated.memory.recompute import in_groups
-from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
@@ -38,11 +32,11 @@ from lightning_dilated.sequence import SequenceSpec
 #: what a model takes as `rotary_base`
 BasesLike: TypeAlias = float | str | Sequence[float | str] | None
 
-#: the base where nothing says how long sequences are
+#: the base where the length of sequences is not known
 USUAL = 10_000.0
 #: "Base of RoPE Bounds Context Length" (arXiv 2405.14591), equation 13: the smallest base for N tokens is 0.0424 N^1.628
 FACTOR, POWER = 0.0424, 1.628
-#: the fit has three digits: segments of 2,048 tokens are served by 1e4, whose bound is 1,996
+#: the formula's constants have three digits: 1e4, whose bound is 1,996 tokens, is accepted for segments of 2,048
 TOLERANCE = 1.05
 
 
@@ -114,7 +108,7 @@ def rotary_hint(
     seq_len: int | None,
     max_seq_len: int | None = None,
 ) -> str | None:
-    """What to change where keys of a layer may stand further away than its rotary base serves; None where none do.
+    """What to change where a layer's keys may be further away than its rotary base serves; None where none are.
 
     Args:
         bases, patterns: of each layer.
@@ -143,11 +137,11 @@ def rotary_hint(
 def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], training: bool = True) -> int:
     """FLOPs of the blocks of a module, and of an output projection `head` over tokens, on all ranks together.
 
-    A product with a matrix of P weights takes 2 P a token forward and 4 P backward, of which 2 P are for its own gradient
-    and are left out where it is frozen, and 2 P for what lies before it, left out where all of that is frozen; a pair of a
-    query and a key takes 4 D forward and 10 D backward, likewise. Parameters are taken to be used in the module's order.
-    Norms, activations, what is computed again and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv
-    2204.02311, appendix B).
+    A product with a matrix of P weights takes 2 P a token forward and 4 P backward: 2 P for the weight's gradient, left out
+    if it is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and a key
+    takes 4 D forward and 10 D backward, likewise. Parameters are assumed to be used in the module's order. Norms,
+    activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix
+    B).
 
     Args:
         tokens: of all samples, padding included.
@@ -157,19 +151,19 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
     Raises:
         ValueError: for a module without TransformerBlock.
     """
-    found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    if not found:
+    blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    if not blocks:
         raise ValueError(f"{type(module).__name__} has no TransformerBlock whose FLOPs could be counted.")
     before = _trained_before(module) if training else {}
     passes = lambda p, early: 1 + (training and p.requires_grad) + early  # noqa: E731 - products with a matrix
     products = features = 0
-    for block in found:
+    for block in blocks:
         products += sum(p.numel() * passes(p, before.get(p, False)) for p in block.parameters() if p.ndim >= 2)
         a = block.attention_layer
         each = a.head_dim * (14 if before.get(next(a.out_proj.parameters())) else 4)
         for length, times in Counter(documents).items():
-            of = a.attention.pattern, length, a.num_heads, a.num_kv_heads, a.attention.causal
-            features += each * times * pairs(*of)
+            count = pairs(a.attention.pattern, length, a.num_heads, a.num_kv_heads, a.attention.causal)
+            features += each * times * count
     if getattr(module, "vocab_size", None) and isinstance(getattr(module, "head", None), nn.Linear):
         head = module.head.weight
         early = training and any(
@@ -180,27 +174,27 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
 
 
 def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:
-    """Of each parameter, whether any before it is trained."""
-    found, so_far = {}, False
+    """Each parameter -> whether any before it is trained."""
+    before, so_far = {}, False
     for p in module.parameters():
-        found[p] = so_far
+        before[p] = so_far
         so_far = so_far or p.requires_grad
     for block in (m for m in module.modules() if isinstance(m, TransformerBlock) and m.ffn.gate is not None):
-        of_gate = found[next(block.ffn.gate.parameters())]
-        found.update(dict.fromkeys(block.ffn.fc1.parameters(), of_gate))  # both read the same
-    return found
+        gate = before[next(block.ffn.gate.parameters())]
+        before.update(dict.fromkeys(block.ffn.fc1.parameters(), gate))  # gate and fc1 have the same input
+    return before
 
 
-class DilatedTransformer(nn.Module):
-    """Blocks and a last norm; positions become one rotary table for all blocks of one base.
+class DilatedTransformer(StackMemory):
+    """Blocks and a last norm; blocks with the same rotary base share a table.
 
     Args:
         dim: E.
-        patterns: of each block; their number is the depth.
+        patterns: one for each block; their number is the depth.
         num_heads, num_kv_heads, causal: of every block.
-        hidden: of the feed-forward; None: `default_hidden`.
+        hidden: features of the feed-forward; None: `default_hidden`.
         options: of every block.
-        rotary_bases: of each block, None for one without positions; None: all have `options.rotary_base`.
+        rotary_bases: one for each block, None for one without positions; None: all have `options.rotary_base`.
     """
 
     def __init__(
@@ -219,39 +213,19 @@ class DilatedTransformer(nn.Module):
         options = options or BlockOptions()
         integer(len(patterns), "depth", 1)
         hidden = integer(hidden, "ffn_dim", 1) if hidden is not None else default_hidden(dim, options.ffn)
-        each = [options] * len(patterns) if rotary_bases is None else [options.with_base(base) for base in rotary_bases]
+        layers = [options] * len(patterns) if rotary_bases is None else [options.with_base(x) for x in rotary_bases]
         self.blocks = nn.ModuleList(
-            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=own)
-            for pattern, own in zip(patterns, each, strict=True)
+            TransformerBlock(dim, num_heads, hidden, pattern, causal=causal, num_kv_heads=num_kv_heads, options=layer)
+            for pattern, layer in zip(patterns, layers, strict=True)
         )
         self.norm = make_norm(options.norm, dim)
         self.drop_path = options.drop_path
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
-        self._memory, self._host = MemorySettings(), Host(0)
         #: of each block, None for one without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
 
-    @property
-    def memory(self) -> MemorySettings:
-        """What training keeps, of the stack and of each block."""
-        return self._memory
-
-    @memory.setter
-    def memory(self, settings: MemorySettings) -> None:
-        """Of the stack and of each block."""
-        for block in self.blocks:
-            block.memory = settings
-        self._memory, self._host = settings, Host(settings.offload)
-
-    def free_host_memory(self) -> None:
-        """Give host memory of offloaded block inputs back to the system; forwards that wait for a backward are lost.
-
-        A later forward takes it anew.
-        """
-        self._host.close()
-
     def residual(self, x: Tensor) -> Tensor:
-        """x in the dtype of the hidden states between blocks. Who makes x calls it, lest the wider one be held meanwhile."""
+        """x in the dtype of the hidden states between blocks; callers cast x themselves, so that the wider one is freed."""
         return x if self.residual_dtype is None else x.to(self.residual_dtype)
 
     def forward(
@@ -265,25 +239,29 @@ class DilatedTransformer(nn.Module):
         watch: Callable[[Tensor], None] | None = None,
         normed: bool = True,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E); `positions` are global, counted from 0 (or after the cached tokens) if None; `watch` is
-        called with the input and with every block's output; `normed=False` leaves the last norm to the caller."""
+        """(B, N, E) to (B, N, E).
+
+        Args:
+            positions: (N,), global; None: from 0 on, or after the cached tokens.
+            lengths, cu_seqlens: as of `dilated_attention`.
+            caches: one for each block.
+            watch: called with the input and with every block's output.
+            normed: False leaves the last norm to the caller.
+        """
         x = self.residual(x)
         tables = self._tables(x, positions, caches)
-        of_all = {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        shared = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:
             drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
-            own = [{"positions": table} for table in tables]
-            for one, drop in zip(own, () if drops is None else drops, strict=drops is not None):
-                one["drop"] = drop
-            layers = [partial(block, **of_all, **one) for block, one in zip(self.blocks, own, strict=True)]
-        else:  # past what compiles a call: every token would have a length of its own
-            own = [{"positions": t, "cache": c} for t, c in zip(tables, caches, strict=True)]
-            layers = [partial(block.forward, **of_all, **one) for block, one in zip(self.blocks, own, strict=True)]
+            each = zip(self.blocks, tables, itertools.repeat(None) if drops is None else drops, strict=False)
+            layers = [partial(block, **shared, positions=t, drop=drop) for block, t, drop in each]
+        else:  # `forward` is not compiled: each new token would have a length of its own
+            each = zip(self.blocks, tables, caches, strict=True)
+            layers = [partial(block.forward, **shared, positions=t, cache=cache) for block, t, cache in each]
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
-        every = self._memory.every if torch.is_grad_enabled() and watch is None else 1
-        x = in_groups(layers, x, every, self._host)
+        x = self._run(layers, x, grouped=watch is None)
         return self.norm(x) if normed else x
 
     def _tables(
@@ -297,10 +275,10 @@ class DilatedTransformer(nn.Module):
         return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
 
     def compile_blocks(self) -> None:
-        """Compile each block in place, as one graph; one called by itself takes a rotary table then, no positions."""
+        """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
         # a graph for each pattern: with gradients, without, with static and dynamic lengths
-        torch._dynamo.config.recompile_limit = max(8 * kinds, torch._dynamo.config.recompile_limit)
+        allow_recompiles(8 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
 
@@ -316,7 +294,7 @@ def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None],
 
 
 def _working_dtype(x: Tensor) -> torch.dtype:
-    """The dtype that q and k will have, so that xPos is checked against the range it will really have."""
+    """The dtype that q and k will have, whose range xPos is checked against."""
     return autocast(x[:0])[0].dtype
 
 
@@ -324,7 +302,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
     """Normal(0, std) for matrices and embeddings, 0 for biases; projections into the residual by std / sqrt(2 depth).
 
     std = sqrt(2 / (5 dim)), about 0.02 at a `dim` of 1024 (Nguyen and Salazar 2019, arXiv 1910.05895, SmallInit): with 0.02
-    everywhere narrow models hardly begin to learn.
+    at all widths, narrow models hardly learn.
     """
     std = (2 / (5 * integer(dim, "dim", 1))) ** 0.5
     for name, parameter in model.named_parameters():
@@ -339,7 +317,7 @@ def init_weights(model: nn.Module, depth: int, dim: int) -> None:
         nn.init.normal_(parameter, std=std / (2 * depth) ** 0.5 if residual else std)
 
 
-#: residues and uncovered rows show at this length; only walls need the whole one
+#: dead residues and uncovered rows are looked for up to this length; walls at the whole one
 SHORT = 1 << 14
 
 
@@ -350,7 +328,7 @@ def advice(module: Any, seq_len: int) -> str | None:
         return None
     causal, kv_heads = getattr(module, "causal", False), getattr(module, "num_kv_heads", None)
     seen = explain(patterns, min(seq_len, SHORT), heads, len(patterns), causal, kv_heads)
-    # whether all tokens are reached is a question of depth, and left to `lightning-dilated explain`
+    # whether all tokens are reached depends on the depth, and is left to `lightning-dilated explain`
     dead = dict(list(seen.dead_residues.items())[:1])
     at_length = replace(seen, seq_len=seq_len, walls=walls(patterns, seq_len), reach=None, dead_residues=dead, sight=())
     hints, taps = at_length.hints, getattr(getattr(module, "options", None), "kv_conv", None)
@@ -380,7 +358,7 @@ def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
     Args:
         batch: this rank's part.
         spec: which entries are sequences.
-        group: the ranks of the sequence, None for one: what they agreed on in the latest call tells N.
+        group: the ranks of the sequence, whose latest agreed call has N; None for one rank.
     """
     if not isinstance(batch, Mapping):
         return 0

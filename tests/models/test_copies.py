@@ -106,7 +106,7 @@ def test_a_model_from_meta(case):
 def test_a_copy_of_a_host_begins_empty():
     host = Host(1)
     x = torch.randn(4, 4, requires_grad=True)
-    with host.keeping(x, 0, 1):
+    with host.offloading(x, 0, 1):
         y = (x * x).sum()
     assert host.bytes > 0
     for made in (copy.deepcopy(host), pickle.loads(pickle.dumps(host))):

@@ -219,7 +219,7 @@ def make(**options):
 
 
 REFUSED = {
-    "mask_token": (make(mask_token=11), ValueError, "mask_token: 11 is none of the vocab_size=11 tokens"),
+    "mask_token": (make(mask_token=11), ValueError, "mask_token: 11 is not one of the vocab_size=11 tokens"),
     "mask_token type": (make(mask_token=1.5), TypeError, "mask_token must be an integer"),
     "ignore_tokens": (make(ignore_tokens=[0, -1]), ValueError, "ignore_tokens must be at least 0"),
     "mask_fraction": (make(mask_fraction=15), ValueError, "mask_fraction must be a number in .0, 1., got 15"),

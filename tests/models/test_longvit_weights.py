@@ -178,7 +178,7 @@ BAD = {
     "no weights": (
         lambda: {"model": "none"},
         {},
-        "holds no weights: wanted a state dict, bare or under one of teacher",
+        "holds no weights: expected a state dict, bare or under one of teacher",
     ),
     "heads": (state, {"num_heads": 5}, "num_heads=5 must divide dim=64"),
 }

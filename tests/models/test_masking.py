@@ -1,4 +1,4 @@
-"""Masking: the shares it promises, whole stretches, nothing that depends on how the sequence is cut, and what it refuses."""
+"""Masking: the shares it promises, whole spans, nothing that depends on how the sequence is cut, and what it refuses."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def runs(chosen):
 @pytest.mark.parametrize("span", [1, 2.5, 8])
 @pytest.mark.parametrize("fraction", [0.15, 0.5])
 def test_shares(fraction, span):
-    """Within 5 standard deviations, as if only whole stretches were independent."""
+    """Within 5 standard deviations, as if only whole spans were independent."""
     seen, chosen = apply(masking(fraction=fraction, span=span))
     within = lambda p, n: pytest.approx(p, abs=5 * (p * (1 - p) * 2 * span / n) ** 0.5)  # noqa: E731
     assert chosen.float().mean().item() == within(fraction, B * N)

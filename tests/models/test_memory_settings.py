@@ -247,8 +247,8 @@ def test_compiled_whole_with_offload():
     "given, words",
     [
         ({"policy": "all"}, "must be one of none, attention-kept, block; got 'all'"),
-        ({"policy": "none", "every": 2}, 'every=2 keeps .* it needs policy="block"'),
-        ({"policy": "attention-kept", "every": 2}, 'every=2 keeps .* it needs policy="block"'),
+        ({"policy": "none", "every": 2}, 'every=2 saves .* it needs policy="block"'),
+        ({"policy": "attention-kept", "every": 2}, 'every=2 saves .* it needs policy="block"'),
         ({"policy": "block", "every": 0}, "every must be at least 1, got 0"),
         ({"offload": 0.5}, "offload=0.5 moves the block inputs"),
         ({"policy": "block", "offload": -1}, "offload must be a number in .0, inf., got -1"),

@@ -85,7 +85,7 @@ def test_an_empty_shard_sends_nothing():
 @pytest.mark.parametrize("offload_part", [1, 0.5])
 def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypatch):
     """While its last block is computed again and goes back, all inputs of the group are there already."""
-    events, fetch, attend = [], offload._Away.fetch, TransformerBlock._attend
+    events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     model = tiny(PATTERN, depth=6)
     model.transformer.memory = MemorySettings("block", every=2, offload=offload_part)
     names = {block: number for number, block in enumerate(model.transformer.blocks)}
@@ -95,7 +95,7 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
             events.append(f"group {away.number}")
         fetch(away)
 
-    monkeypatch.setattr(offload._Away, "fetch", noted)
+    monkeypatch.setattr(offload._Offloaded, "fetch", noted)
     monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
     losses = model.token_losses(batch(2, 21))
     assert events == [0, 1, 2, 3, 4, 5]
@@ -112,10 +112,10 @@ def test_the_next_group_comes_beside_a_groups_first_block(offload_part, monkeypa
 def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
     """Its memory must not be another's while the copy still writes it."""
     waits = []
-    monkeypatch.setattr(offload._Away, "_wait", lambda self: waits.append(self.number))
+    monkeypatch.setattr(offload._Offloaded, "_wait", lambda self: waits.append(self.number))
     host = offload.Host(1)
     first, second = (host._send(torch.ones(5) * i, False) for i in range(2))
-    second.back()
+    second.restore()
     assert first.tensor is not None and waits == [0, 1]
     del first
     assert waits == [0, 1, 0] and len(host._free) == 1
@@ -123,12 +123,12 @@ def test_what_comes_back_in_vain_is_waited_for(monkeypatch):
 
 def test_the_first_input_has_no_gradient(monkeypatch):
     """As behind a frozen embedding: it stays, and what comes back beside a group's first block is the one before it."""
-    events, fetch, attend = [], offload._Away.fetch, TransformerBlock._attend
+    events, fetch, attend = [], offload._Offloaded.fetch, TransformerBlock._attend
     stack = DilatedTransformer(16, [PATTERN] * 6, 4, causal=True)
     stack.memory = MemorySettings("block", every=2, offload=1)
     names = {block: number for number, block in enumerate(stack.blocks)}
     monkeypatch.setattr(
-        offload._Away, "fetch", lambda a: (a.tensor is None and events.append(f"group {a.number}"), fetch(a))
+        offload._Offloaded, "fetch", lambda a: (a.tensor is None and events.append(f"group {a.number}"), fetch(a))
     )
     monkeypatch.setattr(TransformerBlock, "_attend", lambda b, *x: events.append(names[b]) or attend(b, *x))
     out = stack(torch.randn(1, 21, 16))
@@ -153,7 +153,7 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
     host._send(torch.ones(5), False)
     host._leaving = None
     monkeypatch.setattr(host, "_stream", SimpleNamespace(synchronize=lambda: waits.append(len(host._free))))
-    host._give_up()
+    host._free_buffers()
     assert waits == [1] and not host._free and host.bytes == 0
 
 
@@ -161,9 +161,9 @@ def test_memory_is_given_back_when_copies_are_done(monkeypatch):
 def test_what_is_on_the_gpu_beside(offload_part, monkeypatch):
     """Of group inputs that wait on the host, as the plan counts them: the first, which who called the blocks holds, and the
     last that left, until another leaves or stays. And the embedding's wider output is gone."""
-    inputs, seen, init = [], [], offload._Away.__init__
+    inputs, seen, init = [], [], offload._Offloaded.__init__
     keep = lambda x: inputs.append(StorageWeakRef(x.untyped_storage()))  # noqa: E731
-    monkeypatch.setattr(offload._Away, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
+    monkeypatch.setattr(offload._Offloaded, "__init__", lambda a, host, x, *rest: keep(x) or init(a, host, x, *rest))
     there = lambda: sum(not x.expired() for x in inputs)  # noqa: E731
     monkeypatch.setattr(chunks, "products", lambda *given, f=chunks.products: seen.append(there()) or f(*given))
     nats = longnet_lm.token_nats

@@ -143,7 +143,7 @@ BROKEN = {
     "another class": (
         edit(class_path="lightning_dilated.models.module.DilatedModule"),
         ValueError,
-        "holds a .*DilatedModule, which is no LongNetLM .*call DilatedModule.from_pretrained",
+        "holds a .*DilatedModule, which is not a known LongNetLM.*call DilatedModule.from_pretrained",
     ),
     "an unknown class": (edit(class_path="else.where.Model"), ValueError, "import Model and call its from_pretrained"),
     "other sizes": (sizes(dim=32), ValueError, "does not fit config.json. (.|\n)*size mismatch"),
@@ -170,7 +170,7 @@ def test_no_folder(tmp_path):
     (tmp_path / "x.ckpt").touch()
     with pytest.raises(ValueError, match=r"is a file; .* use load_from_checkpoint"):
         LongNetLM.from_pretrained(tmp_path / "x.ckpt")
-    with pytest.raises(FileNotFoundError, match=r"no such folder, and no name of a repository \(owner/name\)"):
+    with pytest.raises(FileNotFoundError, match=r"no such folder, and not the name of a repository \(owner/name\)"):
         LongNetLM.from_pretrained(tmp_path / "nowhere")
 
 

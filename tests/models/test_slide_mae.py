@@ -99,7 +99,7 @@ def test_trains_and_hands_its_encoder_on(tmp_path):
             assert torch.equal(dict(twin.named_parameters())[name], p), name
     assert twin.pattern == model.pattern and twin.grid == model.grid and not twin.training
     torch.save(twin.state_dict(), tmp_path / "bare.pth")
-    with pytest.raises(ValueError, match="is no Lightning checkpoint"):
+    with pytest.raises(ValueError, match="is not a Lightning checkpoint"):
         SlideEncoder.from_pretrained_mae(tmp_path / "bare.pth")
 
 

@@ -142,7 +142,7 @@ def test_models_whose_blocks_are_compiled(kind, monkeypatch):
             monkeypatch.setattr(model, "compile_blocks", False)
         for a, b in zip(found, want, strict=True):
             assert (a - b).norm() <= tol * b.norm()
-    assert {chunked_loss._sums, chunked_loss._shares} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
+    assert {chunked_loss._sums, chunked_loss._softmax_times} == set(runs) and len(runs) % 2 == 0 and len(runs) >= 8
 
 
 @pytest.mark.gpu

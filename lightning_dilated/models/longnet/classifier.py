@@ -8,19 +8,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions
-from lightning_dilated.models.module import was_given
-from lightning_dilated.models.pooled_model import PooledModule, check_lengths, first_token, guarded, mean_token
-from lightning_dilated.models.transformer import DilatedTransformer, init_weights, stored_bases
+from lightning_dilated.models.pooled_model import (
+    PooledModule,
+    PooledOptions,
+    check_lengths,
+    checked_by_all,
+    first_token,
+    mean_token,
+)
+from lightning_dilated.models.transformer import init_weights
+from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.layers import plain_patterns
 from lightning_dilated.sequence import SequenceSpec
+
+
+class ClassifierOptions(SizeOptions, LongNetOptions, PooledOptions, total=False):
+    """Options of a LongNetClassifier that are not its own."""
 
 
 class LongNetClassifier(PooledModule):
@@ -30,25 +37,22 @@ class LongNetClassifier(PooledModule):
     that are padded on the right.
 
     Args:
-        pattern, rotary_base, max_seq_len, kv_conv: see `models.longnet_lm.TokenModel`.
+        pattern: see `TransformerModel`.
         feature_dim: F, for batches of features.
-        vocab_size: V, for batches of tokens. One of the two is given.
+        vocab_size: V, for batches of tokens. One of the two is set.
         task: "classification", "regression" or "ordinal"; None makes embeddings only.
         num_classes: classes; of a regression its targets, 1 if None.
         pool: "mean" over the tokens, or "first", the first token's.
-        dim, depth, num_heads, num_kv_heads, ffn_dim: sizes; ffn_dim None is 4 dim (GELU) or about 8/3 dim (SwiGLU).
-        norm, ffn, bias, dropout, attention_dropout, drop_path, sub_layernorm, position_encoding,
-            xpos_scale_base, engine: see `models.blocks.BlockOptions`.
-        regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see `models.pooled.PooledModule`.
-        compile_blocks: compile every block by torch.compile when it is first run.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        drop_path: see `TransformerModel`.
+        options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"features": 1, "tokens": 1}, whole=["label", "lengths", "index", "slide_id"])
     input_layers = ("embedding.", "project.")
+    settled = ("residual_dtype", "shift_layers", "shift_below")
 
     def __init__(
         self,
@@ -58,48 +62,14 @@ class LongNetClassifier(PooledModule):
         task: Literal["classification", "regression", "ordinal"] | None = "classification",
         num_classes: int | None = None,
         pool: Literal["mean", "first"] = "mean",
-        dim: int = 256,
-        depth: int = 4,
-        num_heads: int = 4,
-        num_kv_heads: int | None = None,
-        ffn_dim: int | None = None,
-        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
-        ffn: Literal["swiglu", "gelu"] = "swiglu",
-        bias: bool = False,
-        dropout: float = 0.0,
-        attention_dropout: float = 0.0,
+        *,
         drop_path: float = 0.0,
-        sub_layernorm: bool = False,
-        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
-        rotary_base: float | str | list[float | str] | None = None,
-        xpos_scale_base: float = 512.0,
-        engine: str = "auto",
-        regression_loss: Literal["mse", "smooth_l1"] = "mse",
-        layer_decay: float = 1.0,
-        freeze_encoder: bool = False,
-        lora_rank: int | None = None,
-        lora_alpha: float | None = None,
-        compile_blocks: bool = False,
-        max_seq_len: int | None = None,
-        kv_conv: int | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Unpack[ClassifierOptions],
     ) -> None:
-        dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
         super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
-            optimizer, lr_scheduler,
+            pattern, task, num_classes, drop_path=drop_path,
+            residual_dtype=None, shift_layers="none", shift_below=None, **options,
         )  # fmt: skip
-        self._choose_layers(
-            pattern, depth, num_heads, num_kv_heads,
-            rotary_base=rotary_base, max_seq_len=max_seq_len, position_encoding=position_encoding,
-        )  # fmt: skip
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
-        if was_given(self, "pattern"):
-            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
-        if position_encoding != "none" and "rotary_base" in self.hparams:
-            # in numbers, so that no other length changes what was trained
-            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
         if (feature_dim is None) == (vocab_size is None):
             raise ValueError(
                 f"give feature_dim (batches of features) or vocab_size (batches of tokens), one of them; got "
@@ -110,28 +80,12 @@ class LongNetClassifier(PooledModule):
         self.input = "tokens" if feature_dim is None else "features"
         self.width = integer(*((vocab_size, "vocab_size") if feature_dim is None else (feature_dim, "feature_dim")), 1)
         self.pool = pool
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        self.ffn_dim, self.compile_blocks = ffn_dim, self._compiled(compile_blocks)
-        self.options = BlockOptions(
-            norm, ffn, bias, dropout, attention_dropout, sub_layernorm,
-            position_encoding, xpos_scale_base=xpos_scale_base, engine=engine, drop_path=drop_path, kv_conv=kv_conv,
-        )  # fmt: skip
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
-
-    def _transformer(self, depth: int) -> DilatedTransformer:
-        return DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads,
-            causal=False, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
-            rotary_bases=self.rotary_bases[:depth],
-        )  # fmt: skip
 
     def setup(self, stage: str) -> None:
-        """See that the data's features or tokens fit the input layer."""
+        """Check that the data's features or tokens fit the input layer."""
         super().setup(stage)
         name = "vocab_size" if self.input == "tokens" else "feature_dim"
-        there = getattr(getattr(self._trainer, "datamodule", None), name, None)
+        there = self._data_setting(name)
         if there is not None and (there > self.width if self.input == "tokens" else there != self.width):
             raise ValueError(f"{name}={self.width}, but the data's is {there}: set the model's {name} to {there}.")
 
@@ -151,8 +105,8 @@ class LongNetClassifier(PooledModule):
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
 
-        Those of a classification are unnormalised log-probabilities, of an ordinal task log-probabilities, of a regression
-        the targets.
+        Logits are unnormalised log-probabilities for classification, log-probabilities for an ordinal task, and the
+        predicted targets for regression.
         """
         embedding = self.embed({self.input: x, "lengths": lengths})
         return embedding if self.head is None else self.head(embedding)
@@ -160,7 +114,7 @@ class LongNetClassifier(PooledModule):
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, E) pooled hidden states, on every rank of the sequence."""
         self.configure_model()
-        guarded(self._check_input, batch)
+        checked_by_all(self._check_input, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
         x = batch[self.input]
         x = self.embedding(x) if self.input == "tokens" else self.project(x.to(self.project.weight.dtype))

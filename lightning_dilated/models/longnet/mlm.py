@@ -1,8 +1,7 @@
-"""Which tokens a masked language model hides, and what it sees in their place: a hash of sample and global position.
+"""LongNetMLM, a bidirectional masked language model with dilated attention, and its masks.
 
-Nothing depends on ranks, workers, devices or the order of calls, so that every rank knows its own part of one mask.
-
-LongNetMLM: a bidirectional masked language model with dilated attention.
+A mask is a hash of sample and global position. It does not depend on ranks, workers, devices or the order of calls, so every
+rank can compute its own part.
 
 Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (a rank's own, on many ranks), M masked tokens.
 """
@@ -24,42 +23,43 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
-from lightning_dilated.models.longnet.lm import TokenModel
+from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
+from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import sequence_sum
 
-_WORDS = 2**32
-#: what a hash is for
+_HASHES = 2**32
+#: keys of the hashes: starts of spans, choice of spans, their treatment, random tokens
 _BEGIN, _CHOOSE, _TREAT, _REPLACE = range(4)
 
 
 def sample_numbers(index: object) -> Tensor:
-    """A batch's `index`, the samples' numbers, as a tensor. Raises: TypeError where they are no integers."""
-    found = torch.as_tensor(index)
-    if found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
+    """A batch's `index`, the samples' numbers, as a tensor. Raises TypeError unless they are integers."""
+    numbers = torch.as_tensor(index)
+    if numbers.is_floating_point() or numbers.is_complex() or numbers.dtype == torch.bool:
         raise TypeError(
-            f"index must hold integers, each sample's number, got {found.dtype}: numbers that round to the same one would "
+            f"index must hold integers, each sample's number, got {numbers.dtype}: numbers that round to the same one would "
             "share a mask. Let the dataset return an int."
         )
-    return found
+    return numbers
 
 
 @dataclass(frozen=True)
 class Masking:
-    """BERT's masking (arXiv 1810.04805, section 3.1), of whole stretches as SpanBERT's (arXiv 1907.10529).
+    """BERT's masking (arXiv 1810.04805, section 3.1), of whole spans as in SpanBERT (arXiv 1907.10529).
 
-    The sequence falls into stretches of geometric length, `span` tokens in the mean; each is chosen as a whole with
-    probability `fraction`. A chosen stretch keeps its tokens with probability `keep`, gets random ones with `random`, and
-    `mask_token` otherwise. With span 1 every token is a stretch of its own.
+    The sequence is divided into spans of geometric length, `span` tokens on average; each is chosen as a whole with
+    probability `fraction`. A chosen span stays as it is with probability `keep`, gets random tokens with probability
+    `random`, and `mask_token` otherwise. With span 1 every token is a span.
 
     Args:
         fraction: in (0, 1).
-        span: tokens, at least 1; masked runs are span / (1 - fraction) long in the mean, as chosen stretches may touch.
+        span: tokens, at least 1; masked runs are span / (1 - fraction) long on average, as chosen spans may be adjacent.
         keep, random: at least 0, at most 1 together.
         mask_token: its id.
-        vocab_size: V; random tokens are drawn from these but for `never`.
+        vocab_size: V; random tokens are drawn from these except `never`.
         never: tokens that are never chosen, such as a genome's N.
         seed: of the hash.
 
@@ -100,78 +100,79 @@ class Masking:
 
     @property
     def block(self) -> int:
-        """Every multiple of so many positions begins a stretch, so that a rank need not look further back than that."""
+        """Every multiple of so many positions starts a span, so that a rank need not look further back for a start."""
         return 1 << max(10, math.ceil(math.log2(1024 * self.span)))
 
     def apply(
         self, tokens: Tensor, stream: tuple[int, int], index: Tensor, positions: Tensor, lengths: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """(what the model sees, which tokens it has to find): (B, L) int64 and (B, L) bool.
+        """(the model's input, the tokens that it has to predict): (B, L) int64 and (B, L) bool.
 
         Args:
             tokens: (B, L) int64.
-            stream: two numbers that tell uses of one sample apart, such as (1, training step).
+            stream: two numbers that distinguish uses of one sample, such as (1, training step).
             index: (B,) integers, the samples' numbers.
-            positions: (L,) int64, global; best on the CPU, where what stretches they lie in is found without waiting.
-            lengths: (B,) tokens of each sample; those beyond are padding and never chosen.
+            positions: (L,) int64, global; on the CPU, or finding their blocks waits for the device.
+            lengths: (B,) tokens of each sample; tokens beyond are padding and never chosen.
         """
         device = tokens.device
         index = send(index.to(torch.int64), device)
         row = fold(torch.full((), START, dtype=torch.int64, device=device), self.seed, *stream, index[:, None])
-        begin = self._stretches(row, positions)
+        begin = self._span_starts(row, positions)
         positions = send(positions, device)
-        chosen = fold(row, _CHOOSE, begin) < round(self.fraction * _WORDS)
+        chosen = fold(row, _CHOOSE, begin) < round(self.fraction * _HASHES)
         for token in self.never:
             chosen = chosen & (tokens != token)
         if lengths is not None:
             chosen = chosen & (positions < send(torch.as_tensor(lengths), device)[:, None])
         treat = fold(row, _TREAT, begin)
-        kept = treat < round(self.keep * _WORDS)
-        random = ~kept & (treat < round((self.keep + self.random) * _WORDS))
+        kept = treat < round(self.keep * _HASHES)
+        random = ~kept & (treat < round((self.keep + self.random) * _HASHES))
         drawn = send(torch.tensor(self.drawn), device)
         other = drawn[(fold(row, _REPLACE, positions) * len(drawn)) >> 32]
         seen = torch.where(random, other, torch.full_like(tokens, self.mask_token))
         return torch.where(chosen & ~kept, seen, tokens), chosen
 
-    def _stretches(self, row: Tensor, positions: Tensor) -> Tensor:
-        """The position that each token's stretch begins at, (B, L)."""
+    def _span_starts(self, row: Tensor, positions: Tensor) -> Tensor:
+        """(B, L): the first position of each token's span."""
         if self.span == 1:
             return send(positions, row.device).expand(len(row), -1)
-        found = torch.unique(positions // self.block, return_inverse=True)
-        blocks, which, within = (send(x, row.device) for x in (*found, positions % self.block))
-        place = torch.arange(self.block, device=row.device)
-        at = blocks[:, None] * self.block + place
-        begins = (fold(row[:, :, None], _BEGIN, at) < round(_WORDS / self.span)) | (place == 0)
+        unique = torch.unique(positions // self.block, return_inverse=True)
+        blocks, which, within = (send(x, row.device) for x in (*unique, positions % self.block))
+        offset = torch.arange(self.block, device=row.device)
+        at = blocks[:, None] * self.block + offset
+        begins = (fold(row[:, :, None], _BEGIN, at) < round(_HASHES / self.span)) | (offset == 0)
         return torch.where(begins, at, -1).cummax(-1).values[:, which, within]
 
 
 class LongNetMLM(TokenModel):
-    """Finds masked tokens (bytes by default, or a genome's) from both sides.
+    """Predicts masked tokens (bytes by default, or a genome's) from both sides.
 
     Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
     `cu_seqlens` as in `dilated_attention`; `labels` are not used. The masks are a hash of `mask_seed`, the sample's number,
-    the token's global position and, in training, the optimizer step; so they are the same on any number of ranks and
-    workers, new in every step, and fixed in validation and test. In predict they are a hash of `mask_seed` and the position
-    alone: see `predict_step`.
+    the token's global position and, in training, the optimizer step: the same on any number of ranks and workers, new in
+    every step, and fixed in validation and test. In predict they are a hash of `mask_seed` and the position alone, see
+    `predict_step`.
 
     Args:
         pattern, vocab_size: as of `TokenModel`.
-        mask_token: what stands for a masked token: one of the V tokens; None embeds one more.
-        mask_fraction: share of the tokens that the loss counts.
-        mask_span: mean length of the stretches that are masked together, in tokens; see `masking.Masking`.
-        keep_fraction, random_fraction: shares of those that the model sees unchanged, and as a random token.
-        ignore_tokens: tokens that are never masked, such as a genome's N; nor is `mask_token` where the data has it.
+        mask_token: stands for a masked token: one of the V tokens; None embeds one more.
+        mask_fraction: share of the tokens that are masked and that the loss counts.
+        mask_span: mean length, in tokens, of the spans that are masked together; see `Masking`.
+        keep_fraction: share of the masked tokens that the model sees unchanged.
+        random_fraction: share of the masked tokens that the model sees as a random token.
+        ignore_tokens: tokens that are never masked, such as a genome's N; `mask_token` never is.
         mask_seed: of the masks.
-        options: all others of `TokenModel` but `bytes_per_token`.
+        options: others of `TokenModel`, but for `bytes_per_token`.
 
-    Logged beside the mean loss: bits per token, and at validation and test the accuracy over all masked tokens.
+    Logged with the mean loss: bits per token, and in validation and test the accuracy over all masked tokens.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     causal = False
-    _settled = ("bytes_per_token",)
+    settled = ("bytes_per_token",)
 
     def __init__(
         self,
@@ -184,7 +185,7 @@ class LongNetMLM(TokenModel):
         random_fraction: float = 0.1,
         ignore_tokens: list[int] | None = None,
         mask_seed: int = 0,
-        **options: Any,
+        **options: Unpack[TokenOptions],
     ) -> None:
         super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
         if self.options.position_encoding == "xpos":
@@ -192,7 +193,7 @@ class LongNetMLM(TokenModel):
         for name, token in (("mask_token", mask_token), *(("ignore_tokens", x) for x in ignore_tokens or ())):
             if token is not None and integer(token, name, 0) >= vocab_size:
                 raise ValueError(
-                    f"{name}: {token} is none of the vocab_size={vocab_size} tokens, 0 to {vocab_size - 1}."
+                    f"{name}: {token} is not one of the vocab_size={vocab_size} tokens, 0 to {vocab_size - 1}."
                 )
         self.mask_token = vocab_size if mask_token is None else mask_token
         never = sorted({*(ignore_tokens or ()), *(() if mask_token is None else (mask_token,))})
@@ -205,7 +206,7 @@ class LongNetMLM(TokenModel):
 
     @property
     def embedded_tokens(self) -> int:
-        """Rows of the embedding: V, and one for a mask token that is none of them."""
+        """Rows of the embedding: V, and one more for a mask token outside of them."""
         return max(self.vocab_size, self.mask_token + 1)
 
     def forward(
@@ -217,44 +218,44 @@ class LongNetMLM(TokenModel):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N), in which `self.mask_token` stands for what is to be found.
+        """Logits (B, N, V) from tokens (B, N), in which `self.mask_token` stands for the tokens to predict.
 
-        With `at`, (B, N) bool, those of these tokens only: (M, V).
+        With `at`, (B, N) bool, only those of the M tokens where it is true: (M, V).
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
         return self._logits(x if at is None else x[at])
 
     def _logits(self, x: Tensor) -> Tensor:
-        # the embedding may have a row more, which is no answer
+        # the embedding may have one more row, the mask token's
         x = self.transformer.norm(working(x, self.head.weight))
         return nn.functional.linear(x, self.head.weight[: self.vocab_size])
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(what the model sees, which tokens it has to find) of this rank's part of a batch: (B, N) int64 and bool.
+        """(the model's input, the tokens that it has to predict) for this rank's part of a batch: (B, N) int64 and bool.
 
-        In training mode the masks are those of the Trainer's step (0 without a Trainer), else the fixed ones.
+        In training mode the masks are those of the Trainer's step (0 without a Trainer), otherwise the fixed ones.
 
         Raises:
-            ValueError: for tokens that are not (B, N), or without `index` (B,).
+            ValueError: for tokens that are not (B, N), or a missing `index` (B,).
             TypeError: for an `index` that does not hold integers.
         """
         tokens, index = batch["tokens"], batch.get("index")
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}.")
         if index is None or torch.as_tensor(index).shape != tokens.shape[:1]:
-            found = "none" if index is None else tuple(torch.as_tensor(index).shape)
+            shape = "none" if index is None else tuple(torch.as_tensor(index).shape)
             raise ValueError(
-                f"a batch needs index (B,), each sample's number, for masks that do not depend on ranks; got {found}. Let "
+                f"a batch needs index (B,), each sample's number, for masks that do not depend on ranks; got {shape}. Let "
                 'the dataset return {"tokens": ..., "index": index}.'
             )
         index = sample_numbers(index)
         positions = token_positions(0, tokens.shape[1])
-        stream = (1, self._trainer.global_step if self._trainer else 0) if self.training else (0, 0)
+        stream = (1, self._optimizer_step()) if self.training else (0, 0)
         return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """(nats, at least fp32; whether the likeliest token is the true one; the sample in the batch), each (M,)."""
+        """(nats, at least fp32; whether the likeliest token is right; the sample's row in the batch), each (M,)."""
         x, chosen = self._states(batch)
         x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
@@ -262,7 +263,7 @@ class LongNetMLM(TokenModel):
         return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
-        """(1, M, 2): nats, and 1 where the likeliest token is the true one, of hidden states (1, M, E) and labels (1, M)."""
+        """(1, M, 2): nats, and 1 where the likeliest token is right, from hidden states (1, M, E) and labels (1, M)."""
         logits, labels = self._logits(x[0]), labels[0]
         losses = token_nats(logits, labels, self.compile_blocks)
         return torch.stack([losses, (logits.detach().argmax(-1) == labels).to(losses)], -1)[None]
@@ -274,12 +275,14 @@ class LongNetMLM(TokenModel):
             return losses.sum(), torch.full((), len(right), device=losses.device)
         x, chosen = self._states(batch)
         labels = batch["tokens"].masked_fill(~chosen, IGNORE)
-        if self.vocab_size > self.dim:  # else logits of all tokens take less than waiting for how many are masked
+        if (
+            self.vocab_size > self.dim
+        ):  # otherwise logits of all tokens cost less than waiting for the number of masked ones
             x, labels = x[chosen][None], labels[chosen][None]
         return self._losses(x, labels, summed=True), chosen.sum()
 
     def _states(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """(hidden states before the last norm (B, N, E), which tokens are to be found (B, N))."""
+        """(hidden states before the last norm (B, N, E), the tokens to predict (B, N) bool)."""
         self.configure_model()
         seen, chosen = self.masked(batch)
         return self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
@@ -299,17 +302,17 @@ class LongNetMLM(TokenModel):
         self.accuracy[stage].reset()
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """How well the model finds some tokens of every sample: how many were masked, bits of each, and accuracy, (B,) each
-        (NaN where none is masked), beside its `index`.
+        """How well the model predicts masked tokens of each sample: `index`, `masked` (their number), `bits_per_token` and
+        `accuracy`, each (B,), the latter NaN where none is masked.
 
-        Every sample is masked at the same positions. So a sequence has the same numbers whatever its row, its batch and the
-        number of ranks, and two sequences that differ in a few tokens are asked for the same positions. This is no
-        likelihood of the sequence, and no score of a variant: those need the variant's own position masked,
+        Every sample is masked at the same positions, so a sequence has the same numbers in any row, batch and number of
+        ranks, and sequences that differ in a few tokens are compared at the same positions. This is not a likelihood of the
+        sequence, nor a score of a variant: those need the variant's position masked,
         `model(tokens with mask_token there, at=...)`.
         """
-        # the sample's number would give equal sequences unequal masks
-        same = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
-        losses, right, sample = self.masked_terms(same)
+        # with the sample's number equal sequences would get different masks
+        same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
+        losses, right, sample = self.masked_terms(same_masks)
         terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
         sums = terms.new_zeros(3, len(batch["tokens"])).index_add(1, sample, terms)
         total, correct, counted = sequence_sum(sums)
@@ -322,5 +325,5 @@ class LongNetMLM(TokenModel):
         }
 
 
-#: that of the class, by which one that someone put in its place is known
+#: the class's own method, to recognise one that a user has put in its place
 _MASKED_TERMS = LongNetMLM.masked_terms

@@ -28,7 +28,7 @@ LAYER = {
 }
 #: the same where the decoder has sub-layer norms
 SUB_NORMS = {"attention.sub_norm": "self_attn.inner_attn_ln", "ffn.norm": "ffn.ffn_layernorm"}
-#: parts of names that stand for what this model does not have
+#: parts of the names of weights that this model does not have
 FOREIGN = (
     "embed_positions.weight",
     "layernorm_embedding",
@@ -43,9 +43,13 @@ BUFFERS = re.compile(r"(^|\.)(version|_float_tensor|xpos\.scale)$")
 
 
 def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The decoder's tensors by torchscale's own names; no code in a file is run.
+    """The decoder's tensors by torchscale's names; no code in a file is run.
 
-    `source` is a state dict, or a file of one, alone or under "model" as fairseq writes it; names may have a prefix.
+    Args:
+        source: a state dict, or a file of one, alone or under "model" as fairseq writes it; names may have a prefix.
+
+    Raises:
+        FileNotFoundError, ValueError: for a file that cannot be read, or without the tensors of one decoder.
     """
     stored: Any = source
     if not isinstance(source, Mapping):
@@ -65,11 +69,12 @@ def read_state_dict(source: str | Path | Mapping[str, Tensor]) -> dict[str, Tens
             f"from_torchscale takes a state dict, or {{'model': state dict}}; got {type(stored).__name__}."
         )
     check_names(stored, "the state dict" if isinstance(source, Mapping) else source)
-    found = [k.removesuffix("embed_tokens.weight") for k in stored if k.endswith("embed_tokens.weight")]
-    prefixes = [p for p in found if f"{p}output_projection.weight" in stored] if len(found) > 1 else found
+    embeddings = [k.removesuffix("embed_tokens.weight") for k in stored if k.endswith("embed_tokens.weight")]
+    several = len(embeddings) > 1
+    prefixes = [p for p in embeddings if f"{p}output_projection.weight" in stored] if several else embeddings
     if len(prefixes) != 1:
         raise ValueError(
-            f"a LongNet decoder has one embed_tokens.weight, this state dict has {len(found)}; "
+            f"a LongNet decoder has one embed_tokens.weight, this state dict has {len(embeddings)}; "
             f"its names begin with {', '.join(list(stored)[:4]) or 'nothing'}."
         )
     return {k.removeprefix(prefixes[0]): v for k, v in stored.items() if k.startswith(prefixes[0])}
@@ -82,13 +87,14 @@ def convert(
     asked: int | None = None,
     where: str | Path = "the state dict",
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(arguments of LongNetLM that the tensors tell, its state dict).
+    """(arguments of LongNetLM that follow from the tensors, its state dict).
+
+    With xPos, torchscale rotates neighbouring channels and this package the halves of a head, so rows of q and k are
+    permuted.
 
     Args:
-        asked: layers that it must have, if the caller knows.
+        asked: layers that it must have; None: any number.
         where: the file, for messages.
-
-    With xPos, torchscale turns neighbouring channels and this package halves of a head, so rows of q and k change places.
 
     Raises:
         ValueError: for missing tensors, for parts that a LongNetLM does not have, and for heads that do not fit.
@@ -105,7 +111,7 @@ def convert(
     args = {"depth": depth, "sub_layernorm": sub, "position_encoding": "none" if scale is None else "xpos"}
     names = _names(depth, sub)
     _check(theirs, names)
-    used = {x: theirs[x] for of in names.values() for x in of}
+    used = {x: theirs[x] for parts in names.values() for x in parts}
     check_layer_shapes(used, where)
     check_finite(used, where)
     vocab, dim = theirs["embed_tokens.weight"].shape
@@ -115,20 +121,19 @@ def convert(
         raise ValueError("num_heads cannot be told from the weights of a decoder without xPos; give num_heads.")
     num_heads = integer(num_heads, "num_heads", 1)
     if dim % num_heads or (scale is not None and dim // num_heads != 2 * len(scale)):
-        told = "" if scale is None else f", which xPos says are {dim // (2 * len(scale))}"
-        raise ValueError(f"num_heads={num_heads} does not fit dim={dim}{told}.")
+        expected = "" if scale is None else f", which xPos says are {dim // (2 * len(scale))}"
+        raise ValueError(f"num_heads={num_heads} does not fit dim={dim}{expected}.")
     args |= {"vocab_size": vocab, "dim": dim, "num_heads": num_heads, "ffn_dim": len(theirs["layers.0.ffn.fc1.bias"])}
-    ours = {
-        name: torch.cat([_rows(theirs[x], x, num_heads, scale is not None) for x in of]) for name, of in names.items()
-    }
+    xpos = scale is not None
+    ours = {name: torch.cat([_rows(theirs[x], x, num_heads, xpos) for x in parts]) for name, parts in names.items()}
     tied = torch.equal(ours["embedding.weight"], ours["head.weight"]) and not scale_embedding
-    if scale_embedding:  # E ** 0.5 times the embedding, as if it had been learned so
+    if scale_embedding:
         ours["embedding.weight"] = ours["embedding.weight"] * dim**0.5
     return {**args, "tie_embeddings": tied}, ours
 
 
 def _names(depth: int, sub: bool) -> dict[str, list[str]]:
-    """Our name of each tensor -> the names of theirs that stand above each other in it."""
+    """Our name of each tensor -> their names of the tensors that it concatenates."""
     names = {"embedding.weight": ["embed_tokens.weight"], "head.weight": ["output_projection.weight"]}
     for kind in ("weight", "bias"):
         names[f"transformer.norm.{kind}"] = [f"layer_norm.{kind}"]
@@ -142,8 +147,8 @@ def _names(depth: int, sub: bool) -> dict[str, list[str]]:
 
 
 def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
-    """Raise for tensors that are missing, and report those that nobody reads."""
-    used = {x for of in names.values() for x in of}
+    """Raise ValueError for missing tensors, and warn of unused ones."""
+    used = {x for parts in names.values() for x in parts}
     missing = sorted(used - set(theirs))
     if missing:
         hint = (
@@ -156,7 +161,7 @@ def _check(theirs: Mapping[str, Tensor], names: dict[str, list[str]]) -> None:
 
 
 def _rows(x: Tensor, name: str, num_heads: int, xpos: bool) -> Tensor:
-    """A tensor of theirs; of q and k with xPos, each head's even rows before its odd ones."""
+    """Their tensor; of q and k with xPos, each head's even rows in front of its odd ones."""
     if not xpos or not re.search(r"self_attn\.[qk]_proj\.", name):
         return x
     heads = x.unflatten(0, (num_heads, -1))

@@ -1,7 +1,7 @@
 """Images as sequences of patches, and a learned table of positions resized to other grids as LongViT does.
 
-Shape letters: B images, C channels, H x W pixels, P pixels of a patch's side, N patches, L patches of this rank, S cells of
-the table's side, E embedding dim.
+Shape letters: B images, C channels, H x W pixels, P side of a patch in pixels, N patches, L patches of this rank, S side of
+the table in cells, E embedding dim.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from lightning_dilated._device import send
 
-#: added to the cells wanted before they are divided by the table's, so that rounding never loses one (as in DINO)
+#: added to the resized side before it is divided by the table's, so that rounding never loses a cell (as in DINO)
 NUDGE = 0.1
 
 
 def image_patches(images: Tensor, patch_size: int) -> tuple[Tensor, Tensor]:
-    """What a batch of LongViT holds for a sequence on several ranks: `patches` and `grid`.
+    """`patches` and `grid` of a LongViT's batch, for a sequence on several ranks.
 
     Args:
         images: (B, C, H, W); H and W multiples of P.
@@ -32,8 +32,8 @@ def image_patches(images: Tensor, patch_size: int) -> tuple[Tensor, Tensor]:
         ValueError: for another shape.
     """
     if not isinstance(images, Tensor) or images.ndim != 4:
-        found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f"images must be a tensor (images, channels, height, width), got {found}.")
+        shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+        raise ValueError(f"images must be a tensor (images, channels, height, width), got {shape}.")
     batch, _, height, width = images.shape
     if height % patch_size or width % patch_size or not height or not width:
         raise ValueError(
@@ -50,21 +50,20 @@ def _near(pixels: int, patch_size: int) -> int:
 
 
 def cubic_weights(cells: int, wanted: int, factor: float | None = None) -> Tensor:
-    """(wanted, S) fp32: how much of each cell of an axis goes into each one of the resized axis (torch's bicubic).
+    """(wanted, S) fp32: the weight of each cell of an axis in each cell of the resized axis (torch's bicubic).
 
     Args:
         cells: S.
         wanted: cells of the resized axis.
-        factor: the scale that coordinates are divided by, when it is not exactly wanted / S.
+        factor: the scale that coordinates are divided by, if it is not exactly wanted / S.
     """
-    by = {"size": (wanted, 1)} if factor is None else {"scale_factor": (factor, 1.0)}
+    scale = {"size": (wanted, 1)} if factor is None else {"scale_factor": (factor, 1.0)}
     units = torch.eye(cells, device="cpu")[None, :, :, None]  # a channel for each cell, resized along the height alone
-    return nn.functional.interpolate(units, mode="bicubic", align_corners=False, **by)[0, :, :, 0].T
+    return nn.functional.interpolate(units, mode="bicubic", align_corners=False, **scale)[0, :, :, 0].T
 
 
 def resized_table(table: Tensor, side: int) -> Tensor:
-    """A table (1, S S, E) for `side` x `side` cells, at least fp32: once and for all, as a release does that is fine-tuned
-    on larger images."""
+    """A table (1, S S, E) resized to `side` x `side` cells, at least fp32, as for fine-tuning a release on larger images."""
     cells = math.isqrt(table.shape[1])
     wide = table.to(torch.promote_types(table.dtype, torch.float32))
     by = cubic_weights(cells, side).to(wide)
@@ -72,13 +71,13 @@ def resized_table(table: Tensor, side: int) -> Tensor:
 
 
 def table_positions(table: Tensor, rows: int, columns: int, positions: Tensor) -> Tensor:
-    """(L, E) in at least fp32: the embeddings of patches of a `rows` x `columns` image.
+    """(L, E) in at least fp32: the position embeddings of patches of a `rows` x `columns` image.
 
-    A grid other than the table's is interpolated (bicubic), at each call and for the needed rows of patches only.
+    For a grid other than the table's they are interpolated (bicubic) at each call, for the needed rows of patches only.
 
     Args:
         table: (1, S S, E).
-        positions: (L,) int64 on the CPU, row * columns + column; those past the image get some row, and are padding.
+        positions: (L,) int64 on the CPU, row * columns + column; those past the image are padding and get any row.
     """
     cells = math.isqrt(table.shape[1])
     if not len(positions):
@@ -90,14 +89,16 @@ def table_positions(table: Tensor, rows: int, columns: int, positions: Tensor) -
         wide = table[0].to(torch.promote_types(table.dtype, torch.float32)).view(cells, cells, -1)
         down = cubic_weights(cells, rows, (rows + NUDGE) / cells)[needed].to(wide.dtype)
         along = cubic_weights(cells, columns, (columns + NUDGE) / cells).to(wide.dtype)
-        made = torch.einsum("ri,ije,cj->rce", send(down, wide.device), wide, send(along, wide.device)).flatten(0, 1)
-    return _take(made, index)
+        resized = torch.einsum("ri,ije,cj->rce", send(down, wide.device), wide, send(along, wide.device)).flatten(0, 1)
+    return _take(resized, index)
 
 
 def places(positions: Tensor, rows: int, columns: int, cells: int) -> tuple[slice | Tensor, slice | Tensor]:
-    """Which rows of patches the positions (L,) of a `rows` x `columns` image lie in (all rows, where a table of `cells`
-    squared is for this grid), and where each position is among the patches of these rows; slices where they count up one by
-    one. Reads values, on the CPU."""
+    """(rows of patches that hold the positions (L,) of a `rows` x `columns` image; index of each position among the patches
+    of these rows), as slices where they are consecutive. All rows, where the table's `cells` x `cells` are this grid.
+
+    Reads values, on the CPU.
+    """
     positions = positions.clamp(max=rows * columns - 1)
     if rows == columns == cells:
         return slice(0, rows), _counting(positions)
@@ -112,5 +113,5 @@ def _counting(index: Tensor) -> slice | Tensor:
 
 
 def _take(rows: Tensor, index: slice | Tensor) -> Tensor:
-    """rows[index]; a view where the index counts up one by one."""
+    """rows[index]; a view where the index is a slice."""
     return rows[index] if isinstance(index, slice) else rows.index_select(0, send(index, rows.device))

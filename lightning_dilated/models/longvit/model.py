@@ -10,18 +10,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions
 from lightning_dilated.models.longvit.image_patches import image_patches, table_positions
 from lightning_dilated.models.longvit.weights import PUBLISHED, load_longvit, read_longvit
-from lightning_dilated.models.pooled_model import PooledModule, guarded, mean_token
+from lightning_dilated.models.pooled_model import PooledModule, PooledOptions, checked_by_all, mean_token
 from lightning_dilated.models.pretrained import check_depth, missing_file
 from lightning_dilated.models.slides.backbone import RELEASED_RATES
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
+from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, active_sequence
 
@@ -36,34 +35,54 @@ RELEASED_SEGMENTS = {  # by pixels of the image's side; any other side has those
 CHUNK = 4096
 
 
-class LongViT(PooledModule):
+def released_pattern(
+    image_size: int, segment_lengths: list[int] | None, dilation_rates: list[int] | None, padding: str
+) -> DilatedPattern:
+    """The releases' pattern for images of a size, with other segments (in patches) or rates where they are not None."""
+    segments = (
+        RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024]) if segment_lengths is None else segment_lengths
+    )
+    rates = RELEASED_RATES if dilation_rates is None else dilation_rates
+    return DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
+
+
+class LongViTOptions(StackOptions, PooledOptions, total=False):
+    """Options of a LongViT that are not its own."""
+
+    dropout: float
+    task: Literal["classification", "regression", "ordinal"] | None
+    num_classes: int | None
+
+
+class LongViT(ReleasedModel, PooledModule):
     """LongViT: patches of an image, embedded linearly, with learned positions; the mean over the patches is the embedding.
 
-    Called with images it returns embeddings, see `forward`. Trained, its batches are mappings with `label` (B,) and either
-    `image` (B, C, H, W), or, under this package's strategies and for images of unlike size, `patches` (B, N, C P P), padded
-    on the right, with `grid` (B, 2), rows and columns of patches: what `image_patches` makes.
+    Called with images it returns embeddings, see `forward`. For training, batches are mappings with `label` (B,) and either
+    `image` (B, C, H, W), or, under this package's strategies and for images of different sizes, `patches` (B, N, C P P),
+    padded on the right, with `grid` (B, 2), rows and columns of patches: the results of `image_patches`.
 
     Args:
         image_size: pixels along a side of the square images that the table of positions is for; others are interpolated.
-        patch_size, in_channels: P and C.
-        dim, depth, num_heads, ffn_dim: sizes; ffn_dim None is 4 dim. The defaults are those of longvit_small_patch32_1024.
-        segment_lengths, dilation_rates: of the branches; None: the releases', which depend on image_size (one that no
-            release is for gets the segments of 1024, whose largest is 1,024 patches).
+        patch_size: P.
+        in_channels: C.
+        dim: E; the defaults of the sizes are those of longvit_small_patch32_1024.
+        depth: number of layers.
+        num_heads: attention heads.
+        segment_lengths: patches, of the branches; None: the release's for image_size (for a size without a release those of
+            1024, whose largest is 1,024 patches).
+        dilation_rates: of the branches; None: the releases' 1, 2, 4, 8, 16.
         padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
             last segment take part in the softmax).
-        dropout, drop_path, attention_dropout, engine: see `models.blocks.BlockOptions`.
         norm_at: where the last norm stands: "mean", on the mean over the patches (fine-tuned releases), or "patches", on
             each of them before the mean (the pretrained release).
-        task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha: see
-            `models.pooled.PooledModule`.
-        compile_blocks: compile every block by torch.compile when it is first run.
         pretrained: a released file to start from, see `from_longvit`.
-        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
-            a layer; in place of segment_lengths, dilation_rates and padding.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
+            dilation_rates and padding.
+        drop_path: see `TransformerModel`.
+        options: those of `PooledModule` and `ReleasedModel`.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"patches": 1}, whole=["image", "grid", "label", "index"])
@@ -78,62 +97,32 @@ class LongViT(PooledModule):
         dim: int = 384,
         depth: int = 12,
         num_heads: int = 16,
-        ffn_dim: int | None = None,
+        *,
         segment_lengths: list[int] | None = None,
         dilation_rates: list[int] | None = None,
         padding: Literal["masked", "attended"] = "masked",
-        dropout: float = 0.0,
-        drop_path: float = 0.1,
-        attention_dropout: float = 0.0,
-        engine: str = "auto",
         norm_at: Literal["mean", "patches"] = "mean",
-        task: Literal["classification", "regression", "ordinal"] | None = None,
-        num_classes: int | None = None,
-        regression_loss: Literal["mse", "smooth_l1"] = "mse",
-        layer_decay: float = 1.0,
-        freeze_encoder: bool = False,
-        lora_rank: int | None = None,
-        lora_alpha: float | None = None,
-        compile_blocks: bool = False,
         pretrained: str | None = None,
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        drop_path: float = 0.1,
+        **options: Unpack[LongViTOptions],
     ) -> None:
-        dim, depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        integer(image_size, "image_size", 1)
+        settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
+        own = self._own_pattern(pattern, padding, settings)
         super().__init__(
-            dim, depth, task, num_classes, regression_loss, layer_decay, freeze_encoder, lora_rank, lora_alpha,
-            optimizer, lr_scheduler,
+            released_pattern(image_size, segment_lengths, dilation_rates, padding) if own is None else own,
+            dim=dim, depth=depth, num_heads=num_heads, drop_path=drop_path, **options,
         )  # fmt: skip
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained"])
         self.patch_size, self.in_channels = integer(patch_size, "patch_size", 1), integer(in_channels, "in_channels", 1)
-        self.image_size = integer(image_size, "image_size", 1)
+        self.image_size = image_size
         if image_size % patch_size:
             raise ValueError(f"patch_size={patch_size} must divide image_size={image_size}.")
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         if norm_at not in ("mean", "patches"):
             raise ValueError(f"norm_at must be mean or patches, got {norm_at!r}.")
         if pretrained is not None and not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
-        self.norm_at, self.pretrained, self.compile_blocks = norm_at, pretrained, self._compiled(compile_blocks)
-        self.ffn_dim = 4 * dim if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
-        if pattern is None:
-            usual = RELEASED_SEGMENTS.get(image_size, RELEASED_SEGMENTS[1024])
-            segments = usual if segment_lengths is None else segment_lengths
-            rates = RELEASED_RATES if dilation_rates is None else dilation_rates
-            released = DilatedPattern.longnet(list(segments), list(rates), offsets="blocked", padding=padding)
-            self._choose_layers(released, depth, num_heads)
-            self.released_pattern = True
-        else:
-            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates}
-            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
-        self.options = BlockOptions(
-            norm="layernorm", ffn="gelu", bias=True, dropout=dropout, attention_dropout=attention_dropout,
-            sub_layernorm=True, position_encoding="none", engine=engine, drop_path=drop_path,
-        )  # fmt: skip
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
+        self.norm_at, self.pretrained = norm_at, pretrained
 
     @classmethod
     def from_longvit(
@@ -145,25 +134,25 @@ class LongViT(PooledModule):
         norm_at: Literal["mean", "patches"] | None = None,
         **options: Any,
     ) -> LongViT:
-        """A model in eval mode with released weights (longvit_small_patch32_1024.pth, say); sizes are read from the tensors.
+        """A model in eval mode with released weights, such as longvit_small_patch32_1024.pth; sizes follow from the tensors.
 
-        Images are to be RGB in [0, 1], less (0.485, 0.456, 0.406), divided by (0.229, 0.224, 0.225).
+        Images must be RGB in [0, 1], minus (0.485, 0.456, 0.406), divided by (0.229, 0.224, 0.225).
 
         Args:
             path: `{"model": state_dict}` (or under "teacher", "module" or "state_dict") or a bare state dict, of the
                 pretrained or of a fine-tuned model; loaded with `weights_only=True`.
-            compat: the released attention, whose zero pads take part (`padding="attended"`); False masks them.
-            num_heads: which leaves no trace in weights; the release has 16.
-            image_size: pixels of the images' side, if it is not the file's: its table of positions is then resized for
-                good, as the release does it for fine-tuning (which rounds it to half precision; here it is not), and the
-                segments become those of the size. Larger images of a model made without it have the file's segments.
-            norm_at: None: where the file's last norm stands. "mean" with a pretrained file begins with a fresh norm, as its
+            compat: attention as released, which attends to zero pads (`padding="attended"`); False masks them.
+            num_heads: which does not follow from weights; the release has 16.
+            image_size: pixels of the images' side, if it is not the file's: its table of positions is then resized once, as
+                the release does for fine-tuning (but not rounded to half precision), and the segments are those of this
+                size. A model made without it has the file's segments for larger images, too.
+            norm_at: None: where the file has its last norm. "mean" with a pretrained file starts with a fresh norm, as its
                 authors fine-tune.
-            options: other arguments of `LongViT`. With `task="classification"` and the file's own number of classes, a
+            options: other arguments of `LongViT`. With `task="classification"` and the file's number of classes, a
                 fine-tuned file's head is loaded.
 
         Raises:
-            FileNotFoundError, ValueError: naming what the file lacks. Entries of no use are reported in one line.
+            FileNotFoundError, ValueError: naming what the file lacks. Unused entries are reported in one line.
         """
         file = read_longvit(path)
         if norm_at is None:
@@ -171,19 +160,17 @@ class LongViT(PooledModule):
         sizes = file.sizes()
         known = PUBLISHED.get((sizes["in_channels"], sizes["patch_size"], sizes["dim"]))
         check_depth(sizes["depth"], options.get("depth"), known, path, "the published LongViT")
-        found: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
-        found |= {"padding": "attended" if compat else "masked"}
-        found |= {} if image_size is None else {"image_size": image_size}
-        model = cls(**{**found, **options}, pretrained=str(path))
+        settings: dict[str, Any] = {**sizes, "num_heads": num_heads, "norm_at": norm_at}
+        settings |= {"padding": "attended" if compat else "masked"}
+        settings |= {} if image_size is None else {"image_size": image_size}
+        model = cls(**{**settings, **options}, pretrained=str(path))
         model.configure_model()
         return model.eval()
 
     def _transformer(self, depth: int) -> DilatedTransformer:
-        made = DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
-        )
-        made.norm = nn.Identity()  # the only last norm is that of `norm_at`
-        return made
+        transformer = super()._transformer(depth)
+        transformer.norm = nn.Identity()  # the only last norm is that of `norm_at`
+        return transformer
 
     def build(self) -> None:
         """Patch embedding, table of positions, blocks, norm and head, with fresh weights or those of `pretrained`."""
@@ -205,8 +192,8 @@ class LongViT(PooledModule):
 
         Args:
             images: (B, C, H, W), floating point, H and W multiples of P; on any device, since strips of it are moved. Or an
-                iterator of such strips of the same images from top to bottom, of any height each: then one strip and the
-                patches' embeddings (twice N x E while they are put together) are all that is held. A list is refused.
+                iterator of strips of the same images from top to bottom, each of any height: then only one strip and the
+                patches' embeddings (twice N x E while they are concatenated) are in memory. A list is refused.
 
         Raises:
             TypeError, ValueError: for another shape or dtype.
@@ -215,24 +202,24 @@ class LongViT(PooledModule):
         return self._pooled(x, torch.arange(x.shape[1]), None)
 
     def hidden_states(self, images: Tensor | Iterable[Tensor]) -> Tensor:
-        """(B, N, E), patches row by row, before the mean; normalised if `norm_at` is "patches". Images as in `forward`."""
+        """(B, N, E), patches row by row, before the mean; normalised if `norm_at` is "patches". Images as of `forward`."""
         return self._encoded(self._embedded(images), None)
 
     def _embedded(self, images: Tensor | Iterable[Tensor]) -> Tensor:
-        """(B, N, E): patches with their positions."""
+        """(B, N, E): embedded patches plus their positions."""
         self.configure_model()
         group = active_sequence()
         if group is not None and group.ranks > 1:
             raise ValueError("images are embedded on one rank; several take patches and grid of models.image_patches.")
         if isinstance(images, (list, tuple)):
             raise TypeError("images come stacked (B, C, H, W); strips of the same images come from an iterator.")
-        found = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
-        if not found or not len(found[0][0]):
+        strips = [self._strip(x) for x in (self._strips(images) if isinstance(images, Tensor) else images)]
+        if not strips or not len(strips[0][0]):
             raise ValueError("there is no image: got an empty batch, or no strips.")
-        sizes = [(len(x), columns) for x, columns in found]
+        sizes = [(len(x), columns) for x, columns in strips]
         if len(set(sizes)) > 1:
             raise ValueError(f"strips must be of the same images: got (images, patches in a row) of {sizes}.")
-        x, columns = torch.cat([x for x, _ in found], 1), found[0][1]
+        x, columns = torch.cat([x for x, _ in strips], 1), strips[0][1]
         placed = table_positions(self.pos_embed, x.shape[1] // columns, columns, torch.arange(x.shape[1]))
         return x + placed.to(x.device, self.pos_embed.dtype)
 
@@ -243,12 +230,12 @@ class LongViT(PooledModule):
 
     def _check_pixels(self, images: Any) -> None:
         if not isinstance(images, Tensor) or images.ndim != 4 or images.shape[1] != self.in_channels:
-            found = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
-            raise ValueError(f"images must be (images, {self.in_channels}, height, width), got {found}.")
+            shape = tuple(images.shape) if isinstance(images, Tensor) else type(images).__name__
+            raise ValueError(f"images must be (images, {self.in_channels}, height, width), got {shape}.")
         if not images.is_floating_point():
             raise TypeError(
                 f"images are {images.dtype}: scale them to [0, 1] and normalise them as the weights were trained "
-                "(x.float() / 255, then less the channels' mean, divided by their standard deviation)."
+                "(x.float() / 255, then minus the channels' mean, divided by their standard deviation)."
             )
 
     def _strip(self, strip: Tensor) -> tuple[Tensor, int]:
@@ -260,15 +247,15 @@ class LongViT(PooledModule):
 
     # -- from batches --------------------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) from a batch as training has it, on every rank of the sequence."""
+        """(B, E) from a training batch, on every rank of the sequence."""
         self.configure_model()
-        guarded(self._check_entries, batch)
+        checked_by_all(self._check_entries, batch)
         if "image" in batch:
             return self(batch["image"])
         patches, grids = batch["patches"], torch.as_tensor(batch["grid"]).tolist()
         positions, group = token_positions(0, patches.shape[1]), active_sequence()
         seq_len = patches.shape[1] if group is None else group.agreed.seq_len  # type: ignore[union-attr]
-        lengths = guarded(_lengths, grids, seq_len)
+        lengths = checked_by_all(_lengths, grids, seq_len)
         tables = {(r, c): table_positions(self.pos_embed, r, c, positions) for r, c in set(map(tuple, grids))}
         placed = torch.stack([tables[r, c] for r, c in grids])
         x = self.patch_embed(patches.to(self.patch_embed.weight.dtype))
@@ -284,11 +271,11 @@ class LongViT(PooledModule):
             )
         x, grid, width = batch["patches"], torch.as_tensor(batch["grid"]), self.in_channels * self.patch_size**2
         if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[2] != width or not x.is_floating_point():
-            found = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"patches must be floating point (B, N, {width}), see models.image_patches; got {found}.")
+            kind = f"{x.dtype} of shape {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"patches must be floating point (B, N, {width}), see models.image_patches; got {kind}.")
         if grid.shape != (len(x), 2) or grid.is_floating_point():
-            found = f"{grid.dtype} of shape {tuple(grid.shape)}"
-            raise ValueError(f"grid must be integers ({len(x)}, 2), rows and columns of patches; got {found}.")
+            kind = f"{grid.dtype} of shape {tuple(grid.shape)}"
+            raise ValueError(f"grid must be integers ({len(x)}, 2), rows and columns of patches; got {kind}.")
 
     # -- to embeddings -------------------------------------------------------------------------------------------------
     def _encoded(self, x: Tensor, lengths: Tensor | None) -> Tensor:
@@ -296,12 +283,12 @@ class LongViT(PooledModule):
         return self.norm(x) if self.norm_at == "patches" else x
 
     def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        found = mean_token(self._encoded(x, lengths), positions, lengths)
-        return found if self.norm_at == "patches" else self.norm(found)
+        mean = mean_token(self._encoded(x, lengths), positions, lengths)
+        return mean if self.norm_at == "patches" else self.norm(mean)
 
 
 def _lengths(grids: list[list[int]], seq_len: int) -> Tensor | None:
-    """(B,) patches of each image; None where none is padded."""
+    """(B,) patches of each image; None without padding."""
     lengths = [rows * columns for rows, columns in grids]
     if min(min(g) for g in grids) < 1 or max(lengths) != seq_len:
         raise ValueError(

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from lightning_dilated.models.longvit.image_patches import resized_table
 from lightning_dilated.models.pretrained import check_finite, check_layer_shapes, check_names, layers_of
-from lightning_dilated.models.slides.weights import LAYER, QKV, read_file
+from lightning_dilated.models.slides.weights import LAYER, QKV, few, read_file
 
 #: where a file may keep its state dict, in this order; DINO's teacher is what its authors fine-tune
 ENTRIES = ("teacher", "model", "module", "state_dict")
 #: layers of the published model, by channels, pixels of a patch's side and width
 PUBLISHED = {(3, 32, 384): 12}
-#: parts that would take part in what is computed, and that a LongViT does not have
+#: weights that would change the result and that a LongViT does not have
 FOREIGN = re.compile(r"(cls_token$|encoder\.(layer_norm|layernorm_embedding|embed_positions)\b|.*\.moe_layer\.)")
 _LAYERS = re.compile(r"encoder\.layers\.([0-9]+)\.")
 _KINDS = ("weight", "bias")
@@ -33,14 +33,14 @@ _KINDS = ("weight", "bias")
 
 @dataclass(frozen=True)
 class LongViTFile:
-    """The state dict of a file, and for every parameter of ours the names of theirs that it is made of.
+    """The state dict of a file, and for each of our parameters the names of their tensors that it consists of.
 
-    Args:
+    Attributes:
         where: the file.
         stored: all of its tensors, by their names.
-        encoder: what every LongViT has.
-        norms: {"patches" or "mean": the last norm}, as far as the file has them.
-        head: of a model fine-tuned for classification, else empty.
+        encoder: parameters that every LongViT has.
+        norms: {"patches" or "mean": the last norm}, those that the file has.
+        head: of a model fine-tuned for classification; otherwise empty.
     """
 
     where: str
@@ -50,7 +50,7 @@ class LongViTFile:
     head: dict[str, list[str]]
 
     def sizes(self) -> dict[str, int]:
-        """The arguments of `LongViT` that tensors tell; the number of heads leaves no trace in them."""
+        """The arguments of `LongViT` that follow from tensors, which the number of heads does not."""
         dim, channels, patch = self._first("patch_embed.weight").shape[:3]
         depth = sum(name.endswith("ffn.fc1.weight") for name in self.encoder)
         side = math.isqrt(self._first("pos_embed").shape[1])
@@ -61,43 +61,45 @@ class LongViTFile:
         return self.stored[self.encoder[ours][0]]
 
     def tensor(self, names: list[str]) -> Tensor:
-        """One parameter of ours; the convolution over patches is a linear map of (C P P) values."""
-        found = [self.stored[name] for name in names]
-        return torch.cat(found) if len(found) > 1 else found[0].flatten(1) if found[0].ndim == 4 else found[0]
+        """One of our parameters; the convolution over patches becomes a linear map of (C P P) values."""
+        tensors = [self.stored[name] for name in names]
+        if len(tensors) > 1:
+            return torch.cat(tensors)
+        return tensors[0].flatten(1) if tensors[0].ndim == 4 else tensors[0]
 
 
 def read_longvit(path: str | Path) -> LongViTFile:
     """A file `{"model": state_dict}` (or "teacher", "module", "state_dict") or a bare state dict.
 
-    It is loaded with `weights_only=True`; of other objects argparse.Namespace alone, DINO's settings, is let in.
+    It is loaded with `weights_only=True`, which also allows argparse.Namespace, the type of DINO's settings.
 
     Raises:
-        FileNotFoundError, ValueError: naming what the file lacks, or has that is no part of a LongViT.
+        FileNotFoundError, ValueError: naming what the file lacks, or what a LongViT does not have.
     """
     with torch.serialization.safe_globals([argparse.Namespace]):
         stored = read_file(path)
     if isinstance(stored, Mapping):
         stored = next((stored[x] for x in ENTRIES if isinstance(stored.get(x), Mapping)), stored)
     if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
-        raise ValueError(f"{path} holds no weights: wanted a state dict, bare or under one of {', '.join(ENTRIES)}.")
+        raise ValueError(f"{path} holds no weights: expected a state dict, bare or under one of {', '.join(ENTRIES)}.")
     check_names(stored, path)
     prefixes = [name.removesuffix("pos_embed") for name in stored if re.search(r"(^|\.)pos_embed$", name)]
     if len(prefixes) != 1:
-        raise ValueError(f"{path} is no LongViT: no single pos_embed, its table of positions, among {_few(stored)}.")
+        raise ValueError(f"{path} is no LongViT: no single pos_embed, its table of positions, among {few(stored)}.")
     inside = [name.removeprefix(prefixes[0]) for name in stored if name.startswith(prefixes[0])]
     _check_parts(inside, str(path))
     names = _names(layers_of([m[1] for m in map(_LAYERS.match, inside) if m], len(inside), path), prefixes[0])
-    wanted = [x for of in names.values() for x in of]
-    missing = [x for x in wanted if x not in stored]
+    expected = [x for parts in names.values() for x in parts]
+    missing = [x for x in expected if x not in stored]
     if missing:
-        raise ValueError(f"{path} lacks {len(missing)} of {len(wanted)} parameters of a LongViT: {_few(missing)}.")
-    check_layer_shapes({x: stored[x] for x in wanted}, path)
+        raise ValueError(f"{path} lacks {len(missing)} of {len(expected)} parameters of a LongViT: {few(missing)}.")
+    check_layer_shapes({x: stored[x] for x in expected}, path)
     _check_shapes(stored[names["pos_embed"][0]], stored[names["patch_embed.weight"][0]], str(path))
     return LongViTFile(str(path), stored, names, *_outer(stored, prefixes[0]))
 
 
 def _names(depth: int, prefix: str) -> dict[str, list[str]]:
-    """Our name of each parameter of the encoder -> theirs."""
+    """Our name of each parameter of the encoder -> their names of its parts."""
     names = {"pos_embed": [f"{prefix}pos_embed"]}
     for kind in _KINDS:
         names[f"patch_embed.{kind}"] = [f"{prefix}patch_embed.proj.{kind}"]
@@ -109,21 +111,21 @@ def _names(depth: int, prefix: str) -> dict[str, list[str]]:
 
 
 def _outer(stored: Mapping[str, Tensor], prefix: str) -> tuple[dict[str, dict[str, list[str]]], dict[str, list[str]]]:
-    """The last norms and the head: of the pretrained model inside the backbone, of a fine-tuned one beside it."""
-    beside = prefix.removesuffix("model.")
-    norms = {"patches": f"{prefix}norm", "mean": f"{beside}fc_norm"}
-    parts = {at: {f"norm.{x}": [f"{name}.{x}"] for x in _KINDS} for at, name in norms.items()}
-    found = {at: part for at, part in parts.items() if all(of[0] in stored for of in part.values())}
-    head = {f"head.linear.{x}": [f"{beside}head.{x}"] for x in _KINDS}
-    tuned = "mean" in found and all(of[0] in stored for of in head.values())
-    return found, head if tuned else {}
+    """(last norms, head): the pretrained model's norm is inside the backbone, those of a fine-tuned one are outside."""
+    outside = prefix.removesuffix("model.")
+    names = {"patches": f"{prefix}norm", "mean": f"{outside}fc_norm"}
+    norms = {at: {f"norm.{x}": [f"{name}.{x}"] for x in _KINDS} for at, name in names.items()}
+    norms = {at: norm for at, norm in norms.items() if all(parts[0] in stored for parts in norm.values())}
+    head = {f"head.linear.{x}": [f"{outside}head.{x}"] for x in _KINDS}
+    tuned = "mean" in norms and all(parts[0] in stored for parts in head.values())
+    return norms, head if tuned else {}
 
 
 def _check_parts(inside: list[str], where: str) -> None:
     foreign = [name for name in inside if FOREIGN.match(name)]
     if foreign:
         hint = " GigaPath's slide encoder is loaded by SlideEncoder.from_gigapath." if "cls_token" in foreign else ""
-        raise ValueError(f"{where} has parts that a LongViT does not compute: {_few(foreign)}.{hint}")
+        raise ValueError(f"{where} has parts that a LongViT does not compute: {few(foreign)}.{hint}")
 
 
 def _check_shapes(table: Tensor, patches: Tensor, where: str) -> None:
@@ -139,43 +141,42 @@ def _check_shapes(table: Tensor, patches: Tensor, where: str) -> None:
 
 
 def load_longvit(model: Any, path: str | Path) -> None:
-    """Copy a file's encoder into `model`, with its last norm where that stands in the same place, and the head of a release
-    that was fine-tuned for as many classes; what else the file holds is reported in one line.
+    """Copy a file's encoder into `model`, its last norm if it is in the same place, and the head of a release fine-tuned for
+    as many classes; unused entries are reported in one line.
 
     A table of positions for images of another size is resized to the model's.
 
     Raises:
-        FileNotFoundError, ValueError: also where the sizes of the model differ from the file's, naming the settings.
+        FileNotFoundError, ValueError: also where the model's sizes differ from the file's, naming the settings.
     """
     file = read_longvit(path)
-    there = {name: x for name, x in file.sizes().items() if name != "image_size"}
-    wrong = [
-        f"{name}={x} there and {getattr(model, name)} here" for name, x in there.items() if x != getattr(model, name)
-    ]
+    sizes = {name: (x, getattr(model, name)) for name, x in file.sizes().items() if name != "image_size"}
+    wrong = [f"{name}={theirs} there and {ours} here" for name, (theirs, ours) in sizes.items() if theirs != ours]
     if wrong:
         raise ValueError(f"{path} does not fit this model: {', '.join(wrong)}. Set the model's sizes to the file's.")
     head = file.head if model.task == "classification" else {}
     if head and len(file.tensor(head["head.linear.bias"])) != model.num_classes:
         head = {}
     names = {**file.encoder, **norm_of(file, model.norm_at), **head}
-    check_finite({x: file.stored[x] for of in names.values() for x in of}, path)
-    own = dict(model.named_parameters())
+    used = {x for parts in names.values() for x in parts}
+    check_finite({x: file.stored[x] for x in used}, path)
+    parameters = dict(model.named_parameters())
     with torch.no_grad():
-        for name, of in names.items():
-            x = file.tensor(of)
-            if name == "pos_embed" and x.shape != own[name].shape:
+        for name, parts in names.items():
+            x, parameter = file.tensor(parts), parameters[name]
+            if name == "pos_embed" and x.shape != parameter.shape:
                 x = resized_table(x, model.image_size // model.patch_size)
-            if x.shape != own[name].shape:
-                found, want = tuple(x.shape), tuple(own[name].shape)
-                raise ValueError(f"{path}: {' and '.join(of)} give {found}, but here {name} is {want}.")
-            own[name].copy_(x)
-    extra = set(file.stored) - {x for of in names.values() for x in of}
+            if x.shape != parameter.shape:
+                shapes = f"give {tuple(x.shape)}, but here {name} is {tuple(parameter.shape)}"
+                raise ValueError(f"{path}: {' and '.join(parts)} {shapes}.")
+            parameter.copy_(x)
+    extra = set(file.stored) - used
     if extra:
-        rank_zero_info(f"{path}: {len(extra)} entries that this model has no place for are not used: {_few(extra)}")
+        rank_zero_info(f"{path}: {len(extra)} entries that this model has no place for are not used: {few(extra)}")
 
 
 def norm_of(file: LongViTFile, norm_at: str) -> dict[str, list[str]]:
-    """The file's last norm for a model whose own is `norm_at`; none for a fresh one on the mean, as when fine-tuning starts.
+    """The file's last norm for a model with `norm_at`; empty for a fresh one on the mean, as when fine-tuning starts.
 
     Raises:
         ValueError: for a norm of the patches that the file does not have.
@@ -186,8 +187,3 @@ def norm_of(file: LongViTFile, norm_at: str) -> dict[str, list[str]]:
             + (", as it was fine-tuned." if file.norms else ", which begins with a fresh norm.")
         )
     return file.norms.get(norm_at, {})
-
-
-def _few(names: Any, most: int = 6) -> str:
-    names = sorted(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

@@ -1,6 +1,6 @@
-"""Where a tile lies on its slide: coordinates checked and turned into cells, and the fixed 2-D sin-cos embedding of cells.
+"""SlideBackbone, from tile features of slides to hidden states: shared by the slide encoder and its pretraining.
 
-SlideBackbone: from the tile features of slides to hidden states, what the slide encoder and its pretraining share.
+Also the positions of tiles: coordinates checked and converted to cells, and the fixed 2-D sin-cos embedding of cells.
 
 Shape letters: B batch, N rows (tiles and the class token's row), E embedding dim, T tiles, L rows of this rank, F
 features.
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,22 +18,20 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
-from lightning_dilated.models.blocks import BlockOptions
-from lightning_dilated.models.pooled_model import guarded
-from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.models.pooled_model import checked_by_all
+from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.layers import LayersLike
 
-#: coordinates of a row that is no tile: the class token's, and padding's
+#: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
 
 class GridPositions(nn.Module):
-    """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), row by row and without storing it.
+    """The sin-cos table of a `grid` x `grid` slide (as ViT-MAE, arXiv 2111.06377), computed for the requested cells.
 
-    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: the row
-    1 + x grid + y of a released GigaPath table. It has no parameters and no state.
+    A cell (x, y) gets [sin(y w), cos(y w), sin(x w), cos(x w)] with w = 10000^(-4 i / E), i < E / 4: row 1 + x grid + y of
+    a released GigaPath table. It has no parameters and no state.
     """
 
     def __init__(self, dim: int, grid: int) -> None:
@@ -44,7 +42,7 @@ class GridPositions(nn.Module):
         self._axes: dict[torch.device, Tensor] = {}
 
     def axis(self, device: torch.device) -> Tensor:
-        """(grid, E / 2) fp32: the embedding of one coordinate, taken in fp64."""
+        """(grid, E / 2) fp32: the embedding of one coordinate, computed in fp64."""
         if device not in self._axes:
             quarter = torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim / 4)
             angle = torch.arange(self.grid, dtype=torch.float64, device="cpu")[:, None] / 10000**quarter
@@ -61,7 +59,7 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
     """Raise where coordinates would silently give wrong positions.
 
     Args:
-        coords: (B, N, 2), x and y of a tile's upper left corner in pixels of the magnification the tiles were cut at.
+        coords: (B, N, 2), x and y of a tile's upper left corner, in pixels at the magnification of the tiles.
         counted: (B, N) bool, the rows that are tiles.
         tile_size: pixels of a tile.
         grid: cells along an axis.
@@ -73,15 +71,16 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
         raise TypeError(f"coords are {coords.dtype}, which rounds pixels above 2,048: keep them int64.")
     if coords.is_complex() or coords.dtype == torch.bool:
         raise TypeError(f"coords must be integers (int64), got {coords.dtype}.")
-    shown = _filled(coords, counted)
-    if coords.is_floating_point() and not bool(((shown == shown.floor()) & (shown.abs() < _EXACT[coords.dtype])).all()):
+    pixels = _filled(coords, counted)
+    whole = not coords.is_floating_point() or ((pixels == pixels.floor()) & (pixels.abs() < _EXACT[coords.dtype])).all()
+    if not whole:
         raise ValueError(
             f"coords hold fractions, NaN or values too large for {coords.dtype}: they must be whole pixels. Coordinates in "
             "micrometres or in fractions of the slide have to be converted first: (coords / unit).round().long()."
         )
     if not coords.numel():
         return
-    low, high = (int(x) for x in torch.stack([shown.amin(), shown.amax()]).tolist())
+    low, high = (int(x) for x in torch.stack([pixels.amin(), pixels.amax()]).tolist())
     if low < 0:
         raise ValueError(f"coords must not be negative for a tile, got {low}: shift the slide's corner to (0, 0).")
     if high // tile_size >= grid:
@@ -95,12 +94,12 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
 
 
 def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
-    """(B, N, 2) int64 cells of tiles; (0, 0) for rows that are none."""
+    """(B, N, 2) int64 cells of tiles; (0, 0) for other rows."""
     return torch.div(_filled(coords, counted), tile_size, rounding_mode="floor").long()
 
 
 def _filled(coords: Tensor, counted: Tensor) -> Tensor:
-    """Coordinates with 0 in rows that are no tiles; int64 where they are integers, as torch computes with few others."""
+    """Coordinates with 0 in rows that are not tiles; int64 where they are integers, as torch supports few others fully."""
     return (coords if coords.is_floating_point() else coords.long()).masked_fill(~counted[..., None], 0)
 
 
@@ -134,7 +133,7 @@ def released_pattern(
     tile_size: int,
     padding: str,
 ) -> DilatedPattern:
-    """GigaPath's pattern for these settings of a slide model; None is the release's. Raises: ValueError."""
+    """GigaPath's pattern for these arguments of a slide model; None is the release's. Raises ValueError."""
     rates = list(RELEASED_RATES if dilation_rates is None else dilation_rates)
     if segment_lengths is None:
         size = RELEASED_SIDE * tile_size if max_wsi_size is None else max_wsi_size
@@ -144,64 +143,78 @@ def released_pattern(
     return DilatedPattern.longnet(list(segment_lengths), rates, offsets="blocked", padding=padding)
 
 
-class SlideBackbone:
-    """To be inherited beside a DilatedModule, and before it; `_configure_slide` belongs into its __init__, `_build_backbone`
-    into its build.
+class SlideOptions(StackOptions, total=False):
+    """Options of both slide models, for type checkers and editors."""
+
+    segment_lengths: list[int] | None
+    dilation_rates: list[int] | None
+    max_wsi_size: int | None
+    tile_size: int
+    grid: int
+    padding: Literal["masked", "attended"]
+    pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None
+
+
+class SlideBackbone(ReleasedModel):
+    """The encoder of GigaPath's slide models, as far as `SlideEncoder` and `SlidePretrainer` share it.
 
     Parameters: `patch_embed` (F to E), `cls_token`, `transformer` and a last `norm` of its own (eps 1e-6).
+
+    Args:
+        feature_dim: F, of the tile encoder.
+        dim: E; the defaults of the sizes are GigaPath's 12l768d.
+        depth: number of layers.
+        num_heads: attention heads.
+        segment_lengths: tokens, of the branches; None: GigaPath's, 2^linspace(10, log2 of the most tiles, 5).
+        dilation_rates: of the branches; None: GigaPath's 1, 2, 4, 8, 16.
+        max_wsi_size: pixels along an axis of the largest slide, which the segments follow from; None: 1024 tiles.
+        tile_size: pixels of a tile, in the pixels that coords count.
+        grid: cells of the positions along an axis; fixed by the weights (GigaPath: 1000).
+        padding: "masked", the exact attention, or "attended", what released weights were trained with (zero pads of the
+            last segment take part in the softmax).
+        pattern: another pattern than the released branches, as `TransformerModel` takes it; in place of segment_lengths,
+            dilation_rates, max_wsi_size and padding.
+        options: see `ReleasedModel`.
     """
 
     input_layers: tuple[str, ...] = ("patch_embed.", "cls_token")
 
-    def _configure_slide(
+    def __init__(
         self,
-        feature_dim: int,
-        dim: int,
-        depth: int,
-        num_heads: int,
-        ffn_dim: int | None,
-        segment_lengths: Sequence[int] | None,
-        dilation_rates: Sequence[int] | None,
-        max_wsi_size: int | None,
-        tile_size: int,
-        grid: int,
-        padding: str,
-        options: BlockOptions,
-        pattern: LayersLike | None = None,
+        feature_dim: int = 1536,
+        dim: int = 768,
+        depth: int = 12,
+        num_heads: int = 16,
+        segment_lengths: list[int] | None = None,
+        dilation_rates: list[int] | None = None,
+        max_wsi_size: int | None = None,
+        tile_size: int = 256,
+        grid: int = 1000,
+        padding: Literal["masked", "attended"] = "masked",
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
+        **options: Any,
     ) -> None:
-        self.feature_dim, self.dim = integer(feature_dim, "feature_dim", 1), integer(dim, "dim", 1)
-        if dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
-        self.ffn_dim, self.options = ffn_dim, options
-        self.tile_size, self.grid = integer(tile_size, "tile_size", 1), integer(grid, "grid", 1)
-        if pattern is None:
-            released = released_pattern(segment_lengths, dilation_rates, max_wsi_size, self.tile_size, padding)
-            self._choose_layers(released, depth, num_heads)
-            self.released_pattern = True
-        else:
-            taken = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
-            self._choose_own_pattern(pattern, depth, num_heads, padding, taken)
-        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
-            self._transformer(depth=1)
+        integer(tile_size, "tile_size", 1)
+        settings = {"segment_lengths": segment_lengths, "dilation_rates": dilation_rates, "max_wsi_size": max_wsi_size}
+        own = self._own_pattern(pattern, padding, settings)
+        super().__init__(
+            released_pattern(*settings.values(), tile_size, padding) if own is None else own,
+            dim=dim, depth=depth, num_heads=num_heads, **options,
+        )  # fmt: skip
+        self.feature_dim = integer(feature_dim, "feature_dim", 1)
+        self.tile_size, self.grid = tile_size, integer(grid, "grid", 1)
         GridPositions(dim, grid)
 
-    def _transformer(self, depth: int) -> DilatedTransformer:
-        return DilatedTransformer(
-            self.dim, self.patterns[:depth], self.num_heads, causal=False, hidden=self.ffn_dim, options=self.options
-        )
-
     def setup(self, stage: str) -> None:
-        """See that the data's features and tiles are those that the model is for, and that all tiles have a place."""
+        """Check that features and tiles of the data are those of the model, and that all tiles lie on its grid."""
         super().setup(stage)
-        data = getattr(self._trainer, "datamodule", None)
         for name in ("feature_dim", "tile_size"):
-            there, here = getattr(data, name, None), getattr(self, name)
+            there, here = self._data_setting(name), getattr(self, name)
             if there is not None and there != here:
                 raise ValueError(
                     f"the model has {name}={here}, but the data's is {there}: set the model's {name} to {there}."
                 )
-
-        check_places = getattr(data, "check_places", None)  # SlideDataModule's
+        check_places = self._data_setting("check_places")  # SlideDataModule's
         if callable(check_places):
             check_places(self.tile_size, self.grid)
 
@@ -223,8 +236,8 @@ class SlideBackbone:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
-        """Projected tiles (B, L, E) with their positions added, in the dtype of the parameters; checks coordinates."""
-        guarded(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
+        """Projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
+        checked_by_all(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
         cells = cells_of(coords, counted.to(coords.device), self.tile_size)
         return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
 
@@ -245,29 +258,29 @@ class SlideBackbone:
         lengths: Tensor | None,
         change: Callable[[Tensor, Tensor], Tensor] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens (B, L, E), positions (L,)) from this rank's rows of batches, whose first row is blank.
+        """(tokens (B, L, E), positions (L,)) from this rank's rows of a batch whose first row is blank.
 
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
             lengths: (B,), rows of the whole slides, the blank one too.
-            change: called with the projected tiles (B, L, E) and positions (L,) before the tiles get their positions.
+            change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
         """
-        guarded(self._check_shapes, features, coords)
+        checked_by_all(self._check_shapes, features, coords)
         positions = token_positions(0, features.shape[1])
-        guarded(_check_blank, coords, positions)
+        checked_by_all(_check_blank, coords, positions)
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
-        # torch.where and no assignment: on ranks without the class token its gradient is 0, but there is one
+        # torch.where, so that ranks without the class token have a gradient for it, which is 0
         return torch.where(send(positions == 0, x.device)[None, :, None], self.cls_token.to(x.dtype), x), positions
 
     def _check_shapes(self, features: Any, coords: Any) -> None:
         for name, x in (("features", features), ("coords", coords)):
             if not isinstance(x, Tensor) or x.ndim != 3:
-                found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+                shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(
-                    f"{name} must be a tensor (slides, tiles, {'F' if name == 'features' else 2}), got {found}."
+                    f"{name} must be a tensor (slides, tiles, {'F' if name == 'features' else 2}), got {shape}."
                 )
         if not features.is_floating_point():
             raise TypeError(f"features must be floating point, got {features.dtype}.")

@@ -8,49 +8,52 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer, real
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.longnet.mlm import sample_numbers
-from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.models.pooled_model import check_lengths, guarded
-from lightning_dilated.models.slides.backbone import SlideBackbone
-from lightning_dilated.models.slides.encoder import slide_options
+from lightning_dilated.models.pooled_model import check_lengths, checked_by_all
+from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.models.transformer_model import SizeOptions, Unpack
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.sequence import SequenceSpec
 
 
-class SlidePretrainer(SlideBackbone, DilatedModule):
-    """Hides most tiles of a slide and learns to tell their features from the others (after MAE, arXiv 2111.06377).
+class SlidePretrainerOptions(SizeOptions, SlideOptions, total=False):
+    """Options of a SlidePretrainer that are not its own."""
 
-    Unlike MAE the encoder runs over all rows, with a learned token in place of what is hidden: so a slide keeps its length,
-    its dilated attention, and its place on several ranks. A light decoder and a linear layer predict the features; the loss
-    is their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) takes checkpoints.
+    feature_dim: int
+    dropout: float
 
-    Batches are mappings with `features`, `coords`, `lengths` as `SlideEncoder` has them, and `index` (B,), the slide's
-    number in the data set. What is hidden follows from (mask_seed, optimizer step, index, position) alone, on any number of
-    ranks and in a resumed run; validation hides the same tiles every time.
+
+class SlidePretrainer(SlideBackbone):
+    """Hides most tiles of a slide and learns to predict their features from the others (after MAE, arXiv 2111.06377).
+
+    Unlike in MAE the encoder runs over all rows, with a learned token in place of hidden tiles, so that a slide keeps its
+    length, its dilated attention, and its sharding. A light decoder and a linear layer predict the features; the loss is
+    their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) reads checkpoints.
+
+    Batches are mappings with `features`, `coords`, `lengths` as of `SlideEncoder`, and `index` (B,), the slide's number in
+    the data set. Hidden tiles follow from (mask_seed, optimizer step, index, position) alone, on any number of ranks and in
+    a resumed run; validation hides the same tiles every time.
 
     Args:
-        mask_ratio: probability in (0, 1) with which a tile is hidden.
-        normalise: the target is a tile's features with their mean taken off and divided by their standard deviation.
-        decoder_dim, decoder_depth: sizes of the decoder; its heads and pattern are the encoder's.
-        mask_seed: of what is hidden.
-        feature_dim ... engine, compile_blocks: see `SlideEncoder`; the decoder has no dropout.
-        pattern: another pattern than the released branches, as `models.longnet_lm.TokenModel` takes it, also a list with one
-            a layer; in place of segment_lengths, dilation_rates and padding.
-        optimizer, lr_scheduler: see `DilatedModule`.
+        mask_ratio: probability in (0, 1) that a tile is hidden.
+        normalise: whether the target is a tile's features minus their mean, divided by their standard deviation.
+        decoder_dim: features of the decoder; its heads and pattern are the encoder's.
+        decoder_depth: layers of the decoder.
+        mask_seed: seed of the choice of hidden tiles.
+        drop_path: see `TransformerModel`.
+        options: those of `SlideBackbone`; the decoder has no dropout.
 
     Raises:
-        ValueError, TypeError: when made, naming the argument.
+        ValueError, TypeError: naming the argument.
     """
 
     sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
@@ -62,39 +65,18 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         decoder_dim: int = 512,
         decoder_depth: int = 2,
         mask_seed: int = 0,
-        feature_dim: int = 1536,
-        dim: int = 768,
-        depth: int = 12,
-        num_heads: int = 16,
-        ffn_dim: int | None = None,
-        segment_lengths: list[int] | None = None,
-        dilation_rates: list[int] | None = None,
-        max_wsi_size: int | None = None,
-        tile_size: int = 256,
-        grid: int = 1000,
-        padding: Literal["masked", "attended"] = "masked",
-        dropout: float = 0.0,
+        *,
         drop_path: float = 0.0,
-        attention_dropout: float = 0.0,
-        engine: str = "auto",
-        compile_blocks: bool = False,
-        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern] | None = None,
-        optimizer: OptimizerCallable = torch.optim.AdamW,
-        lr_scheduler: LRSchedulerCallable | None = None,
+        **options: Unpack[SlidePretrainerOptions],
     ) -> None:
-        super().__init__(optimizer, lr_scheduler)
-        self.save_hyperparameters(ignore=["pattern", "optimizer", "lr_scheduler", "compile_blocks"])
+        super().__init__(drop_path=drop_path, **options)
         ratio = real(mask_ratio, "mask_ratio", above=0, below=1, hint=" 0.75 is MAE's.")
         self.hiding = Dropout(ratio, integer(mask_seed, "mask_seed", 0))
-        self.normalise, self.compile_blocks = normalise, compile_blocks
+        self.normalise = normalise
         self.decoder_dim = integer(decoder_dim, "decoder_dim", 1)
         self.decoder_depth = integer(decoder_depth, "decoder_depth", 1)
-        if decoder_dim % num_heads:
-            raise ValueError(f"num_heads={num_heads} must divide decoder_dim={decoder_dim}.")
-        self._configure_slide(
-            feature_dim, dim, depth, num_heads, ffn_dim, segment_lengths, dilation_rates, max_wsi_size, tile_size, grid,
-            padding, slide_options(dropout, attention_dropout, drop_path, engine), pattern,
-        )  # fmt: skip
+        if decoder_dim % self.num_heads:
+            raise ValueError(f"num_heads={self.num_heads} must divide decoder_dim={decoder_dim}.")
 
     def build(self) -> None:
         """Encoder and decoder, with fresh weights."""
@@ -113,36 +95,33 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
             self.decoder.compile_blocks()
 
     def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, L) bool on the CPU: the tiles that this step hides, of slides `index` (B,) at global `positions` (L,).
-
-        Validation hides the same tiles every time.
-        """
-        step = 1 + (self._trainer.global_step if self._trainer else 0) if self.training else 0
+        """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,)."""
+        step = 1 + self._optimizer_step() if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
         keep = self.hiding.keep(step, index.cpu().long()[:, None], zero, positions[None], zero)
         tiles = (positions > 0).expand(keep.shape)
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
     def hidden_rows(self, hidden: Tensor) -> Tensor:
-        """(M,) int64: the numbers of the hidden rows among all B L; found on the CPU, so that no GPU is waited for."""
+        """(M,) int64: numbers of the hidden rows among all B L; computed on the CPU, so as not to wait for a GPU."""
         return hidden.flatten().nonzero()[:, 0]
 
     def reconstruct(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(predictions, targets), each (M, F) and at least fp32, of this rank's hidden tiles."""
         self.configure_model()
-        guarded(_check_index, batch)
-        guarded(self._check_entries, batch)
+        checked_by_all(_check_index, batch)
+        checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
-        features, found = batch["features"], []
+        features, hidden = batch["features"], []
 
         def hide(x: Tensor, positions: Tensor) -> Tensor:
-            found.append(self.hidden_tiles(batch["index"], positions, lengths))
-            return torch.where(send(found[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
+            hidden.append(self.hidden_tiles(batch["index"], positions, lengths))
+            return torch.where(send(hidden[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
 
         x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide)
         x = self.norm(self.transformer(self.dropout(x), lengths=lengths))
         x = self.decoder(self.decoder_embed(x), lengths=lengths)
-        rows = send(self.hidden_rows(found[0]), x.device)
+        rows = send(self.hidden_rows(hidden[0]), x.device)
         target = features.flatten(0, 1)[rows]
         target = target.to(torch.promote_types(target.dtype, torch.float32))
         if self.normalise:
@@ -150,12 +129,12 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
         return self.decoder_predict(x.flatten(0, 1)[rows]).to(target.dtype), target
 
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, int]:
-        """(sum over this rank's hidden tiles of their mean squared error, how many they are)."""
-        got, target = self.reconstruct(batch)
-        return (got - target).square().mean(1).sum(), len(target)
+        """(sum of the mean squared errors of this rank's hidden tiles, their number)."""
+        predicted, target = self.reconstruct(batch)
+        return (predicted - target).square().mean(1).sum(), len(target)
 
 
 def _check_index(batch: Mapping[str, Any]) -> None:
     if "index" not in batch:
-        raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which says what is hidden.")
+        raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which selects hidden tiles.")
     sample_numbers(batch["index"])

@@ -1,4 +1,4 @@
-"""Weights of slide encoders in files: released layouts (GigaPath), and this package's own, told apart and checked by name.
+"""Weights of slide encoders in files, by the names of releases (GigaPath) or of this package, checked by name and shape.
 
 Shape letters: E embedding dim, F features of a tile.
 """
@@ -6,7 +6,7 @@ Shape letters: E embedding dim, F features of a tile.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +39,10 @@ PUBLISHED = {(1536, 768): 12, (1536, 1024): 24, (1536, 1536): 12, (384, 384): 12
 
 
 def read_file(path: str | Path) -> Any:
-    """What a file of torch.save holds, tensors left on disk until they are used; no code in the file is run.
+    """The contents of a torch.save file; tensors stay on disk until they are used, and no code in the file is run.
 
     Raises:
-        FileNotFoundError, ValueError: no such file, or one that cannot be read.
+        FileNotFoundError, ValueError: for a missing file, or one that cannot be read.
     """
     if not Path(path).is_file():
         raise FileNotFoundError(missing_file(path, "slide encoder weights"))
@@ -60,7 +60,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         if isinstance(stored, Mapping) and isinstance(stored.get(name), Mapping):
             stored = stored[name]
     if not isinstance(stored, Mapping) or not all(isinstance(x, Tensor) for x in stored.values()):
-        raise ValueError(f'{path} holds no weights: wanted a state dict, bare or as {{"model": state_dict}}.')
+        raise ValueError(f'{path} holds no weights: expected a state dict, bare or as {{"model": state_dict}}.')
     check_names(stored, path)
     return dict(stored)
 
@@ -76,81 +76,83 @@ def own_weights(stored: Mapping[str, Tensor], where: str, grid: int, report: boo
     """The encoder's part of a state dict, in this package's names.
 
     Args:
-        stored: of a release, also as a part of a larger model (names that begin with `slide_encoder.`, say), or our own.
+        stored: of a release, also as part of a larger model (with names such as `slide_encoder.norm.bias`), or ours.
         where: the file, for messages.
-        grid: cells along an axis, to compare a stored table of positions with.
-        report: say in one line what else the file holds.
+        grid: cells along an axis, to check a stored table of positions against.
+        report: log in one line what else the file holds.
 
     Raises:
-        ValueError: naming parameters that are missing, or a table of positions that is another one.
+        ValueError: naming missing parameters, or where the table of positions is another one.
     """
     if any(".lora_" in name or ".base_layer." in name for name in stored):
         raise ValueError(
             f"{where} holds LoRA's updates apart from the weights: call merge_lora() on the model and save it again."
         )
-    found = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
-    if len(found) != 1:
+    prefixes = [name.removesuffix("cls_token") for name in stored if re.search(r"(^|\.)cls_token$", name)]
+    if len(prefixes) != 1:
         image = any(name.endswith("patch_embed.proj.weight") and x.ndim == 4 for name, x in stored.items())
         hint = " It embeds images: LongViT.from_longvit loads a LongViT." if image else ""
         raise ValueError(
-            f"{where} is no slide encoder with a class token: no single cls_token among {_few(stored)}.{hint}"
+            f"{where} is no slide encoder with a class token: no single cls_token among {few(stored)}.{hint}"
         )
-    inside = {name.removeprefix(found[0]): x for name, x in stored.items() if name.startswith(found[0])}
-    extra = [name for name in stored if not name.startswith(found[0])]
+    prefix = prefixes[0]
+    inside = {name.removeprefix(prefix): x for name, x in stored.items() if name.startswith(prefix)}
+    extra = [name for name in stored if not name.startswith(prefix)]
     layers = [m[1] for m in map(_LAYERS.match, inside) if m]
     if layers or not any(name.startswith("transformer.") for name in inside):
-        wanted = released_names(layers_of(layers, len(inside), where))
+        expected = released_names(layers_of(layers, len(inside), where))
         check_layer_shapes(inside, where)
-        made = _converted(inside, wanted, where)
+        encoder = _converted(inside, expected, where)
         if "pos_embed" in inside:
             _check_table(inside["pos_embed"], grid, where)
-            wanted = [*wanted, "pos_embed"]
-        extra += [name for name in inside if name not in wanted]
+            expected = [*expected, "pos_embed"]
+        extra += [name for name in inside if name not in expected]
     else:
-        made = {name: x for name, x in inside.items() if OWN.match(name)}
-        extra += [name for name in inside if name not in made]
-        _check_own(made, where)
+        encoder = {name: x for name, x in inside.items() if OWN.match(name)}
+        extra += [name for name in inside if name not in encoder]
+        _check_own(encoder, where)
     if extra and report:
-        rank_zero_info(f"{where}: {len(extra)} entries besides the encoder's are not used: {_few(extra)}")
-    return made
+        rank_zero_info(f"{where}: {len(extra)} entries besides the encoder's are not used: {few(extra)}")
+    return encoder
 
 
-def _converted(inside: Mapping[str, Tensor], wanted: list[str], where: str) -> dict[str, Tensor]:
-    missing = [name for name in wanted if name not in inside]
+def _converted(inside: Mapping[str, Tensor], expected: list[str], where: str) -> dict[str, Tensor]:
+    """A release's tensors by this package's names."""
+    missing = [name for name in expected if name not in inside]
     if missing:
         raise ValueError(
-            f"{where} lacks {len(missing)} of {len(wanted)} parameters of a slide encoder: {_few(missing)}."
+            f"{where} lacks {len(missing)} of {len(expected)} parameters of a slide encoder: {few(missing)}."
         )
-    made = {"cls_token": inside["cls_token"]}
+    ours = {"cls_token": inside["cls_token"]}
     for kind in ("weight", "bias"):
-        made |= {f"{ours}.{kind}": inside[f"{theirs}.{kind}"] for theirs, ours in OUTER.items()}
-        for i in range(sum(name.endswith("ffn.fc1.weight") for name in wanted)):
+        ours |= {f"{to}.{kind}": inside[f"{name}.{kind}"] for name, to in OUTER.items()}
+        for i in range(sum(name.endswith("ffn.fc1.weight") for name in expected)):
             old, new = f"encoder.layers.{i}", f"transformer.blocks.{i}"
-            made |= {f"{new}.{ours}.{kind}": inside[f"{old}.{theirs}.{kind}"] for theirs, ours in LAYER.items()}
-            made[f"{new}.attention.in_proj_{kind}"] = torch.cat([inside[f"{old}.{x}.{kind}"] for x in QKV])
-    return made
+            ours |= {f"{new}.{to}.{kind}": inside[f"{old}.{name}.{kind}"] for name, to in LAYER.items()}
+            ours[f"{new}.attention.in_proj_{kind}"] = torch.cat([inside[f"{old}.{x}.{kind}"] for x in QKV])
+    return ours
 
 
 def to_released(own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The encoder's part of a state dict of ours in the names of a release, which `own_weights` turns back."""
+    """The encoder's part of our state dict by the names of a release; the inverse of `own_weights`."""
     back = {ours: theirs for theirs, ours in LAYER.items()}
     outer = {ours: theirs for theirs, ours in OUTER.items()}
-    made = {}
+    released = {}
     for name, x in own.items():
         module, _, kind = name.rpartition(".")
         block = re.match(r"transformer\.blocks\.(\d+)\.(.*)", module)
         if name == "cls_token" or module in outer:
-            made[f"{outer[module]}.{kind}" if module else name] = x
+            released[f"{outer[module]}.{kind}" if module else name] = x
         elif block and kind.startswith("in_proj_"):
             for part, theirs in zip(x.chunk(3), QKV, strict=True):
-                made[f"encoder.layers.{block[1]}.{theirs}.{kind.removeprefix('in_proj_')}"] = part
+                released[f"encoder.layers.{block[1]}.{theirs}.{kind.removeprefix('in_proj_')}"] = part
         elif block:
-            made[f"encoder.layers.{block[1]}.{back[block[2]]}.{kind}"] = x
-    return made
+            released[f"encoder.layers.{block[1]}.{back[block[2]]}.{kind}"] = x
+    return released
 
 
 def _check_own(own: Mapping[str, Tensor], where: str) -> None:
-    """Weights in this package's names: no layer is missing, and all fit each other."""
+    """Raise ValueError unless all layers are there and their shapes fit each other; by this package's names."""
     layers_of([m[1] for m in map(_OWN_LAYERS.match, own) if m], len(own), where)
     try:
         check_layer_shapes(to_released(own), where)
@@ -159,7 +161,7 @@ def _check_own(own: Mapping[str, Tensor], where: str) -> None:
 
 
 def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str, int]:
-    """feature_dim, dim, depth and ffn_dim of weights in this package's names; heads leave no trace in them.
+    """feature_dim, dim, depth and ffn_dim of weights by this package's names; the number of heads does not follow from them.
 
     Raises:
         ValueError: naming `where`, for weights that are not those of an encoder.
@@ -180,33 +182,33 @@ def sizes_of(own: Mapping[str, Tensor], where: str = "the weights") -> dict[str,
 
 
 def load_backbone(model: Any, path: str | Path) -> None:
-    """Copy the encoder's weights of a file into `model`, whose head (or decoder) stays as it is.
+    """Copy the encoder's weights of a file into `model`; its head or decoder is left alone.
 
     Raises:
-        FileNotFoundError, ValueError: also where the sizes of the model differ from the file's, naming the settings.
+        FileNotFoundError, ValueError: also where the model's sizes differ from the file's, naming the settings.
     """
     _check_settings(model, path)
     own = own_weights(read_weights(path), str(path), model.grid, report=True)
-    there = sizes_of(own, str(path))
-    here = sizes_of(dict(model.named_parameters()))
-    wrong = [f"{name}={there[name]} there and {here[name]} here" for name in there if there[name] != here[name]]
+    theirs, ours = sizes_of(own, str(path)), sizes_of(dict(model.named_parameters()))
+    wrong = [f"{name}={theirs[name]} there and {ours[name]} here" for name in theirs if theirs[name] != ours[name]]
     if wrong:
         raise ValueError(f"{path} does not fit this model: {', '.join(wrong)}. Set the model's sizes to the file's.")
     named = {name: x for name, x in model.named_parameters() if OWN.match(name)}
     missing = [name for name in named if name not in own]
     if missing:
-        raise ValueError(f"{path} lacks {len(missing)} parameters of the encoder: {_few(missing)}.")
+        raise ValueError(f"{path} lacks {len(missing)} parameters of the encoder: {few(missing)}.")
     check_finite({name: own[name] for name in named}, path)
     with torch.no_grad():
         for name, parameter in named.items():
             if own[name].shape != parameter.shape:
-                found = tuple(own[name].shape), tuple(parameter.shape)
-                raise ValueError(f"{path}: {name} is {found[0]}, but here it is {found[1]}.")
+                raise ValueError(
+                    f"{path}: {name} is {tuple(own[name].shape)}, but here it is {tuple(parameter.shape)}."
+                )
             parameter.copy_(own[name])
 
 
 def _check_settings(model: Any, path: str | Path) -> None:
-    """What weights do not show: heads, tile size and grid of a checkpoint of ours have to be the model's."""
+    """Raise ValueError where heads, tile size or grid of our checkpoint, which weights do not show, are not the model's."""
     stored = read_file(path)
     settings = stored.get("hyper_parameters") if isinstance(stored, Mapping) else None
     for name in ("num_heads", "tile_size", "grid") if isinstance(settings, Mapping) else ():
@@ -227,22 +229,24 @@ def _check_settings(model: Any, path: str | Path) -> None:
 
 
 def _check_table(table: Tensor, grid: int, where: str) -> None:
-    """Releases may store their table of positions, which is fixed; it has to be the one that is computed here."""
+    """Raise ValueError unless a release's stored table of positions is the fixed one that is computed here."""
     rows, dim = table.shape[-2:]
     side = round((rows - 1) ** 0.5)
     if rows != 1 + side * side or side != grid:
         raise ValueError(
             f"{where} has {rows} positions, those of a {side} x {side} grid; set grid={side} (it is {grid})."
         )
-    index = torch.linspace(0, side * side - 1, min(side * side, 4096), dtype=torch.float64).long()  # all would take GBs
+    # a sample of its rows: the whole table would take gigabytes
+    index = torch.linspace(0, side * side - 1, min(side * side, 4096), dtype=torch.float64).long()
     cells = torch.stack([index // side, index % side], -1)[None]
-    found, want = table.reshape(rows, dim), GridPositions(dim, grid)(cells)[0]
-    if bool(found[0].any()) or not torch.allclose(found[1 + index].float(), want, rtol=0, atol=2e-3):
+    stored, expected = table.reshape(rows, dim), GridPositions(dim, grid)(cells)[0]
+    if bool(stored[0].any()) or not torch.allclose(stored[1 + index].float(), expected, rtol=0, atol=2e-3):
         raise ValueError(
             f"{where}: pos_embed is not the fixed sin-cos table, so its positions were learned or are others."
         )
 
 
-def _few(names: Any, most: int = 6) -> str:
+def few(names: Iterable[str], most: int = 6) -> str:
+    """The first names in alphabetical order, and how many more there are."""
     names = sorted(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")

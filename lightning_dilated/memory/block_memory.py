@@ -1,0 +1,252 @@
+"""How `MemorySettings` act on a model: on one transformer block, on a stack of them, and on all of a module.
+
+Shape letters: B batch, N tokens, E embedding dim, H heads, D head dim.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat.torch import allow_recompiles, compiled_call, has_hooks, set_compiled_call
+from lightning_dilated._compat.torch import without_runtime_asserts as without_asserts
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.modules import MultiheadDilatedAttention
+from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.memory.head_chunks import AttentionParts, HeadChunks, attend_in_chunks
+from lightning_dilated.memory.offload import Host
+from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_unused
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.token_chunks import tiled
+
+#: graphs of a part of a block: tiles, last tiles and lengths, each with gradients and without
+GRAPHS = 64
+
+
+class BlockMemory(nn.Module):
+    """Base of a transformer block: runs its two halves, attention and feed-forward, as its settings say.
+
+    A subclass has the layers `attention_norm`, `attention`, `ffn_norm`, `ffn` and `dropout`, sets `memory` once they are
+    made, and defines the parts that run, and are compiled, separately; `drop` are factors of stochastic depth:
+
+        _attend(x, positions, lengths, cu_seqlens, cache, drop): x + attention(norm(x)), of (B, N, E).
+        _normed(x, dtype): norm(x), which attention projects, in the dtype of its products.
+        _join(x, out, drop): x + the output projection of the heads' outputs (B, N, H, D).
+        _feed(x, drop): x + feed_forward(norm(x)).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._compile_options: tuple[Any, Any] | None = None
+        self._pieces: dict[str, Callable[..., Any]] = {}  # compiled parts by name
+
+    @property
+    def attention_layer(self) -> MultiheadDilatedAttention:
+        """The attention itself, also where something (LoRA by peft, say) is wrapped around it."""
+        if isinstance(self.attention, MultiheadDilatedAttention):
+            return self.attention
+        return next(m for m in self.attention.modules() if isinstance(m, MultiheadDilatedAttention))
+
+    # -- settings ------------------------------------------------------------------------------------------------------
+    @property
+    def memory(self) -> MemorySettings:
+        """What training saves of this block; `every` and `offload` act on the stack, see `StackMemory`."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, settings: MemorySettings) -> None:
+        """Checks them against the sizes, and compiles for them."""
+        a = self.attention_layer
+        chunks = HeadChunks(a.num_heads, a.num_kv_heads, a.head_dim, settings.head_chunks)
+        if settings.head_chunks > 1:
+            self._check_bare(settings)
+        self._chunks, self._memory = chunks, settings
+        self._compile_parts()
+
+    @property
+    def recompute(self) -> str:
+        """The policy of `memory`."""
+        return self._memory.policy
+
+    @recompute.setter
+    def recompute(self, policy: str) -> None:
+        self.memory = replace(self._memory, policy=policy)
+
+    def _check_bare(self, settings: MemorySettings) -> None:
+        """Head chunks read the weights themselves, and would bypass whatever is wrapped around the layer."""
+        if self.attention is not self.attention_layer:
+            raise ValueError(
+                f"head_chunks={settings.head_chunks} is not offered with LoRA: {type(self.attention).__name__} around the "
+                "attention changes its weights. Set head_chunks=1; policy, every, offload and tile work with it."
+            )
+        a = self.attention_layer
+        if a.kv_conv is not None:
+            raise ValueError(
+                f"head_chunks={settings.head_chunks} is not offered with kv_conv={a.kv_conv.taps}. Set head_chunks=1; "
+                "policy, every, offload and tile work with it. Or leave kv_conv out."
+            )
+        if has_hooks(a):
+            warnings.warn(
+                f"hooks on the attention layer do not run with head_chunks={settings.head_chunks}: put them on its block, "
+                "or set head_chunks=1.",
+                stacklevel=3,
+            )
+
+    # -- compilation ---------------------------------------------------------------------------------------------------
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """As `nn.Module.compile`; in parts where the settings run the block so."""
+        self._compile_options = args, kwargs
+        self._compile_parts()
+
+    def _compile_parts(self) -> None:
+        """Compile what the settings run as one."""
+        if self._compile_options is None:
+            return
+        args, kwargs = self._compile_options
+        self._pieces = {}
+        set_compiled_call(self, None)
+        if not self._memory.in_pieces:
+            super().compile(*args, **kwargs)
+            set_compiled_call(self, without_asserts(compiled_call(self)))
+            return
+        allow_recompiles(GRAPHS)
+        compiled = lambda part: torch.compile(part, *args, **kwargs)  # noqa: E731
+        self._pieces = {"feed": compiled(self._feed)}
+        if self._memory.head_chunks == 1:
+            saved = compiled(self._attend_saved)
+            self._pieces |= {"attend": without_asserts(compiled(self._attend)), "attend_kept": without_asserts(saved)}
+        else:
+            self._pieces |= {"norm": compiled(self._normed), "join": compiled(self._join)}
+
+    # -- running -------------------------------------------------------------------------------------------------------
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        positions: Tensor | RotaryTable | None = None,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
+        drop: Tensor | None = None,
+    ) -> Tensor:
+        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
+        the two halves (see `drop_path_factors`)."""
+        attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
+        arguments = positions, lengths, cu_seqlens, cache, attend_drop
+        settings = self._memory if cache is None else MemorySettings()
+        policy = settings.policy if torch.is_grad_enabled() else "none"
+        attend = self._attend_in_chunks if settings.head_chunks > 1 else self._pieces.get("attend", self._attend)
+
+        def whole(y: Tensor) -> Tensor:
+            return self._fed(attend(y, *arguments), feed_drop, settings.tile)
+
+        if policy == "none":
+            return whole(x)
+        if policy == "block" or not settings.in_pieces:
+            return recomputed(whole, x, policy, marked=settings.tile is not None)
+        h = self._pieces.get("attend_kept", self._attend_saved)(x, *arguments)
+        if settings.tile:
+            return self._fed(h, feed_drop, settings.tile)
+        return recomputed(lambda y: self._fed(y, feed_drop, None), h, "block")
+
+    def _attend_saved(self, x: Tensor, *arguments: Any) -> Tensor:
+        """`_attend`, recomputed in the backward but for the attention op, whose results are saved."""
+        attend = self._attend_in_chunks if self._memory.head_chunks > 1 else self._attend
+        return recomputed(lambda y: attend(y, *arguments), x, "attention-kept")
+
+    def _attend_in_chunks(
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: None,
+        drop: Tensor | None,
+    ) -> Tensor:
+        """`_attend`, one chunk of heads after another."""
+        self._check_bare(self._memory)
+        a, tile = self.attention_layer, self._memory.narrow_tile
+        arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
+        parts = AttentionParts(self._pieces.get("norm", self._normed), (self.attention_norm,), arguments, tile)
+        table = a.table(x, positions)
+        rows = table.rows() if table else ()
+        out = attend_in_chunks(self._chunks, parts, x, a.in_proj_weight, a.in_proj_bias, *rows)
+        join = self._pieces.get("join", self._join)
+        modules = [self.dropout, a.out_proj, *([a.sub_norm] if a.sub_norm else [])]
+        return tiled(lambda y, heads: join(y, heads, drop), modules, tile, x, out)
+
+    def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None) -> Tensor:
+        """`_feed`, one tile of tokens after another."""
+        feed = self._pieces.get("feed", self._feed)
+        modules = self.ffn_norm, self.ffn, self.dropout
+        return tiled(lambda y: feed(y, drop), modules, tile, x, unused=result_is_unused())
+
+
+class StackMemory(nn.Module):
+    """Base of a stack of `blocks`: runs them in groups, and offloads block inputs, as its settings say."""
+
+    blocks: nn.ModuleList
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory, self._host = MemorySettings(), Host(0)
+
+    @property
+    def memory(self) -> MemorySettings:
+        """What training saves, of the stack and of each block."""
+        return self._memory
+
+    @memory.setter
+    def memory(self, settings: MemorySettings) -> None:
+        for block in self.blocks:
+            block.memory = settings
+        self._memory, self._host = settings, Host(settings.offload)
+
+    def free_host_memory(self) -> None:
+        """Give host memory of offloaded block inputs back to the system; forwards that wait for a backward are lost.
+
+        A later forward takes it anew.
+        """
+        self._host.close()
+
+    def _run(self, layers: list[Callable[[Tensor], Tensor]], x: Tensor, grouped: bool = True) -> Tensor:
+        """The layers one after another; `grouped` False: each recomputes itself alone."""
+        return in_groups(layers, x, self._memory.every if grouped and torch.is_grad_enabled() else 1, self._host)
+
+
+Adjustable = BlockMemory | StackMemory
+
+
+def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjustable, MemorySettings]]:
+    """Let all stacks, and blocks outside of stacks, of a module train with these settings.
+
+    Returns:
+        Each of them with the settings that it had.
+
+    Raises:
+        ValueError: where there is none, or `every` or `offload` is set and there are blocks outside of stacks.
+    """
+    stacks = [m for m in module.modules() if isinstance(m, StackMemory)]
+    stacked = {block for stack in stacks for block in stack.blocks}
+    alone = [m for m in module.modules() if isinstance(m, BlockMemory) and m not in stacked]
+    name = type(module).__name__
+    if not stacks and not alone:
+        raise ValueError(
+            f"ActivationRecompute recomputes TransformerBlocks, and {name} has none. Build it of "
+            "lightning_dilated.models.blocks, or call torch.utils.checkpoint in its own blocks."
+        )
+    if alone and (settings.every > 1 or settings.offload):
+        raise ValueError(
+            f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks outside of one. Stack them by "
+            "lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+        )
+    before = [(m, m.memory) for m in (*stacks, *alone)]
+    for m, _ in before:
+        m.memory = settings
+    return before

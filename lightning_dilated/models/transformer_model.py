@@ -1,0 +1,258 @@
+"""TransformerModel: the constructor that all models around one `DilatedTransformer` share.
+
+A subclass names its own options, passes all others on as `**options`, and sets those that it does not offer. The command
+line finds every option by following `super().__init__(..., **options)`; checkpoints store them all.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
+
+import torch
+from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
+
+from lightning_dilated._validation import integer
+from lightning_dilated.models.blocks import BlockOptions, default_hidden
+from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.layers import LayersLike, layer_patterns, plain_patterns, read_patterns
+
+if TYPE_CHECKING:
+    from typing import Unpack
+else:
+    Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
+
+#: arguments that are not part of the model itself, or are saved in another form
+NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained")
+
+
+class SizeOptions(TypedDict, total=False):
+    """Sizes of a stack, for type checkers and editors; see `TransformerModel`."""
+
+    dim: int
+    depth: int
+    num_heads: int
+
+
+class StackOptions(TypedDict, total=False):
+    """Options that every model takes, apart from its sizes."""
+
+    ffn_dim: int | None
+    attention_dropout: float
+    engine: str
+    compile_blocks: bool
+    optimizer: OptimizerCallable
+    lr_scheduler: LRSchedulerCallable | None
+
+
+class LongNetOptions(StackOptions, total=False):
+    """Options of models whose blocks are not those of a release."""
+
+    dropout: float
+    num_kv_heads: int | None
+    norm: Literal["rmsnorm", "layernorm"]
+    ffn: Literal["swiglu", "gelu"]
+    bias: bool
+    sub_layernorm: bool
+    position_encoding: Literal["none", "rotary", "xpos"]
+    rotary_base: float | str | list[float | str] | None
+    max_seq_len: int | None
+    xpos_scale_base: float
+    kv_conv: int | None
+
+
+def options_of(cls: type) -> set[str]:
+    """Names of the arguments that the constructor of `cls` takes, those that it passes on to its bases included."""
+    names: set[str] = set()
+    settled: set[str] = {"self"}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            parameters = inspect.signature(vars(base)["__init__"]).parameters.values()
+            names |= {p.name for p in parameters if p.kind is not p.VAR_KEYWORD} - settled
+            if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+                break
+        settled |= set(vars(base).get("settled", ()))
+    return names
+
+
+class _RemembersArguments:
+    """Keeps the names of the keywords that the caller passed; in a base class, since jsonargparse would read `__new__`."""
+
+    _passed: frozenset[str] = frozenset()
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        self = super().__new__(cls)
+        object.__setattr__(self, "_passed", frozenset(kwargs))
+        wrong = self._passed & settled_options(cls) - options_of(cls)
+        if wrong:
+            raise TypeError(f"{cls.__name__} has no argument {min(wrong)!r}.")
+        return self
+
+
+def settled_options(cls: type) -> set[str]:
+    """Options of the bases that a class settles by itself."""
+    return {name for base in cls.__mro__ for name in vars(base).get("settled", ())}
+
+
+class TransformerModel(_RemembersArguments, DilatedModule):
+    """A DilatedModule around one `DilatedTransformer`; checks its sizes, patterns and block options, and saves them.
+
+    Args:
+        pattern: a DilatedPattern, or a mapping with segment_lengths and dilation_rates, or with branches; or a list of them,
+            one for each of layers 0, 1, ..., which repeats; or {"hybrid": options} of `DilatedPattern.hybrid`, whose depth
+            and heads are the model's.
+        dim: E, features of a hidden state; a multiple of num_heads.
+        depth: number of layers.
+        num_heads: query heads.
+        num_kv_heads: key and value heads, a divisor of num_heads; None: as many as query heads.
+        ffn_dim: hidden features of the feed-forward; None: 4 dim (GELU), or about 8/3 dim (SwiGLU).
+        norm: kind of all norms between blocks.
+        ffn: activation of the feed-forward; "swiglu" has a gate (arXiv 2002.05202).
+        bias: whether linear layers have a bias.
+        dropout: probability for hidden features, in [0, 1).
+        attention_dropout: probability for attention weights, in [0, 1).
+        drop_path: stochastic depth of the last layer (arXiv 1603.09382); it rises linearly from 0 in the first.
+        sub_layernorm: norms in front of the output projections of attention and feed-forward (arXiv 2210.06423).
+        position_encoding: "rotary", "xpos" (rotary with decay, arXiv 2212.10554) or "none".
+        rotary_base: a number; or "length": that of `max_seq_len`, max(1e4, 0.0424 N^1.628) rounded up to a power of ten (the
+            bound of arXiv 2405.14591); or "none", no positions; or a list of those for layers 0, 1, ..., which repeats.
+            None is "length" where `max_seq_len` is given, else 10,000, which serves 2,000 tokens.
+        max_seq_len: the longest sequence that the model is made for; kept in checkpoints, with the bases that
+            follow from it. It never follows the data; the command line sets it to theirs in a recipe that names neither.
+        xpos_scale_base: tokens over which xPos decays.
+        engine: attention backend, "auto" for the fastest that fits.
+        kv_conv: taps of a short convolution on the keys and values of every layer (`attention.convolution`), 4 usually: a
+            token then sees its neighbours before attention looks for it. None: no convolution.
+        residual_dtype: of the hidden states between blocks; "bfloat16" halves what recomputation saves under mixed
+            precision, where they are float32 otherwise.
+        shift_layers: "odd" shifts the segments of layers 1, 3, ... by half their length, which removes the walls that
+            nested segments leave (see `pattern.explain`).
+        shift_below: tokens; only segments shorter than this are shifted, None: every finite one.
+        compile_blocks: compile every block, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
+            when it is first run; generation stays uncompiled.
+        optimizer, lr_scheduler: see `DilatedModule`.
+
+    Raises:
+        ValueError, TypeError: naming the argument.
+    """
+
+    #: whether a token sees only those before it
+    causal = False
+    #: options that the class passes on by itself, so that checkpoints do not name them; subclasses add theirs
+    settled: tuple[str, ...] = ()
+
+    def __init__(
+        self,
+        pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
+        dim: int = 256,
+        depth: int = 4,
+        num_heads: int = 4,
+        num_kv_heads: int | None = None,
+        ffn_dim: int | None = None,
+        norm: Literal["rmsnorm", "layernorm"] = "rmsnorm",
+        ffn: Literal["swiglu", "gelu"] = "swiglu",
+        bias: bool = False,
+        dropout: float = 0.0,
+        attention_dropout: float = 0.0,
+        drop_path: float = 0.0,
+        sub_layernorm: bool = False,
+        position_encoding: Literal["none", "rotary", "xpos"] = "rotary",
+        rotary_base: float | str | list[float | str] | None = None,
+        max_seq_len: int | None = None,
+        xpos_scale_base: float = 512.0,
+        engine: str = "auto",
+        kv_conv: int | None = None,
+        residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+        shift_layers: Literal["none", "odd"] = "none",
+        shift_below: int | None = None,
+        compile_blocks: bool = False,
+        optimizer: OptimizerCallable = torch.optim.AdamW,
+        lr_scheduler: LRSchedulerCallable | None = None,
+    ) -> None:
+        super().__init__(optimizer, lr_scheduler)
+        self.dim, self.depth = integer(dim, "dim", 1), integer(depth, "depth", 1)
+        self.num_heads = integer(num_heads, "num_heads", 1)
+        self.pattern = read_patterns(pattern, depth, num_heads, num_kv_heads)
+        self._patterns = layer_patterns(self.pattern, depth, shift_layers, shift_below)
+        _, self.num_kv_heads = self._patterns[0].check_heads(num_heads, num_kv_heads)
+        self.max_seq_len = max_seq_len
+        self.rotary_bases = layer_bases(rotary_base, max_seq_len, depth, position_encoding)
+        if dim % num_heads:
+            raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
+        self.ffn_dim = default_hidden(dim, ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
+        self.compile_blocks = compile_blocks
+        self.options = BlockOptions(
+            norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
+            xpos_scale_base=xpos_scale_base, engine=engine, kv_conv=kv_conv, drop_path=drop_path,
+            residual_dtype=residual_dtype,
+        )  # fmt: skip
+        hint = (
+            rotary_hint(self.rotary_bases, self.patterns, None, max_seq_len) if position_encoding == "rotary" else None
+        )
+        if hint:
+            rank_zero_warn(f"{type(self).__name__}: {hint}")
+        with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
+            self._transformer(depth=1)
+        # arguments of all constructors that are running, from this one outwards
+        self.save_hyperparameters(ignore=[*NOT_SAVED, *settled_options(type(self))])
+        if self._saves_pattern():
+            self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
+        if position_encoding != "none" and "rotary_base" in self.hparams:
+            # in numbers, so that no other length changes what was trained
+            self.save_hyperparameters({"rotary_base": stored_bases(self.rotary_bases)})
+
+    def _saves_pattern(self) -> bool:
+        """Whether the class takes the pattern as an argument; one that settles it in its constructor does not."""
+        return "pattern" in self._passed or "pattern" in inspect.signature(type(self).__init__).parameters
+
+    def _transformer(self, depth: int) -> DilatedTransformer:
+        """The first `depth` layers, with fresh weights."""
+        return DilatedTransformer(
+            self.dim, self.patterns[:depth], self.num_heads,
+            causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
+            rotary_bases=self.rotary_bases[:depth],
+        )  # fmt: skip
+
+
+class ReleasedModel(TransformerModel):
+    """A TransformerModel with the blocks of torchscale's released encoders: LayerNorm, GELU, sub-layer norms, no positions.
+
+    Args:
+        pattern: see `TransformerModel`.
+        options: dim, depth, num_heads, ffn_dim, dropout, attention_dropout, drop_path, engine and those of training.
+    """
+
+    settled = (
+        "num_kv_heads", "norm", "ffn", "bias", "sub_layernorm", "position_encoding", "rotary_base", "max_seq_len",
+        "xpos_scale_base", "kv_conv", "residual_dtype", "shift_layers", "shift_below",
+    )  # fmt: skip
+
+    def __init__(self, pattern: Any, **options: Any) -> None:
+        super().__init__(
+            pattern=pattern, norm="layernorm", ffn="gelu", bias=True, sub_layernorm=True, position_encoding="none",
+            num_kv_heads=None, rotary_base=None, max_seq_len=None, xpos_scale_base=512.0, kv_conv=None,
+            residual_dtype=None, shift_layers="none", shift_below=None, **options,
+        )  # fmt: skip
+
+    def _saves_pattern(self) -> bool:
+        """Whether the pattern is another than the release's, which follows from other arguments."""
+        return not self.released_pattern
+
+    def _own_pattern(self, pattern: LayersLike | None, padding: str, replaced: Mapping[str, Any]) -> LayersLike | None:
+        """The pattern in place of the release's, if there is one; to be called before `__init__`.
+
+        Args:
+            padding, replaced: arguments that the release's pattern would follow from.
+
+        Raises:
+            ValueError: where those are set too.
+        """
+        self.released_pattern = pattern is None
+        both = [name for name, value in replaced.items() if value is not None]
+        if pattern is not None and (both or padding != "masked"):
+            raise ValueError(f"pattern takes the place of {' and '.join(both or ['padding'])}: leave one of them out.")
+        return pattern
