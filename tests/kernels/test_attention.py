@@ -8,6 +8,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
 
+from ..attention.recorder import block_by_block
 from ..attention.reference import GRADIENTS, close, gradients, leaves
 from ..attention.strategies import Case
 from ..attention.test_equals_oracle import check
@@ -20,10 +21,15 @@ def random_calls(rank, group, number, examples):
 
     torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
     chosen = random.Random(number)
-    for _ in range(examples):
-        sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
-        dense.WIDE, dense.WIDE_BACKWARD = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
-        check(drawn(chosen), "triton:linear", torch.float32, 1e-5)  # block by block
+    with block_by_block() as shapes:
+        for _ in range(examples):
+            sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
+            dense.WIDE, dense.WIDE_BACKWARD = (
+                dict.fromkeys([16, 32, 64], sizes[0]),
+                dict.fromkeys([16, 32, 64], sizes[1]),
+            )
+            check(drawn(chosen), "blocks", torch.float32, 1e-5)
+    assert len(shapes) >= examples
 
 
 @pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 60, marks=pytest.mark.slow)])
@@ -84,11 +90,13 @@ def one_call(rank, group, case, dtype, dropout):
     """{name: (error, allowed)} against the math engine in float32, which is tested by itself."""
     q, k, v, grad = case.tensors(dtype)
     found = []
-    for engine, wide in (("triton:linear", dtype), ("math", torch.float32)):
-        x = leaves(q, k, v, dtype=wide)
-        torch.manual_seed(3)
-        out = case.run(*x, engine=engine, dropout=dropout)
-        found.append([out, *gradients(out, x, grad.to(wide))])
+    with block_by_block() as shapes:
+        for engine, wide in (("blocks", dtype), ("math", torch.float32)):
+            x = leaves(q, k, v, dtype=wide)
+            torch.manual_seed(3)
+            out = case.run(*x, engine=engine, dropout=dropout)
+            found.append([out, *gradients(out, x, grad.to(wide))])
+    assert shapes
     tol = {torch.float32: 1e-5, torch.float16: 4e-3}[dtype]
     for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
         close(f"{name} of {case}", a, b, tol, floor=1.0)
@@ -109,32 +117,6 @@ def test_dtypes(interpreter, dtype, causal):
 def test_dropout(interpreter, causal):
     """The mask is that of every other engine: a hash of branch, head and global positions."""
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, lengths=(150, 70)), torch.float32, 0.4)
-
-
-def tile_orders(rank, group):
-    """out of each order of tiles, for rows of several tiles of keys."""
-    from lightning_dilated.kernels import dense
-
-    dense.WIDE = dict.fromkeys(dense.WIDE, (16, 16, 4, 1))
-    q, k, v, _ = LONGER.tensors(torch.float32)
-    return [LONGER.run(q, k, v, engine=f"triton:{order}").detach() for order in ("linear", "hilbert", "sawtooth")]
-
-
-def test_tile_orders(interpreter):
-    linear, hilbert, sawtooth = interpreter.run(1, tile_orders)[0]
-    assert torch.equal(linear, hilbert) and not torch.equal(linear, sawtooth)
-    torch.testing.assert_close(linear, sawtooth)
-
-
-@pytest.mark.parametrize("heads, tiles", [(1, 1), (5, 3), (12, 8), (7, 32)])
-def test_hilbert_curves_have_every_tile_once(heads, tiles):
-    from lightning_dilated.kernels.tiles import hilbert
-
-    order = hilbert(heads, tiles, torch.device("cpu"))
-    assert order.sort().values.tolist() == list(range(heads * tiles))
-    if (heads, tiles) == (12, 8):  # neighbours on a curve are neighbours
-        apart = torch.stack([order[:64] // 8, order[:64] % 8]).diff().abs().sum(0)
-        assert (apart == 1).all()
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
@@ -179,8 +161,7 @@ def chained(rank, group, number, examples, device="cpu"):
 
     Against one call over all keys, scattered to the same rows.
     """
-    from lightning_dilated.kernels.dense import Into, forward
-    from lightning_dilated.kernels.tiles import Drop
+    from lightning_dilated.kernels.dense import Drop, Into, forward
 
     torch.use_deterministic_algorithms(True)
     chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)

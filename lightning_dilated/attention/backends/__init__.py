@@ -18,7 +18,7 @@ from lightning_dilated import kernels
 from lightning_dilated.attention.backends.base import Engine, Request
 from lightning_dilated.attention.backends.math import MATH
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
-from lightning_dilated.attention.backends.triton import TILE_ORDERS, TRITON
+from lightning_dilated.attention.backends.triton import TRITON
 
 #: FLOPs of forward and backward of a block, on the mean of a call, below which the host's work for one call of cuDNN (about
 #: 0.2 ms each way) takes longer than triton's kernels do; by compute capability
@@ -34,7 +34,7 @@ __all__ = ["ENGINES", "FAMILIES", "Choice", "Engine", "Request", "chained_up_to"
 
 _log = logging.getLogger(__name__)
 #: every engine by its name
-ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH, *TILE_ORDERS)}
+ENGINES: dict[str, Engine] = {e.name: e for e in (CUDNN, FLASH, CPU_FLASH, TRITON, MATH)}
 #: names that stand for the first of several engines that serves the call
 FAMILIES: dict[str, tuple[str, ...]] = {
     "sdpa": ("cudnn", "flash", "cpu_flash"),
@@ -139,6 +139,6 @@ def choose(name: str, request: Request, say: bool = True) -> Choice:
             choice = Choice(ENGINES[candidate], rejected)
             return _said(choice, request) if say and name == "auto" else choice
         rejected[candidate] = reason
-    able = [e.name for e in ENGINES.values() if e.why_not(request) is None and ":" not in e.name]
+    able = [e.name for e in ENGINES.values() if e.why_not(request) is None]
     reasons = "; ".join(f"{n} {r}" for n, r in rejected.items())
     raise ValueError(f"engine={name!r} cannot serve this call: {reasons}. Use engine={' or '.join(map(repr, able))}.")
