@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 
 from lightning_dilated import kernels
+from lightning_dilated._compat.torch import missing_op
 from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.backends import math as math_engine
-from lightning_dilated.attention.backends.base import unsupported
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
 
@@ -88,8 +88,8 @@ def test_math_takes_everything():
 
 
 def test_unavailable_op():
-    assert "no aten::no_such_op" in unsupported("no_such_op")(CPU)
-    missing = replace(CPU_FLASH, available=unsupported("no_such_op"))
+    assert "no aten::no_such_op" in missing_op("no_such_op")
+    missing = replace(CPU_FLASH, available=lambda device: missing_op("no_such_op"))
     assert f"this torch ({torch.__version__})" in missing.why_not(Request(CPU, torch.float32, 64))
 
 
