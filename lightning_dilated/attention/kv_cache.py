@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends.base import merge_factors
+from lightning_dilated.attention.backends.base import merge
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.pattern import LARGEST
@@ -269,6 +269,6 @@ def _dense(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 def _merge(out: Tensor, lse: Tensor, heads: slice | Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merge the part of these heads into the running out (B, n, H, D) and lse (B, n, H), in place."""
-    total, before, new = merge_factors(lse[:, :, heads], part_lse)
-    out[:, :, heads] = (out[:, :, heads] * before[..., None]).addcmul_(part, new[..., None])
+    total, weight, part_weight = merge(lse[:, :, heads], part_lse)
+    out[:, :, heads] = (out[:, :, heads] * weight[..., None]).addcmul_(part, part_weight[..., None])
     lse[:, :, heads] = total

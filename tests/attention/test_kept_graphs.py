@@ -23,7 +23,7 @@ class Forgetful:
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
         base, copy = ENGINES["math"], sdpa._copy
         monkeypatch.setattr(sdpa, "_READ", {})
-        monkeypatch.setattr(sdpa, "_laid", lambda *given: (setattr(self, "copies", self.copies + 1), copy(*given))[1])
+        monkeypatch.setattr(sdpa, "_copy", lambda *given: (setattr(self, "copies", self.copies + 1), copy(*given))[1])
         engine = replace(base, backward=lambda *given: self.backward(base, *given))
         monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
 

@@ -109,12 +109,13 @@ class Engine:
         return x.stride(-1) == 1 and aligned and x.data_ptr() % self.alignment == 0
 
 
-def merge_factors(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(log-sum-exp over both, factor of the first result, factor of the second) of two results over different keys.
+def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(merged log-sum-exp, weight of the result so far, weight of the part) of two results over different keys.
 
-    The merged output is out * first[..., None] + part * second[..., None]; both factors are 0 where both results have no key
-    (-inf). Any equal shapes and float dtype.
+    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over the keys
+    of both; both weights are 0 where neither has a key (-inf).
     """
+    part_lse = part_lse.to(lse.dtype)
     total = torch.logaddexp(lse, part_lse)
     finite = total.clamp(min=torch.finfo(total.dtype).min)  # -inf minus -inf would be NaN
     return total, torch.exp(lse - finite), torch.exp(part_lse - finite)
