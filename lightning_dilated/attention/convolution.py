@@ -160,13 +160,7 @@ def _flat(x: Tensor) -> Tensor:
 
 @torch.library.custom_op(NAME, mutates_args=())
 def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    right: int,
-    sequence: str,
-    grad: bool,
+    x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int, sequence: str, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(y (B, L, C), halo rows received (rows, B, C), number of the call) on the ranks of the group named `sequence`."""
     group, documents = find_sequence(sequence), (lengths, cu_seqlens)

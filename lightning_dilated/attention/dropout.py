@@ -67,9 +67,27 @@ class Dropout:
         return keep.to(like.dtype) / (1 - self.p)
 
 
+class PairDropout:
+    """The dropout of the (query, key) pairs of a block or batch; engines take the factors of any rectangle of its scores."""
+
+    dropout: Dropout
+    branch: int
+
+    def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sample and head (g, J), and the global positions of queries (g, J, n) and of keys (g, J, m), int64."""
+        raise NotImplementedError
+
+    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """(g, J, rows, keys) factors in the dtype and on the device of `like`."""
+        sample, head, queries, key_positions = self.positions(like.device, groups)
+        sample, head = sample[:, :, None, None], head[:, :, None, None]
+        keep = self.dropout.keep(self.branch, sample, head, queries[:, :, rows, None], key_positions[:, :, None, keys])
+        return self.dropout.factors(keep, like)
+
+
 @dataclass(frozen=True)
-class BlockDropout:
-    """The dropout of one block, from which an engine takes the factors of any rectangle of its scores."""
+class BlockDropout(PairDropout):
+    """The dropout of one block."""
 
     dropout: Dropout
     span: Span
@@ -77,12 +95,10 @@ class BlockDropout:
     first_head: int = 0
 
     @property
-    def number(self) -> int:
-        """Number of the branch."""
+    def branch(self) -> int:
         return self.block.branch
 
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample and head (g, J) and the global positions of queries and keys (g, J, n), int64."""
         s, b = self.span, self.block
         arange = lambda n: torch.arange(n, device=device)  # noqa: E731
         group, j = arange(s.batches * b.segments)[groups][:, None], arange(b.heads)
@@ -91,13 +107,9 @@ class BlockDropout:
         sample, head = s.batch + group // b.segments, self.first_head + b.head + j * b.head_step
         return sample.expand(first.shape), head.expand(first.shape), position, position
 
-    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, J, rows, keys) factors on the device of `like`."""
-        return _factors(self, groups, rows, keys, like)
-
 
 @dataclass(frozen=True)
-class BatchDropout:
+class BatchDropout(PairDropout):
     """The dropout of a batch (G, 1, n, m) of rows from other ranks.
 
     Attributes:
@@ -112,28 +124,5 @@ class BatchDropout:
     queries: Tensor
     keys: Tensor
 
-    @property
-    def number(self) -> int:
-        """Number of the branch."""
-        return self.branch
-
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See `BlockDropout.positions`; each group has one head."""
         return tuple(x[groups].to(device)[:, None] for x in (self.sample, self.head, self.queries, self.keys))
-
-    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, 1, rows, keys) factors on the device of `like`."""
-        return _factors(self, groups, rows, keys, like)
-
-
-def _factors(drop: BlockDropout | BatchDropout, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-    """The factors of a rectangle of scores, from the positions of its groups."""
-    sample, head, queries, key_positions = drop.positions(like.device, groups)
-    keep = drop.dropout.keep(
-        drop.number,
-        sample[:, :, None, None],
-        head[:, :, None, None],
-        queries[:, :, rows, None],
-        key_positions[:, :, None, keys],
-    )
-    return drop.dropout.factors(keep, like)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated.sequence.group import active_sequence
 
@@ -64,8 +65,6 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
 
 def _serves(x: Tensor, table: Tensor) -> bool:
     """Whether the kernel takes x; it is imported only where it can run."""
-    from lightning_dilated import kernels
-
     if not kernels.available(x.device):
         return False
     from lightning_dilated.kernels.rotary import serves

@@ -53,7 +53,7 @@ class Engine:
         devices: device types it runs on; empty: any.
         dtypes: dtypes it takes; empty: every floating one.
         max_head_dim, head_dim_multiple: the head dims it takes.
-        dropout: whether it applies `BlockDropout` exactly, in the backward as well.
+        dropout: whether it applies `PairDropout` exactly, in the backward as well.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
         deterministic: whether every run gives the same bits, in the backward as well.

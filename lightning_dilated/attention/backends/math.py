@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import BlockDropout
+from lightning_dilated.attention.dropout import PairDropout
 
 #: scores formed at once, in elements (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
@@ -44,7 +44,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, first_row: int) ->
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
 ) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -69,7 +69,7 @@ def backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    dropout: BlockDropout | None,
+    dropout: PairDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
     wide = torch.promote_types(q.dtype, torch.float32)

@@ -26,7 +26,7 @@ from lightning_dilated._compat.torch import (
     missing_op,
 )
 from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import BlockDropout
+from lightning_dilated.attention.dropout import PairDropout
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def _without_dropout(function: Callable) -> Callable:
     """`Engine.forward` or `Engine.backward` from a function that takes no dropout."""
 
     @functools.wraps(function)
-    def call(*arguments: Tensor | bool | float | BlockDropout | None) -> tuple[Tensor, ...]:
+    def call(*arguments: Tensor | bool | float | PairDropout | None) -> tuple[Tensor, ...]:
         if arguments[-1] is not None:
             raise ValueError("the sdpa engines have no exact attention dropout; use engine='math'.")
         return function(*arguments[:-1])

@@ -6,31 +6,31 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows, D head
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
 from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import BatchDropout, BlockDropout
+from lightning_dilated.attention.dropout import PairDropout
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.dense import Drop
 
 
-def _drop(dropout: BlockDropout | BatchDropout | None, device: torch.device) -> Drop | None:
+def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
     """The kernels' form of a block's dropout."""
     if dropout is None:
         return None
     from lightning_dilated.kernels.dense import Drop
 
     mask = dropout.dropout
-    return Drop(mask.state(dropout.number), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
+    return Drop(mask.state(dropout.branch), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | BatchDropout | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
 ) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
     from lightning_dilated.kernels import dense, pipelined
@@ -41,7 +41,9 @@ def _forward(
         return dense.forward(q, k, v, causal, scale, _drop(dropout, q.device))
 
 
-def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, into: tuple) -> None:
+def _forward_into(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None, into: tuple
+) -> None:
     """See `Engine.forward_into`."""
     from lightning_dilated.kernels.dense import Into, forward
 
@@ -50,7 +52,15 @@ def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, d
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: PairDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Engine`."""
     from lightning_dilated.kernels.dense import backward
