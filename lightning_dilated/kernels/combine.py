@@ -230,9 +230,8 @@ def merge_parts(
         span: (samples, start, stop, origin): positions start..stop are written, to rows origin + position.
         in_place: one part has every row and shares its memory with `out`; rows that no other part has stay as they are.
     """
-    lse_strides, addresses = (lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
-    options = {"IN_PLACE": in_place}
-    _launch(_merge, MERGE, out, (lse, *lse_strides), parts, addresses, entries, entries.every, span, options)
+    lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
+    _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
 
 
 def sum_parts(

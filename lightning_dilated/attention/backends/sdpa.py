@@ -13,18 +13,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated._compat.torch import (
-    CPU_FLASH_ATTENTION,
-    CUDNN_ATTENTION,
-    FLASH_ATTENTION,
-    cpu_flash_attention_backward,
-    cpu_flash_attention_forward,
-    cudnn_attention_backward,
-    cudnn_attention_forward,
-    flash_attention_backward,
-    flash_attention_forward,
-    missing_op,
-)
+from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.backends.base import Engine
 from lightning_dilated.attention.dropout import PairDropout
 
@@ -49,8 +38,8 @@ def _cudnn_backward(
     """cuDNN's backward of tensors that its cached graph reads correctly; flash attention's where that costs too much."""
     laid_out = _as_first_read((q, k, v), grad, out)
     if laid_out is None:
-        return flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
-    return cudnn_attention_backward(laid_out[0], q, k, v, laid_out[1], lse, causal, scale)
+        return compat.flash_attention_backward(grad, q, k, v, out, lse, causal, scale)
+    return compat.cudnn_attention_backward(laid_out[0], q, k, v, laid_out[1], lse, causal, scale)
 
 
 #: copies whose storage would span more than this many times that of q or of the gradient are not made
@@ -115,34 +104,34 @@ def _extent(shape: Sequence[int], strides: Sequence[int]) -> int | None:
 def _cudnn_available(device: torch.device) -> str | None:
     if kernels.capability(device) is not None and not torch.backends.cudnn.is_available():
         return "this torch has no cuDNN"
-    return _cuda_available(device, "cuDNN attention", CUDNN_ATTENTION)
+    return _cuda_available(device, "cuDNN attention", compat.CUDNN_ATTENTION)
 
 
 def _flash_available(device: torch.device) -> str | None:
-    return _cuda_available(device, "flash attention", FLASH_ATTENTION)
+    return _cuda_available(device, "flash attention", compat.FLASH_ATTENTION)
 
 
 def _cuda_available(device: torch.device, name: str, op: str) -> str | None:
     if (version := kernels.capability(device)) is None:
         return "needs a CUDA device, and this machine has none"
-    return f"{name} needs compute capability 8.0" if version < (8, 0) else missing_op(op)
+    return f"{name} needs compute capability 8.0" if version < (8, 0) else compat.missing_op(op)
 
 
 # Seen: cuDNN returns NaN for fp32 and None for no rows, without an error, and refuses a single row; the CPU op kills the
 # process when given no rows; all three mask before they scale, so causal results with scale <= 0 are wrong without an error.
 CPU_FLASH = Engine(
     name="cpu_flash",
-    forward=_without_dropout(cpu_flash_attention_forward),
-    backward=_without_dropout(cpu_flash_attention_backward),
+    forward=_without_dropout(compat.cpu_flash_attention_forward),
+    backward=_without_dropout(compat.cpu_flash_attention_backward),
     devices=("cpu",),
     dtypes=(torch.float64, torch.float32, torch.bfloat16, torch.float16),
     any_scale=False,
     rows_in_place=True,
-    available=lambda device: missing_op(CPU_FLASH_ATTENTION),
+    available=lambda device: compat.missing_op(compat.CPU_FLASH_ATTENTION),
 )
 CUDNN = Engine(
     name="cudnn",
-    forward=_without_dropout(cudnn_attention_forward),
+    forward=_without_dropout(compat.cudnn_attention_forward),
     backward=_without_dropout(_cudnn_backward),
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
@@ -157,8 +146,8 @@ CUDNN = Engine(
 )
 FLASH = Engine(
     name="flash",
-    forward=_without_dropout(flash_attention_forward),
-    backward=_without_dropout(flash_attention_backward),
+    forward=_without_dropout(compat.flash_attention_forward),
+    backward=_without_dropout(compat.flash_attention_backward),
     devices=("cuda",),
     dtypes=(torch.bfloat16, torch.float16),
     max_head_dim=256,
