@@ -1,4 +1,4 @@
-"""The triton engine's kernels beside cuDNN's on one branch of 2,048-token segments, with every tile that is worth trying.
+"""The triton engine's kernels against cuDNN's on one branch of 2,048-token segments, with several tile sizes.
 
     python benchmarks/triton_tiles.py
 
@@ -24,7 +24,7 @@ OVER_ROWS = [(128, 64, 8, 2), (64, 64, 4, 2), (128, 128, 8, 2), (128, 64, 4, 2),
 
 
 def milliseconds(run: Callable[[], object]) -> float:
-    """Of one run; NaN where the tiles do not fit the GPU."""
+    """Time of one run; NaN where the tiles do not fit the GPU."""
     try:
         return 1000 * seconds_of(run, torch.device("cuda"), 3)
     except Exception as error:  # out of shared memory, mostly
@@ -33,7 +33,7 @@ def milliseconds(run: Callable[[], object]) -> float:
 
 
 def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Each of the tiles, set in a kernel's table; as it was afterwards."""
+    """Set each of the tiles in a kernel's table in turn; the table is restored afterwards."""
     before = table[dim]
     for tile in tiles:
         table[dim] = tile
@@ -42,7 +42,7 @@ def tried(table: dict[Any, tuple[int, ...]], dim: Any, tiles: list[tuple[int, ..
 
 
 def case(dim: int, heads: int, causal: bool, rate: int) -> None:
-    """All tiles of one case."""
+    """Time all tiles of one case."""
     shape = SEGMENTS, ROWS * rate, heads, dim
     make = lambda: torch.randn(shape, device="cuda", dtype=torch.bfloat16)[:, ::rate].transpose(1, 2)  # noqa: E731
     q, k, v, grad = make(), make(), make(), make()

@@ -1,11 +1,4 @@
-"""Python's frames of one call in one piece of memory.
-
-CPython (3.11, 3.12, and the first releases of 3.13 and 3.14) keeps frames in chunks of 16 KiB, and gives a chunk back as
-soon as its first frame returns. What is called again and again just where a chunk ends asks the system for memory every
-time: 5 us instead of 0.05, more where other threads run (https://github.com/python/cpython/issues/142183). Where that is
-depends on how deep the caller stands, below a trainer in the middle of our loops over blocks. A chunk of one's own costs
-about 9 us a call.
-"""
+"""Private behaviour of CPython, each use behind a function that names the versions that need it."""
 
 from __future__ import annotations
 
@@ -16,12 +9,21 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 
-#: stack entries of 8 bytes: more than a chunk, so that a chunk is made for it, of a power of two and with half of it left
+#: stack entries of 8 bytes: more than a chunk holds, so that CPython allocates a chunk of the next power of two for the call
 _ROOM = 1 << 13
 
 
 def with_room(function: Callable[..., Result]) -> Callable[..., Result]:
-    """The function, with room for the frames of all that it calls (about 60 KiB, hundreds of frames) beside its own."""
+    """The function, with about 60 KiB of stack for all that it calls (hundreds of frames) in one chunk of memory.
+
+    CPython keeps frames in chunks of 16 KiB and frees a chunk when its first frame returns. In a loop at the end of a chunk
+    every call allocates and frees one: 5 us instead of 0.05, more with other threads. Whether our loops over blocks stand
+    there depends on the caller's depth. Replacing the code object's `co_stacksize` gives the function a chunk of its own,
+    for about 9 us a call.
+
+    Needed by CPython 3.11 and 3.12, and by releases of 3.13 and 3.14 without the fix of March 2026, which keeps one spare
+    chunk (https://github.com/python/cpython/issues/142183); harmless in later ones. Known to work in 3.11 to 3.14.
+    """
 
     @functools.wraps(function)
     def call(*args: object) -> Result:

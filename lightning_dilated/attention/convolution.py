@@ -1,7 +1,6 @@
-"""ShortConvolution: a token and a few of its neighbours, channel by channel, within documents and on any number of ranks.
+"""ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents and on any number of ranks.
 
-One rank computes by plain operations of torch, which torch.compile fuses; several by an op of its own, since the rows of
-other ranks come in between.
+One rank uses plain torch operations, which torch.compile fuses; several use a custom op, which exchanges rows between ranks.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
@@ -23,15 +22,18 @@ NAME = "lightning_dilated::short_convolution"
 
 
 class ShortConvolution(nn.Module):
-    """y_p = x_p + the sum over taps of weight_i x_(p - left + i), a weight a channel and tap; the identity at the start.
+    """y_p = x_p + sum over taps i of weight_i x_(p - left + i), a weight for each tap and channel; initially the identity.
 
-    Neighbours in other documents, and beyond the sequence, count 0. Based (arXiv 2402.18668) and Canon layers (arXiv
-    2512.17351) give attention such a step, with which a token knows what stands before it.
+    Neighbours in other documents and beyond the sequence count as 0. Based (arXiv 2402.18668) and Canon layers (arXiv
+    2512.17351) put such a step before attention, so that a token carries information about its neighbours.
 
     Args:
         channels: C.
         taps: W, at least 2.
-        causal: a token sees itself and the W - 1 before it; else (W - 1) // 2 before it and the others after it.
+        causal: if True a token sees itself and the W - 1 before it, else (W - 1) // 2 before it and the rest after it.
+
+    Raises:
+        TypeError, ValueError: for `taps` that is not an integer of at least 2; the message calls it kv_conv.
     """
 
     def __init__(self, channels: int, taps: int, causal: bool, device: Any = None, dtype: Any = None) -> None:
@@ -41,42 +43,41 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.zeros(taps, channels, device=device, dtype=dtype))
 
     def forward(self, x: Tensor, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """(B, L, C) to (B, L, C), within an active `SequenceGroup` of its ranks.
+        """(B, L, C) from x (B, L, C), this rank's tokens within an active `SequenceGroup`.
 
         Args:
-            lengths: (B,) on the CPU, the real tokens of each right-padded sample.
-            cu_seqlens: (documents + 1,) on the CPU, bounds of documents packed into one sample.
+            lengths: (B,) on the CPU, number of real tokens of each right-padded sample, of the whole sequence.
+            cu_seqlens: (documents + 1,) on the CPU, bounds of the documents packed into one sample, of the whole sequence.
         """
         group, weight = active_sequence(), self.weight.to(x.dtype)
-        lengths = None if self.causal else lengths  # padding on the right is seen by nobody before it
+        lengths = None if self.causal else lengths  # no token before the padding sees it
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return torch.ops.lightning_dilated.short_convolution(
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
         left = self.taps - 1 - self.right
-        near = _near(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
-        return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, near)
+        same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
+        return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
 
     def continued(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Causal, for new tokens (B, n, C) behind `before` (B, W - 1, C), None at the start.
+        """The causal convolution of new tokens x (B, n, C) that follow `before` (B, W - 1, C), None at the start.
 
         Returns:
-            (B, n, C), and the last W - 1 rows of x for the next call.
+            (B, n, C), and the last W - 1 rows of the input for the next call.
         """
         before = x.new_zeros(x.shape[0], self.taps - 1, x.shape[2]) if before is None else before
         rows = torch.cat([before, x], 1)
         return _convolved(rows, self.weight.to(x.dtype), self.taps - 1, None), rows[:, x.shape[1] :]
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"channels={self.weight.shape[1]}, taps={self.taps}, causal={self.causal}"
 
 
-def _near(
+def _same_document(
     positions: range, left: int, right: int, lengths: Tensor | None, cu_seqlens: Tensor | None, device: torch.device
 ) -> Tensor | None:
-    """(B or 1, n, W) bool: whether the neighbour belongs to the token's document or sample; None where all do."""
+    """(B or 1, n, W) bool: whether the neighbour is in the token's document or sample; None where all are."""
     if lengths is None and cu_seqlens is None:
         return None
     at = torch.arange(positions.start, positions.stop, device=device)
@@ -86,31 +87,31 @@ def _near(
         end = send(lengths, device)[:, None, None]
         return (at[:, None] >= end) | (seen < end)
     bounds = send(cu_seqlens, device).to(torch.int64)
-    # bounds that are no bounds are refused by the attention that follows: no index here may leave them
+    # the attention that follows rejects wrong bounds; here they must not lead to an index out of range
     document = torch.searchsorted(bounds, at, right=True).clamp(max=len(bounds) - 1)[:, None]
     return ((seen >= bounds[document - 1]) & (seen < bounds[document]))[None]
 
 
-def _convolved(rows: Tensor, weight: Tensor, left: int, near: Tensor | None) -> Tensor:
+def _convolved(rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> Tensor:
     """(B, n, C) from (B, left + n + right, C)."""
     n = rows.shape[1] - len(weight) + 1
     y = rows[:, left : left + n]
     for i, w in enumerate(weight):
         part = rows[:, i : i + n] * w
-        y = y + (part if near is None else torch.where(near[..., i : i + 1], part, 0))
+        y = y + (part if same is None else torch.where(same[..., i : i + 1], part, 0))
     return y
 
 
-def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, near: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
+def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, left: int, same: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows (B, left + n + right, C) and of the weight (W, C), at least fp32."""
     wide = torch.promote_types(grad.dtype, torch.float32)
     n, grad = grad.shape[1], grad.to(wide)
     d_rows, d_weight = torch.zeros_like(rows, dtype=wide), torch.empty_like(weight, dtype=wide)
     d_rows[:, left : left + n] = grad
     for i, w in enumerate(weight):
-        some = grad if near is None else torch.where(near[..., i : i + 1], grad, 0)
-        d_rows[:, i : i + n] += some * w
-        d_weight[i] = (some * rows[:, i : i + n]).sum((0, 1))
+        masked = grad if same is None else torch.where(same[..., i : i + 1], grad, 0)
+        d_rows[:, i : i + n] += masked * w
+        d_weight[i] = (masked * rows[:, i : i + n]).sum((0, 1))
     return d_rows, d_weight
 
 
@@ -123,53 +124,51 @@ def _route(
     grad: bool,
     turn: Any,
 ) -> tuple[HaloRoute, int]:
-    """The route of the call and its number, once all ranks agreed on it."""
-    short = [None if t is None else hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest() for t in documents]
+    """The route of the call and its number, after all ranks agreed on the call."""
+    digests = [
+        None if t is None else hashlib.blake2b(t.numpy().tobytes(), digest_size=8).hexdigest() for t in documents
+    ]
     facts = {
         "call": "kv_conv",
         "pass": "forward" if turn is None else "backward",
         "batch": x.shape[0],
         "dtype": x.dtype,
+        "taps and channels": tuple(weight.shape),
+        "right": right,
+        "requires grad": grad,
+        "lengths, cu_seqlens (digests)": digests,
     }
-    facts |= {"taps and channels": tuple(weight.shape), "right": right, "requires grad": grad}
-    facts |= {"lengths, cu_seqlens (digests)": short}
     agreed = group.agree(facts, x.shape[1], 0, turn, later=grad)
     shard = group.shard(agreed.seq_len)
     return halo_route(shard, group.rank, len(weight) - 1 - right, right), agreed.number
 
 
-def _stretches(
+def _runs(
     route: HaloRoute, x: Tensor, halo: Tensor, documents: tuple[Tensor | None, ...]
 ) -> Iterator[tuple[Tensor, Tensor | None, slice]]:
-    """(rows with their halo, which neighbours count, local tokens) of each stretch."""
+    """(rows with their halo, which neighbours count, local tokens) of each run of consecutive positions."""
     start = 0
-    for held, rows in zip(route.chunks, route.surround(x, halo), strict=True):
-        yield rows, _near(held, route.left, route.right, *documents, x.device), slice(start, start + len(held))
-        start += len(held)
+    for run, rows in zip(route.chunks, route.surround(x, halo), strict=True):
+        yield rows, _same_document(run, route.left, route.right, *documents, x.device), slice(start, start + len(run))
+        start += len(run)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """(L, B C) of (B, L, C)."""
+    """(L, B C) from (B, L, C)."""
     return x.movedim(1, 0).reshape(x.shape[1], x.shape[0] * x.shape[2])
 
 
 @torch.library.custom_op(NAME, mutates_args=())
 def short_convolution(
-    x: Tensor,
-    weight: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    right: int,
-    sequence: str,
-    grad: bool,
+    x: Tensor, weight: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, right: int, sequence: str, grad: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(y (B, L, C), halo (rows, B, C), number of the call) on the ranks of the group named `sequence`."""
+    """(y (B, L, C), halo rows received (rows, B, C), number of the call) on the ranks of the group named `sequence`."""
     group, documents = find_sequence(sequence), (lengths, cu_seqlens)
     route, number = _route(group, x, weight, right, documents, grad, None)
     halo = route.fetch(_flat(x), halo_wire(group, group.forward_traffic)).view(route.rows, x.shape[0], x.shape[2])
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    for rows, near, mine in _stretches(route, x, halo, documents):
-        y[:, mine] = _convolved(rows, weight, route.left, near)
+    for rows, same, local in _runs(route, x, halo, documents):
+        y[:, local] = _convolved(rows, weight, route.left, same)
     return y, halo, torch.tensor(number, dtype=torch.int64, device="cpu")
 
 
@@ -193,16 +192,16 @@ def short_convolution_backward(
     sequence: str,
     needs_grad: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of x, and of weight by this rank's tokens."""
+    """The gradients of x, and of weight as far as this rank's tokens contribute to it."""
     group, documents = find_sequence(sequence), (lengths, cu_seqlens)
     route, _ = _route(group, x, weight, right, documents, needs_grad, f"backward of call {int(number)}")
     wide = torch.promote_types(x.dtype, torch.float32)
     dx, d_weight = torch.empty_like(x, dtype=wide), torch.zeros_like(weight, dtype=wide)
     around = []
-    for rows, near, mine in _stretches(route, x, halo, documents):
-        d_rows, part = _gradients(grad[:, mine], rows, weight, route.left, near)
+    for rows, same, local in _runs(route, x, halo, documents):
+        d_rows, part = _gradients(grad[:, local], rows, weight, route.left, same)
         d_weight += part
-        before, dx[:, mine], after = d_rows.split([route.left, mine.stop - mine.start, route.right], 1)
+        before, dx[:, local], after = d_rows.split([route.left, local.stop - local.start, route.right], 1)
         around += [_flat(before), _flat(after)]
     d_halo, total = torch.cat([_flat(dx)[:0], *around]), _flat(dx)
     route.give_back(d_halo, total, halo_wire(group, group.backward_traffic))

@@ -1,7 +1,7 @@
-"""Attention dropout by counting: whether a pair is kept is a hash of (seed, sample, branch, head, global p, global j).
+"""Counter-based attention dropout: a hash of (seed, branch, sample, head, query position, key position) keeps a pair or not.
 
-The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and another rank see the same one.
-The hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
+The mask does not depend on tiles, engines or ranks, so the backward, a recomputation and every rank use the same one. The
+hash chains a 32-bit integer finaliser (two odd multipliers, three xor-shifts); all arithmetic is exact in int64.
 Shape letters: G samples and segments, J heads, n rows of a block.
 """
 
@@ -21,14 +21,14 @@ START = 0x243F6A88
 
 
 def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers held in int64; products may wrap, their low 32 bits stay exact."""
+    """A bijection of 32-bit integers in int64; products may wrap, but their low 32 bits stay exact."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK
     x = ((x ^ (x >> 15)) * 0x846CA68B) & _MASK
     return x ^ (x >> 16)
 
 
 def fold(state: Tensor, *values: Tensor | int) -> Tensor:
-    """Chain 64-bit values into a 32-bit state; begin with START. int64 tensors that broadcast."""
+    """Chain 64-bit values, int64 tensors that broadcast, into a 32-bit state; the first state is START."""
     for value in values:
         state = _mix((state ^ (value & _MASK)) & _MASK)
         state = _mix((state + (value >> 32) + _STEP) & _MASK)
@@ -37,7 +37,7 @@ def fold(state: Tensor, *values: Tensor | int) -> Tensor:
 
 @dataclass(frozen=True)
 class Dropout:
-    """Drop each (query, key) pair of each branch with probability `p`, as `seed` says."""
+    """Drop each (query, key) pair of each branch with probability `p`; `seed` chooses the mask."""
 
     p: float
     seed: int
@@ -50,11 +50,11 @@ class Dropout:
 
     @property
     def threshold(self) -> int:
-        """Pairs whose hash is below are dropped."""
+        """Pairs with a smaller hash are dropped."""
         return round(self.p * 2**32)
 
     def state(self, branch: int) -> int:
-        """The hash's state after seed and branch, for kernels that go on from there."""
+        """The hash after seed and branch, where kernels continue."""
         return int(self.states(branch + 1)[branch])
 
     def states(self, branches: int) -> Tensor:
@@ -63,13 +63,31 @@ class Dropout:
         return fold(start, self.seed, torch.arange(branches, device="cpu"))
 
     def factors(self, keep: Tensor, like: Tensor) -> Tensor:
-        """0 or 1/(1-p) in the dtype of `like`: factors of attention weights."""
+        """Factors of attention weights, 0 or 1/(1-p), in the dtype of `like`."""
         return keep.to(like.dtype) / (1 - self.p)
 
 
+class PairDropout:
+    """The dropout of the (query, key) pairs of a block or batch; engines take the factors of any rectangle of its scores."""
+
+    dropout: Dropout
+    branch: int
+
+    def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Sample and head (g, J), and the global positions of queries (g, J, n) and of keys (g, J, m), int64."""
+        raise NotImplementedError
+
+    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
+        """(g, J, rows, keys) factors in the dtype and on the device of `like`."""
+        sample, head, queries, key_positions = self.positions(like.device, groups)
+        sample, head = sample[:, :, None, None], head[:, :, None, None]
+        keep = self.dropout.keep(self.branch, sample, head, queries[:, :, rows, None], key_positions[:, :, None, keys])
+        return self.dropout.factors(keep, like)
+
+
 @dataclass(frozen=True)
-class BlockDropout:
-    """The dropout of one block: an engine asks for the factors of any rectangle of its scores."""
+class BlockDropout(PairDropout):
+    """The dropout of one block."""
 
     dropout: Dropout
     span: Span
@@ -77,12 +95,10 @@ class BlockDropout:
     first_head: int = 0
 
     @property
-    def number(self) -> int:
-        """The branch."""
+    def branch(self) -> int:
         return self.block.branch
 
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Sample and head (g, J) and the global positions of queries and keys (g, J, n), int64."""
         s, b = self.span, self.block
         arange = lambda n: torch.arange(n, device=device)  # noqa: E731
         group, j = arange(s.batches * b.segments)[groups][:, None], arange(b.heads)
@@ -91,14 +107,15 @@ class BlockDropout:
         sample, head = s.batch + group // b.segments, self.first_head + b.head + j * b.head_step
         return sample.expand(first.shape), head.expand(first.shape), position, position
 
-    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, J, rows, keys) factors on the device of `like`."""
-        return _factors(self, groups, rows, keys, like)
-
 
 @dataclass(frozen=True)
-class BatchDropout:
-    """The dropout of a batch of wants (G, 1, n, m): sample, head (G,), global positions of queries (G, n), keys (G, m)."""
+class BatchDropout(PairDropout):
+    """The dropout of a batch (G, 1, n, m) of rows from other ranks.
+
+    Attributes:
+        sample, head: (G,) int64.
+        queries, keys: (G, n) and (G, m) int64 global positions.
+    """
 
     dropout: Dropout
     branch: int
@@ -107,28 +124,5 @@ class BatchDropout:
     queries: Tensor
     keys: Tensor
 
-    @property
-    def number(self) -> int:
-        """The branch."""
-        return self.branch
-
     def positions(self, device: torch.device, groups: slice = slice(None)) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """As of `BlockDropout`, with one head a group."""
         return tuple(x[groups].to(device)[:, None] for x in (self.sample, self.head, self.queries, self.keys))
-
-    def factors(self, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-        """(g, 1, rows, keys) factors on the device of `like`."""
-        return _factors(self, groups, rows, keys, like)
-
-
-def _factors(drop: BlockDropout | BatchDropout, groups: slice, rows: slice, keys: slice, like: Tensor) -> Tensor:
-    """The factors of a rectangle of scores, from the positions of its groups."""
-    sample, head, queries, of_keys = drop.positions(like.device, groups)
-    keep = drop.dropout.keep(
-        drop.number,
-        sample[:, :, None, None],
-        head[:, :, None, None],
-        queries[:, :, rows, None],
-        of_keys[:, :, None, keys],
-    )
-    return drop.dropout.factors(keep, like)

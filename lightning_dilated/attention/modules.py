@@ -1,6 +1,6 @@
 """Modules: DilatedAttention over (q, k, v), and MultiheadDilatedAttention, a drop-in for nn.MultiheadAttention.
 
-With them the joint projection of q, k and v, and padding masks of torch's own layers, read as lengths.
+Also the joint projection of q, k and v, and the conversion of torch's padding masks to lengths.
 Shape letters: B batch, N tokens, E embedding dim, H query heads, K kv heads, D head dim.
 """
 
@@ -29,7 +29,7 @@ from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
 
 def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
-    """(B,) lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
+    """(B,) int64 lengths from a right-padded key padding mask (B, N): bool with True at padding, or float with -inf there.
 
     Raises:
         ValueError: for another shape, other values, or padding that is not all on the right.
@@ -51,11 +51,14 @@ def lengths_of(mask: Tensor, shape: torch.Size) -> Tensor:
     return (~pad).sum(1)
 
 
-@dataclass  # not frozen: torch.compile of 2.10 cannot trace how such a one is made
+@dataclass
 class Projection:
-    """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D) of heads of `head_dim`; q and k are turned by `table`.
+    """From x (B, N, E) to q (B, N, H, D), k and v (B, N, K, D).
 
-    `mix`, of k and v side by side (B, N, 2 K D), comes before the turn.
+    Attributes:
+        head_dim: D.
+        table: rotates q and k; None: no rotary positions.
+        mix: applied to k and v side by side (B, N, 2 K D), before the rotation; None: nothing.
     """
 
     head_dim: int
@@ -63,10 +66,10 @@ class Projection:
     mix: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None, group: int = 1) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v by rows of weight ((H + 2 K) D, E) and bias; `group` = H / K.
+        """q, k, v by weight ((H + 2 K) D, E) and bias ((H + 2 K) D,); `group` = H / K.
 
-        Views of one projection; with rotary positions v is one of its own, because q and k are turned into new tensors, and
-        a view would keep the unturned ones until the backward.
+        Views of one projection. With rotary positions v has a projection of its own: q and k are rotated into new tensors,
+        and a view would keep the unrotated ones in memory until the backward.
         """
         kv, linear = len(weight) // (group + 2), nn.functional.linear
         heads = lambda y: y.unflatten(-1, (-1, self.head_dim))  # noqa: E731
@@ -91,6 +94,9 @@ class DilatedAttention(nn.Module):
     Args:
         pattern: who attends to whom; a mapping is read by `DilatedPattern.from_dict`.
         causal, scale, dropout, engine: as in `dilated_attention`.
+
+    Raises:
+        ValueError: for a dropout outside [0, 1), an unknown engine, or a pattern that is not valid.
     """
 
     def __init__(
@@ -118,9 +124,14 @@ class DilatedAttention(nn.Module):
         causal: bool | None = None,
         sequence: SequenceGroup | None = None,
     ) -> Tensor:
-        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D); `causal` overrides the module's own for this call.
+        """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D).
 
-        `sequence`: the ranks that share the sequence, as in `dilated_attention`.
+        Args:
+            lengths, cu_seqlens, sequence: as in `dilated_attention`.
+            causal: overrides the module's setting for this call; None: no change.
+
+        Raises:
+            TypeError, ValueError: as `dilated_attention`.
         """
         options = self._options(causal)
         return dilated_attention(
@@ -140,26 +151,28 @@ class DilatedAttention(nn.Module):
         return op_arguments(q, k, v, self.pattern, **self._options(causal), **options)
 
     def engine_choice(self, q: Tensor, num_kv_heads: int | None = None) -> Choice:
-        """The engine that a call with this q, without documents, would take, and why each one before it would not be."""
+        """The engine of a call with this q (B, N, H, D) and no documents, and why each engine before it was rejected.
+
+        `num_kv_heads`: K; None means H.
+        """
         (q,) = autocast(q)
         flops = math.inf
         if active_sequence() is None:
             whole = spans(q.shape[0], q.shape[1], None, None)
-            of = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
-            flops = block_flops(of, self.causal, whole, q.shape)
+            heads = self.pattern, q.shape[2], num_kv_heads or q.shape[2], (0, q.shape[2]), False
+            flops = block_flops(heads, self.causal, whole, q.shape)
         return choose(self.engine, Request.of(q, self.dropout if self.training else 0.0, self.scale, flops))
 
     def extra_repr(self) -> str:
-        """The pattern and whatever differs from the defaults."""
         return f"{self.pattern}, causal={self.causal}, dropout={self.dropout}, engine={self.engine!r}"
 
 
 class MultiheadDilatedAttention(nn.Module):
     """Multi-head dilated self-attention with the parameters of nn.MultiheadAttention(batch_first=True).
 
-    Its state dict loads nn.MultiheadAttention's (`in_proj_weight`, `in_proj_bias`, `out_proj.*`), and it can stand in
-    nn.TransformerEncoderLayer as `self_attn`. Differences: `need_weights=False` by default, since the weights are never
-    formed; `attn_mask` is refused (the pattern and `causal` say who attends to whom).
+    It loads the state dict of nn.MultiheadAttention (`in_proj_weight`, `in_proj_bias`, `out_proj.*`) and can be the
+    `self_attn` of nn.TransformerEncoderLayer. Differences: `need_weights` is False by default, since the weights are never
+    formed, and `attn_mask` is refused (the pattern and `causal` say who attends to whom).
 
     Args:
         embed_dim: E; the head dim is E / num_heads.
@@ -167,15 +180,21 @@ class MultiheadDilatedAttention(nn.Module):
         pattern: who attends to whom.
         num_kv_heads: K, dividing H; None means H.
         causal, scale, engine: as in `dilated_attention`.
-        dropout: of attention weights, in training mode.
-        bias: of both projections.
+        dropout: probability with which attention weights are dropped, in training mode only.
+        bias: whether both projections have a bias.
         sub_layernorm: LayerNorm of the heads' output before the output projection (MAGNETO, arXiv 2210.06423).
         position_encoding: "none", "rotary" or "xpos", from global positions.
-        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`); None: none.
-            Causal where the layer is.
+        rotary_base, xpos_scale_base: `base` and `xpos_scale_base` of `Rotary`; the second is for "xpos" only.
+        kv_conv: taps of a short convolution on v, and on k before it is rotated (see `ShortConvolution`), causal if the
+            layer is; None: no convolution.
+        batch_first: must be True.
+        device, dtype: of the parameters.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
     """
 
-    # nn.TransformerEncoderLayer reads these; the second keeps it off its fused path, which would run dense attention
+    # nn.TransformerEncoderLayer reads both; the second disables its fused path, which would run dense attention
     batch_first = True
     _qkv_same_embed_dim = False
 
@@ -229,7 +248,7 @@ class MultiheadDilatedAttention(nn.Module):
         return None if kind == "none" else Rotary(self.head_dim, base, scale_base if kind == "xpos" else None)
 
     def reset_parameters(self) -> None:
-        """nn.MultiheadAttention's initialisation."""
+        """Initialise the projections as nn.MultiheadAttention does."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         if self.in_proj_bias is not None:
             nn.init.zeros_(self.in_proj_bias)
@@ -256,18 +275,22 @@ class MultiheadDilatedAttention(nn.Module):
         Args:
             key, value: None, or the same tensor as `query`.
             key_padding_mask: (B, N), True (or -inf) at the padding, which must be on the right.
-            need_weights, attn_mask: must stay off; `average_attn_weights` then has no meaning.
+            need_weights, attn_mask: must be False and None.
+            average_attn_weights: without effect, since no weights are returned.
             is_causal: True makes this call causal, as a module built with causal=True always is.
             lengths, cu_seqlens: as in `dilated_attention`.
-            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; if None 0..N-1, or within an
-                active `SequenceGroup` those of this rank's tokens.
-            cache: what `new_cache` made, with earlier tokens in it; the new ones are added. Causal only, on one rank.
+            positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or within an active
+                `SequenceGroup` those of this rank's tokens.
+            cache: a cache of `new_cache` with the earlier tokens, to which the new ones are added; causal, one rank only.
 
         Returns:
             (out of query's shape, None).
+
+        Raises:
+            TypeError, ValueError: naming the argument, what was given and what is allowed.
         """
-        group, given = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
-        self._refuse(*given) if group is None else group.guard(self._refuse, *given)
+        group, arguments = active_sequence(), (query, key, value, key_padding_mask, need_weights, attn_mask, is_causal)
+        self._refuse(*arguments) if group is None else group.guard(self._refuse, *arguments)
         if query.ndim == 2:
             mask = None if key_padding_mask is None else key_padding_mask[None]
             out, _ = self(query[None], key_padding_mask=mask, is_causal=is_causal, lengths=lengths,
@@ -278,7 +301,7 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
-        if cache is not None:  # with tokens in it, new ones follow; the first call may bring the whole prompt
+        if cache is not None:  # the first call may bring the whole prompt
             self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
         table = self.table(query, positions, 0 if cache is None else cache.length)
         project = Projection(self.head_dim, table, self._mix(query, lengths, cu_seqlens, cache))
@@ -292,7 +315,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _mix(
         self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | None
     ) -> Callable[[Tensor], Tensor] | None:
-        """The convolution of k and v of this call, None without one."""
+        """The convolution of k and v in this call; None without one."""
         if self.kv_conv is None:
             return None
         if cache is not None:
@@ -303,7 +326,7 @@ class MultiheadDilatedAttention(nn.Module):
 
     @staticmethod
     def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
-        """Of new tokens behind those of the cache, which keeps what the next ones need."""
+        """The convolution of new tokens after those of the cache, which keeps the rows that the next tokens need."""
         y, cache.recent = convolution.continued(x, cache.recent)
         return y
 
@@ -315,6 +338,7 @@ class MultiheadDilatedAttention(nn.Module):
     def _refuse(
         self, query: Tensor, key: Any, value: Any, padding: Any, need_weights: bool, attn_mask: Any, is_causal: bool
     ) -> None:
+        """Raise for arguments that are not supported."""
         if not isinstance(query, Tensor):
             raise TypeError(f"query must be a torch.Tensor (B, N, {self.embed_dim}), got {type(query).__name__}.")
         if query.ndim not in (2, 3) or query.shape[-1] != self.embed_dim:
@@ -340,7 +364,7 @@ class MultiheadDilatedAttention(nn.Module):
             )
 
     def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
-        """The rotary table for x (B, N, E), from positions, or from `start` on; None without rotary positions."""
+        """The rotary table for x (B, N, E), at `positions` or from `start` on; None without rotary positions."""
         if self.rotary is None:
             return None
         if isinstance(positions, RotaryTable):
@@ -348,18 +372,18 @@ class MultiheadDilatedAttention(nn.Module):
         return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
 
     def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
-        """Raise for a call that a cache does not serve."""
+        """Raise for a call that does not support a cache, or not this one."""
         if active_sequence() is not None:
             raise ValueError("a cache serves one rank: decode outside of SequenceGroup.active().")
         if not causal or packed:
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
         if self.training and self.attention.dropout > 0:
             raise ValueError("a cache serves inference, without dropout: call .eval() first.")
-        mine, its = ((x.num_heads, x.num_kv_heads) for x in (self, cache))
-        if cache.pattern != self.attention.pattern or mine != its:
+        layer_heads, cache_heads = ((x.num_heads, x.num_kv_heads) for x in (self, cache))
+        if cache.pattern != self.attention.pattern or layer_heads != cache_heads:
             raise ValueError(
-                f"this cache was made for {cache.pattern} and (heads, kv heads) {its}, but the layer has "
-                f"{self.attention.pattern} and {mine}. Make it by the layer's new_cache()."
+                f"this cache was made for {cache.pattern} and (heads, kv heads) {cache_heads}, but the layer has "
+                f"{self.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
             )
 
     def new_cache(self) -> KVCache:
@@ -367,5 +391,4 @@ class MultiheadDilatedAttention(nn.Module):
         return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads)
 
     def extra_repr(self) -> str:
-        """Sizes."""
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

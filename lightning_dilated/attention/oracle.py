@@ -1,4 +1,4 @@
-"""The oracle: dilated attention by its definition, O(N^2) in float64, no cleverness; every other path is tested against it.
+"""The reference ("oracle"): dilated attention by its definition, O(N^2) in float64; every other path is tested against it.
 
     out[p,h] = sum_j c(p,j,h) exp(s_pj) v_j / sum_j c(p,j,h) exp(s_pj),   s = scale q.k,   0 where there is no key
 

@@ -1,6 +1,6 @@
-"""Rotary position embedding, with xPos's decay as an option, from global positions: plain torch, and one op over q and k.
+"""Rotary position embedding from global positions, optionally with xPos's decay: in torch, and as one op over q and k.
 
-Angles are taken in float64: at position 1,000,000 a float32 angle is off by up to 0.06.
+Angles are computed in float64: at position 1,000,000 a float32 angle is off by up to 0.06.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim.
 """
 
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dilated import kernels
 from lightning_dilated._device import send
 from lightning_dilated.sequence.group import active_sequence
 
 
 def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """q (B, N, H, D) and k (B, N, K, D), turned by a table (N, D/2) or (B, N, D/2), in their own dtype.
+    """q (B, N, H, D) and k (B, N, K, D) rotated by a table (N, D/2) or (B, N, D/2), in their own dtype.
 
     xPos's `scale` multiplies q and divides k.
     """
@@ -38,7 +39,7 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 @torch.library.custom_op("lightning_dilated::turn", mutates_args=())
 def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: int) -> tuple[Tensor, Tensor]:
-    """q (B, N, heads, D) and k (B, N, K, D), turned, of joint (B, N, heads + K, D)."""
+    """q (B, N, heads, D) and k (B, N, K, D), rotated, from joint (B, N, heads + K, D)."""
     if not _serves(joint, cos):
         return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
     from lightning_dilated.kernels.rotary import rotary
@@ -51,7 +52,7 @@ def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: i
 
 @torch.library.custom_op("lightning_dilated::turn_backward", mutates_args=())
 def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None) -> Tensor:
-    """The gradient of joint (B, N, H + K, D) from those of q and k."""
+    """The gradient of joint (B, N, H + K, D) from those of the rotated q and k."""
     if not _serves(dq, cos):
         return torch.cat(rotate(dq, dk, cos, -sin, scale), 2)
     from lightning_dilated.kernels.rotary import rotary
@@ -63,9 +64,7 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
 
 
 def _serves(x: Tensor, table: Tensor) -> bool:
-    """Whether this device has the kernel; it is imported only there."""
-    from lightning_dilated import kernels
-
+    """Whether the kernel takes x; it is imported only where it can run."""
     if not kernels.available(x.device):
         return False
     from lightning_dilated.kernels.rotary import serves
@@ -74,16 +73,16 @@ def _serves(x: Tensor, table: Tensor) -> bool:
 
 
 def _tables(joint: Tensor, *table: Tensor | None) -> list[Tensor | None]:
-    """The tables at their full shape, as torch broadcasts them; the kernel trusts it."""
+    """The tables broadcast to the shape that the kernel assumes."""
     batch, tokens, _, dim = joint.shape
-    whole = (tokens, dim // 2)
-    return [None if x is None else x.expand(whole if x.ndim == 2 else (batch, *whole)).contiguous() for x in table]
+    shape = (tokens, dim // 2)
+    return [None if x is None else x.expand(shape if x.ndim == 2 else (batch, *shape)).contiguous() for x in table]
 
 
 def _halves(joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Empty q and k."""
-    batch, tokens, both, dim = joint.shape
-    return joint.new_empty(batch, tokens, heads, dim), joint.new_empty(batch, tokens, both - heads, dim)
+    """Uninitialised q and k."""
+    batch, tokens, all_heads, dim = joint.shape
+    return joint.new_empty(batch, tokens, heads, dim), joint.new_empty(batch, tokens, all_heads - heads, dim)
 
 
 @turn.register_fake
@@ -114,7 +113,12 @@ GAMMA = 0.4
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """cos, sin (N, D/2) or (B, N, D/2), and xPos's scale of the same shape or None; fp32, shared by all layers."""
+    """The table of one rotary embedding, shared by all layers that use it.
+
+    Attributes:
+        cos, sin: (N, D/2), or (B, N, D/2) for positions that differ between samples; fp32 (fp64 for float64 inputs).
+        scale: xPos's scale, of the same shape and dtype; None without xPos.
+    """
 
     cos: Tensor
     sin: Tensor
@@ -122,30 +126,30 @@ class RotaryTable:
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
-        return rotate(q, k, *(None if x is None else x.to(q.device) for x in (self.cos, self.sin, self.scale)))
+        return rotate(q, k, *self._on(q.device))
+
+    def _on(self, device: torch.device) -> list[Tensor | None]:
+        return [None if x is None else x.to(device) for x in (self.cos, self.sin, self.scale)]
 
     def rows(self) -> tuple[Tensor, ...]:
-        """Its tensors as (1, N, D/2) or (B, N, D/2), to be cut along the tokens."""
-        found = (x for x in (self.cos, self.sin, self.scale) if x is not None)
-        return tuple(x if x.ndim == 3 else x[None] for x in found)
+        """The tensors as (1, N, D/2) or (B, N, D/2), which can be cut along the tokens; see `of_rows`."""
+        tensors = (x for x in (self.cos, self.sin, self.scale) if x is not None)
+        return tuple(x if x.ndim == 3 else x[None] for x in tensors)
 
     @classmethod
     def of_rows(cls, rows: Sequence[Tensor]) -> RotaryTable:
-        """The table of some of the tokens of `rows`."""
+        """The table from what `rows` returned, or from a cut of it along the tokens."""
         return cls(*((x[0] if len(x) == 1 else x).contiguous() for x in rows))
 
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        """q (B, N, heads, D) and k (B, N, K, D), rotated, of one projection (B, N, heads + K, D)."""
+        """q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
         if joint.device.type == "cuda":
-            return turn(
-                joint, *(None if x is None else x.to(joint.device) for x in (self.cos, self.sin, self.scale)), heads
-            )
+            return turn(joint, *self._on(joint.device), heads)
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 
     def split_backward(self, dq: Tensor, dk: Tensor) -> Tensor:
-        """The gradient of `split`'s joint projection from those of q and k."""
-        table = (None if x is None else x.to(dq.device) for x in (self.cos, self.sin, self.scale))
-        return turn_backward(dq, dk, *table)
+        """The gradient of `split`'s projection (B, N, H + K, D) from those of q and k."""
+        return turn_backward(dq, dk, *self._on(dq.device))
 
 
 class Rotary(nn.Module):
@@ -153,11 +157,11 @@ class Rotary(nn.Module):
 
     Args:
         head_dim: D, even.
-        base: of the geometric series of wavelengths.
-        xpos_scale_base: tokens over which xPos decays once; None is plain rotary.
+        base: base of the wavelengths 2 pi base^(2i/D) tokens; above 1.
+        xpos_scale_base: unit of distance, in tokens, of xPos's decay; None: plain rotary.
 
     Raises:
-        ValueError: for an odd head dim, or positions so far from 0 that xPos's scales would overflow.
+        ValueError: for an odd head dim, a base of 1 or less, or an xpos_scale_base of 0 or less.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0, xpos_scale_base: float | None = None) -> None:
@@ -175,31 +179,36 @@ class Rotary(nn.Module):
     def table(self, x: Tensor, dtype: torch.dtype, positions: Tensor | None = None, start: int = 0) -> RotaryTable:
         """The table for the tokens of x (B, N, ...), at global `positions` (N,) or (B, N), or from `start` on.
 
+        Args:
+            x: gives the shape and the device.
+            dtype: of the q and k that will be rotated.
+
         Raises:
             ValueError: for positions of another shape, and as `forward`.
         """
         if positions is None:
-            at, end = _held(start, x.shape[1], x.device)
-            return self._of(at, dtype, end - 1)
+            numbers, end = _positions(start, x.shape[1], x.device)
+            return self._table(numbers, dtype, end - 1)
         if positions.shape not in (x.shape[1:2], x.shape[:2]):
             raise ValueError(
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
         on_cpu = positions.device.type == "cpu" and self.xpos_scale_base is not None
-        known = _furthest(positions) if on_cpu else None  # before they go to a GPU, which would have to be waited for
-        return self._of(send(positions, x.device), dtype, known)
+        known = _furthest(positions) if on_cpu else None  # read here, since on a GPU the host would wait for it
+        return self._table(send(positions, x.device), dtype, known)
 
-    def _of(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:
-        """Plain rotary positions have no range."""
+    def _table(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:
+        """`forward`, where plain rotary positions need no range."""
         return self(positions, dtype) if self.xpos_scale_base is None else self(positions, dtype, furthest)
 
     def forward(
         self, positions: Tensor, dtype: torch.dtype = torch.float32, furthest: int | None = None
     ) -> RotaryTable:
-        """The table of global positions (N,) or (B, N), to be applied to q and k of `dtype`.
+        """The table of global positions (N,) or (B, N), integer, for q and k of `dtype`.
 
-        `furthest` from 0 is as far as they reach, or as the whole sequence does; xPos, if it is None, reads it off the
-        positions, for which the host waits if they are on a GPU.
+        Args:
+            furthest: the largest distance of a position of the whole sequence from 0. If None, xPos reads it from
+                `positions`; the host then waits for a GPU that holds them.
 
         Raises:
             ValueError: where xPos's scales would overflow.
@@ -211,14 +220,14 @@ class Rotary(nn.Module):
         if self.xpos_scale_base is None:
             return RotaryTable(cos, sin)
         group, furthest = active_sequence(), _furthest(positions) if furthest is None else furthest
-        # the ranks with low positions are in range: they have to raise with the others
+        # ranks with low positions are in range, but must raise together with the others
         check = self._check_range if group is None else functools.partial(group.guard, self._check_range)
         check(furthest, dtype)
         zeta = (channel + GAMMA) / (1 + GAMMA)
         return RotaryTable(cos, sin, (zeta ** (positions.to(torch.float64)[..., None] / self.xpos_scale_base)).to(wide))
 
     def _check_range(self, furthest: int, dtype: torch.dtype) -> None:
-        """xPos multiplies k by a power that grows with the position; refuse before it overflows into NaN."""
+        """Raise before xPos's factor of k, which grows with the position, overflows."""
         powers = 0.8 * math.log(torch.finfo(dtype).max) / math.log((1 + GAMMA) / GAMMA)
         limit = int(powers * self.xpos_scale_base)
         if furthest > limit:
@@ -234,15 +243,15 @@ def _furthest(positions: Tensor) -> int:
 
 
 def token_positions(start: int, length: int, device: torch.device | None = None) -> Tensor:
-    """The global positions of `length` tokens from `start` on; within an active sequence those of this rank's shard.
+    """(length,) int64 global positions of tokens from `start` on; in an active sequence those of this rank's shard.
 
     On the CPU by default.
     """
-    return _held(start, length, device)[0]
+    return _positions(start, length, device)[0]
 
 
-def _held(start: int, length: int, device: torch.device | None) -> tuple[Tensor, int]:
-    """(the positions as `token_positions`, where the whole sequence ends)."""
+def _positions(start: int, length: int, device: torch.device | None) -> tuple[Tensor, int]:
+    """(`token_positions`, the end of the whole sequence)."""
     group = active_sequence()
     if group is None:
         return torch.arange(start, start + length, device=device), start + length

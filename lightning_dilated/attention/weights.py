@@ -1,9 +1,9 @@
-"""Attention weights of chosen queries over all keys, exact and without an N x N matrix.
+"""Exact attention weights of chosen queries over all keys, without an N x N matrix.
 
     weight[p,j,h] = c(p,j,h) exp(s_pj) / (sum_i c(p,i,h) exp(s_pi) + n_pad(p,h)),   s = scale q.k
 
-c is the number of branches in which query p sees key j, and n_pad the zero keys of padding="attended" (0 otherwise). These
-are the weights of the one softmax that `dilated_attention` computes: summed against v they give its output.
+c is the number of branches in which query p sees key j; n_pad is the number of zero keys that padding="attended" adds, else
+0. These are the weights of the one softmax that `dilated_attention` computes: weighting v by them gives its output.
 Shape letters: B batch, N tokens, Q chosen queries, H query heads, K kv heads, D head dim.
 """
 
@@ -36,27 +36,27 @@ def attention_weights(
     lengths: Tensor | Sequence[int] | None = None,
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """The weights that `dilated_attention` gives every key for some queries. Memory and time are O(B H Q N).
+    """The weights that `dilated_attention` gives every key for chosen queries. Memory and time are O(B H Q N).
 
     Args:
         q: (B, N, H, D) queries, as `dilated_attention` takes them.
         k: (B, N, K, D) keys, K dividing H.
         pattern: who attends to whom.
-        queries: Q positions in [0, N), such as [0] for a class token in front; the same in every sample.
+        queries: Q positions in [0, N), the same in every sample; [0] for a class token at the start.
         causal, scale, lengths, cu_seqlens: as in `dilated_attention`.
 
     Returns:
-        (B, H, Q, N), fp32 (fp64 for float64 inputs), without a gradient. A row sums to 1; to less with padding="attended",
-        whose zero keys take the rest; to 0 where the query has no key or lies beyond its sample's length.
+        (B, H, Q, N), fp32 (fp64 for float64 inputs), without a gradient. A row sums to 1. It sums to less with
+        padding="attended", whose zero keys take the rest, and to 0 where the query has no key or lies beyond its sample.
 
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed.
-        RuntimeError: while a sequence is shared by several ranks, whose keys are not all here.
+        RuntimeError: while several ranks share a sequence, since this rank does not hold all keys.
     """
     sequence = active_sequence()
     if sequence is not None and sequence.ranks > 1:
         raise RuntimeError(
-            f"attention_weights needs all keys, but {sequence.ranks} ranks share the sequence. Ask on one rank with the "
+            f"attention_weights needs all keys, but {sequence.ranks} ranks share the sequence. Call it on one rank with the "
             "whole sequence (sequence_gather puts q and k together), outside of the strategy's steps."
         )
     q, k = autocast(q, k)  # the op computes with these numbers
@@ -68,19 +68,19 @@ def attention_weights(
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """(B, H, Q, N) scale q.k; with GQA the query heads of a kv head lie side by side."""
+    """(B, H, Q, N) scale q.k; with grouped-query attention the query heads of a kv head are neighbours."""
     wide = torch.promote_types(q.dtype, torch.float32)
     q = q.to(wide).unflatten(2, (k.shape[2], -1)) * scale
     return torch.einsum("bqkgd,bnkd->bkgqn", q, k.to(wide)).flatten(1, 2)
 
 
 def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
-    """The weights of (B, H, Q, N) scores, in their place, where each key counts c times beside n_pad zero keys."""
+    """The weights of (B, H, Q, N) scores, in place, where each key counts c times, next to n_pad zero keys."""
     if not scores.numel():
         return scores
     scores.masked_fill_(counts == 0, -torch.inf)
     top = scores.amax(-1, keepdim=True)
-    # a pad's score is 0; a row without keys has no top
+    # a zero key has score 0; a row without keys has no maximum
     top = torch.where(pads[..., None] > 0, top.clamp(min=0), top).masked_fill_(top == -torch.inf, 0)
     weights = scores.sub_(top).exp_().mul_(counts)
     total = weights.sum(-1, keepdim=True) + pads[..., None] * torch.exp(-top)
@@ -88,11 +88,11 @@ def _softmax(scores: Tensor, counts: Tensor, pads: Tensor) -> Tensor:
 
 
 def _positions(queries: Sequence[int] | Tensor, seq_len: int) -> list[int]:
-    """The queries as a list of positions that exist."""
-    given = queries.tolist() if isinstance(queries, Tensor) else queries
-    if not isinstance(given, (list, tuple, range)):
+    """The queries as a list of existing positions."""
+    numbers = queries.tolist() if isinstance(queries, Tensor) else queries
+    if not isinstance(numbers, (list, tuple, range)):
         raise TypeError(f"queries must be a list of positions such as [0], or a 1-D integer tensor; got {queries!r}.")
-    positions = [integer(p, f"queries[{i}]", 0) for i, p in enumerate(given)]
+    positions = [integer(p, f"queries[{i}]", 0) for i, p in enumerate(numbers)]
     beyond = [p for p in positions if p >= seq_len]
     if beyond:
         raise ValueError(f"queries holds position {beyond[0]}, but there are {seq_len} tokens (0..{seq_len - 1}).")
@@ -104,17 +104,17 @@ def _documents(q: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None) -> 
     batch, seq_len = q.shape[:2]
     if cu_seqlens is not None:
         return [check_bounds(cu_seqlens.tolist(), seq_len)]
-    found = [seq_len] * batch if lengths is None else lengths.tolist()
-    wrong = [n for n in found if not 0 <= n <= seq_len]
+    sizes = [seq_len] * batch if lengths is None else lengths.tolist()
+    wrong = [n for n in sizes if not 0 <= n <= seq_len]
     if wrong:
         raise ValueError(f"lengths must lie in 0..{seq_len} (the tokens of a padded sample); got {wrong[0]}.")
-    return [[0, n] for n in found]
+    return [[0, n] for n in sizes]
 
 
 def _counts(
     q: Tensor, k: Tensor, pattern: DilatedPattern, positions: list[int], causal: bool, documents: list[list[int]]
 ) -> tuple[Tensor, Tensor]:
-    """c (B, H, Q, N) and n_pad (B, H, Q) on the CPU; samples of equal documents share one computation."""
+    """c (B, H, Q, N) and n_pad (B, H, Q) on the CPU, computed once for samples with equal documents."""
     batch, seq_len, heads = q.shape[:3]
     counts = torch.zeros(batch, heads, len(positions), seq_len, dtype=torch.int32)
     pads = torch.zeros(batch, heads, len(positions), dtype=torch.int64)
@@ -141,7 +141,7 @@ def _sample_counts(
     for i, position in enumerate(positions):
         document = bisect.bisect_right(bounds, position)
         if document == len(bounds):
-            continue  # padding, which sees nothing
+            continue  # padding has no keys
         start, size = bounds[document - 1], bounds[document] - bounds[document - 1]
         p = position - start
         for branch in pattern.branches:

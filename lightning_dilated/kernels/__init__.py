@@ -1,4 +1,4 @@
-"""Triton kernels. They know nothing of ranks or models; `available` says where they run."""
+"""Triton kernels, which know nothing of ranks or models; `available` says where they run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["available", "capability", "on", "why_not"]
 
 @functools.cache
 def _missing() -> str | None:
-    """What Triton needs and this machine lacks."""
+    """What Triton needs and this machine lacks, in words; None if nothing."""
     if importlib.util.find_spec("triton") is None:
         return "needs Triton, which is not installed"
     if not any(map(shutil.which, (os.environ.get("CC") or "gcc", "gcc", "clang"))):
@@ -24,12 +24,12 @@ def _missing() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels, on tensors of the CPU, too; decided when they are first imported."""
+    """Whether Triton's interpreter runs the kernels, also on CPU tensors; fixed when they are first imported."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """(major, minor) of a CUDA device, None where there is none; cheap, since every call of the op asks several times."""
+    """(major, minor) of a CUDA device, None without one; cached, since every call of the op asks several times."""
     if device.type != "cuda" or not (torch.cuda.is_initialized() or torch.cuda.is_available()):
         return None
     return _capability(torch.cuda.current_device() if device.index is None else device.index)
@@ -46,9 +46,9 @@ def why_not(device: torch.device) -> str | None:
         if device.type == "cpu" and interpreted():
             return _missing()
         return f"needs a CUDA device (or TRITON_INTERPRET=1 on a CPU, for tests), not {device.type}"
-    if (found := capability(device)) is None:
+    if (version := capability(device)) is None:
         return "needs a CUDA device, and this machine has none"
-    if found < (8, 0):
+    if version < (8, 0):
         return "needs compute capability 8.0"
     return _missing()
 
@@ -59,5 +59,5 @@ def available(device: torch.device) -> bool:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
-    """Within, Triton launches on this device: it asks for the current one, not for the tensors'."""
+    """A context in which Triton launches on `device`: it takes the current device, not that of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

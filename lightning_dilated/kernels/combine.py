@@ -1,14 +1,10 @@
-"""The branches' results into one: merged by their log-sum-exp (forward), or summed (gradients), each row written once.
+"""The results of branches in one: merged by log-sum-exp (forward) or summed (backward), each row written once, one launch.
 
-A block's result is a part (G, J, n, D): G samples and segments, J heads, n rows, D head dim; row i of segment s of a head
-lies at position first + s * width + i * rate. An entry is one head of one part, and a head's output row is made of the rows
-of its entries at that position, in fp32, whatever their number.
-
-All rows of a call's output from the buffer of its jobs, in one launch: merged by log-sum-exp, or summed.
-
-A program has rows of one span and one output head, and turns over the entries of that span and head only.
-
-Shape letters: B batch, N tokens, H output heads, D head dim.
+Two layouts of the results: parts, one tensor (G, J, n, D) for each block, whose entries say where their rows lie
+(`merge_parts`, `sum_parts`), and the one buffer of a grouped launch (`merge_jobs`, `sum_jobs`). Row i of segment s of a head
+lies at position first + s * width + i * rate. A program has output rows of one head, accumulates in fp32 and reads only the
+entries, each a head of a block, that can have such rows.
+Shape letters: B batch, N tokens, H output heads, D head dim, G samples and segments, J heads and n rows of a block.
 """
 
 from __future__ import annotations
@@ -23,20 +19,24 @@ from torch import Tensor
 
 from lightning_dilated._device import send
 from lightning_dilated.kernels.grouped import Outputs, Work
+from lightning_dilated.kernels.tiles import merge_part
 
 #: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
 #: neighbouring rows of a program (0 where the rate does not divide the step)
 COLUMNS = 8
-#: output rows of a program, and its warps, of the merge and of the sum; the best of five tried on an H200
+#: (output rows of a program, warps) of the merge and of the sum of parts; the best of five tried on an H200
 MERGE, SUM = (128, 4), (64, 4)
+#: (output rows of a program, warps) of both kernels over the buffer of a grouped launch
+CONFIG = 64, 4
+_NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 @dataclass(frozen=True)
 class Entries:
     """Where the rows of parts lie.
 
-    A program's rows are of one head and `step` positions apart, so that most parts have all or none of them; such rows are a
-    class, numbered residue * heads + head.
+    The rows of a program belong to one head and are `step` positions apart, so that most parts have all or none of them.
+    Such rows form a class, numbered residue * heads + head.
 
     Attributes:
         table: (entries, COLUMNS) int32, by class.
@@ -56,17 +56,17 @@ class Entries:
 @triton.jit
 def _program(order, classes, count, num_heads, start, stop, step, TOKENS: tl.constexpr):
     """(head, first position, how many of its rows are in the range, its first entry, its last) of this program."""
-    of = tl.load(order + tl.program_id(0) % count)
-    first = start + tl.program_id(0) // count * (step * TOKENS) + of // num_heads
-    low, high = tl.load(classes + of), tl.load(classes + of + 1)
-    return of % num_heads, first, tl.cdiv(stop - first, step), low, high
+    number = tl.load(order + tl.program_id(0) % count)
+    first = start + tl.program_id(0) // count * (step * TOKENS) + number // num_heads
+    low, high = tl.load(classes + number), tl.load(classes + number + 1)
+    return number % num_heads, first, tl.cdiv(stop - first, step), low, high
 
 
 @triton.jit
 def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
-    """(part, head in it, segment, row, more segments of each row, more rows of each, which exist) of an entry.
+    """(part, head in it, segment, row, segments beyond it of each row, rows beyond it, which exist) of an entry.
 
-    Within one segment, at a step that the rate divides, rows are as many apart each: no division by row.
+    Within one segment, at a step that the rate divides, neighbouring rows are equally far apart: no division for each row.
     """
     at = entries + e * 8
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
@@ -75,26 +75,26 @@ def _locate(entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
     segment = tl.maximum(x, 0) // width
     rest = x - segment * width
     row = rest // rate
-    more, of_row = t * 0, t * apart
-    there = t < 0
+    more_segments, more_rows = t * 0, t * apart
+    exists = t < 0
     if (x >= 0) & (apart > 0) & (rest + step * (TOKENS - 1) < width):
         # where the rate does not divide the width, a class has rows in some segments only
         if (segment < segments) & (row * rate == rest):
-            there = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
+            exists = t < tl.minimum(inside, tl.cdiv(rows - row, apart))
     else:
-        at_x = x + step * t
-        near = tl.maximum(at_x, 0)
-        of_segment = near // width
-        left = near - of_segment * width
-        more, of_row = of_segment - segment, left // rate - row
-        fits = (of_segment < segments) & (left % rate == 0) & (left // rate < rows)
-        there = (t < inside) & (at_x >= 0) & fits
-    return tl.load(at), tl.load(at + 1), segment + sample * segments, row, more, of_row, there
+        each_x = x + step * t
+        positive = tl.maximum(each_x, 0)
+        each_segment = positive // width
+        left = positive - each_segment * width
+        more_segments, more_rows = each_segment - segment, left // rate - row
+        fits = (each_segment < segments) & (left % rate == 0) & (left // rate < rows)
+        exists = (t < inside) & (each_x >= 0) & fits
+    return tl.load(at), tl.load(at + 1), segment + sample * segments, row, more_segments, more_rows, exists
 
 
 @triton.jit
-def _rows(
-    at, segment, j, row, more, of_row, there, column,
+def _part_rows(
+    at, segment, j, row, more_segments, more_rows, exists, column,
     PART: tl.constexpr, ALIGN: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(TOKENS, BLOCK) fp32 rows of a part; the compiler is told what their addresses are multiples of."""
@@ -103,10 +103,10 @@ def _rows(
     by_head = tl.multiple_of(tl.load(at + 2), ALIGN)
     by_row = tl.multiple_of(tl.load(at + 3), ALIGN)
     values += segment * by_segment + j * by_head + row * by_row
-    values = values + (more * by_segment + of_row * by_row)[:, None] + column[None, :]
+    values = values + (more_segments * by_segment + more_rows * by_row)[:, None] + column[None, :]
     if DIM == BLOCK:
-        return tl.load(values, mask=there[:, None], other=0.0).to(tl.float32)
-    return tl.load(values, mask=there[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+        return tl.load(values, mask=exists[:, None], other=0.0).to(tl.float32)
+    return tl.load(values, mask=exists[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -127,27 +127,26 @@ def _merge(
     head, first, inside, low, high = _program(order, classes, count, num_heads, start, stop, step, TOKENS)
     sample, column, t = tl.program_id(1), tl.arange(0, BLOCK), tl.arange(0, TOKENS)
     written = inside
-    if IN_PLACE:  # a row that only `out` itself has is done, but for its log-sum-exp
+    if IN_PLACE:  # a row that only `out` itself has needs nothing but its log-sum-exp
         written = inside * (high - low > 1)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(low, high):
-        part, j, segment, row, more, of_row, there = _locate(entries, e, sample, first, inside, step, TOKENS)
+        part, j, segment, row, more_segments, more_rows, exists = _locate(
+            entries, e, sample, first, inside, step, TOKENS
+        )
         at = parts + part * 8
         by_segment, by_row = tl.load(at + 5), tl.load(at + 7)
-        theirs = (
+        part_lse = (
             tl.load(at + 4).to(tl.pointer_type(tl.float32)) + segment * by_segment + j * tl.load(at + 6) + row * by_row
         )
-        weight = tl.load(theirs + more * by_segment + of_row * by_row, mask=there, other=float("-inf"))
-        value = _rows(at, segment, j, row, more, of_row, there & (t < written), column, PART, ALIGN, DIM, BLOCK)
-        top = tl.maximum(most, weight)
-        finite = tl.where(top == float("-inf"), 0.0, top)
-        before, now = tl.exp(most - finite), tl.exp(weight - finite)
-        acc = acc * before[:, None] + value * now[:, None]
-        total = total * before + now
-        most = top
-    known = total != 0  # a NaN is to show
+        part_lse = tl.load(part_lse + more_segments * by_segment + more_rows * by_row, mask=exists, other=float("-inf"))
+        value = _part_rows(
+            at, segment, j, row, more_segments, more_rows, exists & (t < written), column, PART, ALIGN, DIM, BLOCK
+        )
+        acc, most, total = merge_part(acc, most, total, value, part_lse)
+    known = total != 0  # NaN counts as known, so that it stays visible
     share = 1 / tl.where(known, total, 1.0)
     acc = acc * share[:, None]
     to = _target(out, out_sb, out_sn, out_sh, sample, head, first, origin, step, column, TOKENS)
@@ -155,9 +154,9 @@ def _merge(
     if DIM != BLOCK:
         mask = mask & (column < DIM)[None, :]
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
-    found = tl.where(known, most - tl.log(share), float("-inf"))
+    merged_lse = tl.where(known, most - tl.log(share), float("-inf"))
     lse += sample.to(tl.int64) * lse_sb + head.to(tl.int64) * lse_sh + (first + origin).to(tl.int64) * lse_sn
-    tl.store(lse + t * (step * lse_sn), found, mask=t < inside)
+    tl.store(lse + t * (step * lse_sn), merged_lse, mask=t < inside)
 
 
 @triton.jit(do_not_specialize=["start", "stop", "origin"])
@@ -177,25 +176,26 @@ def _sum(
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(low, high):
-        part, j, segment, row, more, of_row, there = _locate(entries, e, sample, first, inside, step, TOKENS)
-        acc += _rows(parts + part * 8, segment, j, row, more, of_row, there, column, PART, ALIGN, DIM, BLOCK)
+        part, j, segment, row, more_segments, more_rows, exists = _locate(
+            entries, e, sample, first, inside, step, TOKENS
+        )
+        acc += _part_rows(
+            parts + part * 8, segment, j, row, more_segments, more_rows, exists, column, PART, ALIGN, DIM, BLOCK
+        )
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
-
-
-_NAMES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def _addresses(parts: Sequence[Tensor], weights: Sequence[Tensor], device: torch.device) -> Tensor:
     """(parts, 8) int64: address and strides of each part, and of its log-sum-exp."""
-    found = [
+    rows = [
         [p.data_ptr(), *p.stride()[:3], *((w.data_ptr(), *w.stride()) if w is not None else (0, 0, 0, 0))]
         for p, w in zip(parts, weights or [None] * len(parts), strict=True)
     ]
-    return send(torch.tensor(found, dtype=torch.int64, device="cpu"), device)
+    return send(torch.tensor(rows, dtype=torch.int64, device="cpu"), device)
 
 
 def _launch(
-    kernel, config: tuple[int, int], out: Tensor, between: tuple, parts: Sequence[Tensor], addresses: Tensor,
+    kernel, config: tuple[int, int], out: Tensor, lse: tuple, parts: Sequence[Tensor], addresses: Tensor,
     entries: Entries, order: Tensor, span: tuple[int, int, int, int], options: dict[str, bool],
 ) -> None:  # fmt: skip
     samples, start, stop, origin = span
@@ -204,7 +204,7 @@ def _launch(
     dim, dtype = out.shape[3], parts[0].dtype if parts else out.dtype
     align = 8 if all(x % 8 == 0 for p in parts for x in p.stride()[:3]) else 1
     kernel[(count * tiles, samples)](
-        out, *out.stride()[:3], *between, addresses, entries.table, entries.classes, order,
+        out, *out.stride()[:3], *lse, addresses, entries.table, entries.classes, order,
         count, out.shape[2], start, stop, entries.step, origin, PART=_NAMES[dtype], ALIGN=align, TOKENS=tokens, DIM=dim,
         BLOCK=triton.next_power_of_2(dim), num_warps=warps, **options,
     )  # fmt: skip
@@ -228,10 +228,10 @@ def merge_parts(
         weights: their log-sum-exp, (G, J, n) fp32 each.
         entries: where their rows lie.
         span: (samples, start, stop, origin): positions start..stop are written, to rows origin + position.
-        in_place: one part has every row, and its memory is `out` itself; rows that no other part has stay as they are.
+        in_place: one part has every row and shares its memory with `out`; rows that no other part has stay as they are.
     """
-    between, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
-    _launch(_merge, MERGE, out, between, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
+    lse_views, addresses = (lse, lse.stride(0), lse.stride(2), lse.stride(1)), _addresses(parts, weights, out.device)
+    _launch(_merge, MERGE, out, lse_views, parts, addresses, entries, entries.every, span, {"IN_PLACE": in_place})
 
 
 def sum_parts(
@@ -242,23 +242,19 @@ def sum_parts(
     add: bool = False,
     in_place: Sequence[bool] = (False, False, False),
 ) -> None:
-    """Write the sum of parts to rows of out (with `add`, add it to them), for several; arguments as in `merge_parts`."""
-    orders = [x.several if own else x.every for x, own in zip(entries, in_place, strict=True)]
-    some = [i for i, order in enumerate(orders) if len(order)]
-    if not some:
+    """Write the sum of parts to rows of out, or with `add` add it, for several outs; arguments as in `merge_parts`."""
+    orders = [x.several if shared else x.every for x, shared in zip(entries, in_place, strict=True)]
+    needed = [i for i, order in enumerate(orders) if len(order)]
+    if not needed:
         return
-    # one table for all: to send it costs the host time
-    table = _addresses([p for i in some for p in parts[i]], (), outs[0].device)
-    for i, addresses in zip(some, table.split([len(parts[i]) for i in some]), strict=True):
+    # one table for all outs, since each copy to the device costs the host time
+    table = _addresses([p for i in needed for p in parts[i]], (), outs[0].device)
+    for i, addresses in zip(needed, table.split([len(parts[i]) for i in needed]), strict=True):
         _launch(_sum, SUM, outs[i], (), parts[i], addresses, entries[i], orders[i], span, {"ADD": add})
 
 
-#: output rows of a program, and its warps
-CONFIG = 64, 4
-
-
 @triton.jit
-def _place(spans, span_of, num_heads, TOKENS: tl.constexpr):
+def _span_program(spans, span_of, num_heads, TOKENS: tl.constexpr):
     """(span and head, head, sample in the span, sample, first position, which are in the span, step, start) of a program."""
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
@@ -274,10 +270,7 @@ def _place(spans, span_of, num_heads, TOKENS: tl.constexpr):
 
 @triton.jit
 def _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
-    """(row of the buffer, rows beyond it of each position, which exist, whether any can) of an entry for a program.
-
-    Within one segment, at a step that the rate divides, rows are as many apart each: no division by row.
-    """
+    """(row of the buffer, rows beyond it of each position, which exist, whether any can) of an entry; see `_locate`."""
     at = entries + e * 7
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     rows, rate, job = tl.load(at + 5), tl.load(at + 6), jobs + tl.load(at).to(tl.int64) * 16
@@ -287,30 +280,30 @@ def _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS: tl.conste
     rest = tl.maximum(x, 0) - segment * width
     row, apart = rest // rate, step // rate
     more = t * apart
-    there = inside
-    some = True
+    exists = inside
+    any_can = True
     if (x >= 0) & (apart * rate == step) & (rest + step * (TOKENS - 1) < width):
-        some = (row * rate == rest) & (segment < segments)
-        there = inside & (row + more < rows)
+        any_can = (row * rate == rest) & (segment < segments)
+        exists = inside & (row + more < rows)
     else:
-        at_x = x + step * t
-        near = tl.maximum(at_x, 0)
-        of_segment = near // width
-        left = near - of_segment * width
-        of_row = left // rate
-        more = (of_segment - segment) * (heads.to(tl.int32) * rows) + of_row - row
-        there = inside & (at_x >= 0) & (of_segment < segments) & (of_row * rate == left) & (of_row < rows)
+        each_x = x + step * t
+        positive = tl.maximum(each_x, 0)
+        each_segment = positive // width
+        left = positive - each_segment * width
+        each_row = left // rate
+        more = (each_segment - segment) * (heads.to(tl.int32) * rows) + each_row - row
+        exists = inside & (each_x >= 0) & (each_segment < segments) & (each_row * rate == left) & (each_row < rows)
     group = (sample * segments + segment).to(tl.int64)
-    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more, there, some
+    return tl.load(job + 12) + (group * heads + tl.load(at + 1)) * rows + row, more, exists, any_can
 
 
 @triton.jit
-def _job_rows(parts, row, more, there, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
+def _job_rows(parts, row, more, exists, column, DIM: tl.constexpr, BLOCK: tl.constexpr):
     """(TOKENS, BLOCK) fp32 rows of the buffer."""
     at = parts + row * DIM + (more * DIM)[:, None] + column[None, :]
     if DIM == BLOCK:
-        return tl.load(at, mask=there[:, None], other=0.0).to(tl.float32)
-    return tl.load(at, mask=there[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
+        return tl.load(at, mask=exists[:, None], other=0.0).to(tl.float32)
+    return tl.load(at, mask=exists[:, None] & (column < DIM)[None, :], other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -318,29 +311,24 @@ def _grouped_merge(
     out, out_sb, out_sn, out_sh, lse, lse_sb, lse_sh, lse_sn, parts, weights, jobs, spans, span_of, entries, starts,
     num_heads, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    of, head, sample, batch, first, inside, step, start = _place(spans, span_of, num_heads, TOKENS)
+    number, head, sample, batch, first, inside, step, start = _span_program(spans, span_of, num_heads, TOKENS)
     column = tl.arange(0, BLOCK)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
-    for e in range(tl.load(starts + of), tl.load(starts + of + 1)):
-        row, more, there, some = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
-        if some:
-            weight = tl.load(weights + row + more, mask=there, other=float("-inf"))
-            value = _job_rows(parts, row, more, there, column, DIM, BLOCK)
-            high = tl.maximum(most, weight)
-            finite = tl.where(high == float("-inf"), 0.0, high)
-            before, now = tl.exp(most - finite), tl.exp(weight - finite)
-            acc = acc * before[:, None] + value * now[:, None]
-            total = total * before + now
-            most = high
-    known = total != 0  # a NaN is to show
+    for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
+        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
+        if any_can:
+            part_lse = tl.load(weights + row + more, mask=exists, other=float("-inf"))
+            value = _job_rows(parts, row, more, exists, column, DIM, BLOCK)
+            acc, most, total = merge_part(acc, most, total, value, part_lse)
+    known = total != 0  # NaN counts as known, so that it stays visible
     acc = acc / tl.where(known, total, 1.0)[:, None]
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
     tl.store(to, acc.to(out.dtype.element_ty), mask=inside[:, None] & (column < DIM)[None, :])
-    found = tl.where(known, most + tl.log(tl.where(known, total, 1.0)), float("-inf"))
-    tl.store(lse + batch * lse_sb + head * lse_sh + target * lse_sn, found, mask=inside)
+    merged_lse = tl.where(known, most + tl.log(tl.where(known, total, 1.0)), float("-inf"))
+    tl.store(lse + batch * lse_sb + head * lse_sh + target * lse_sn, merged_lse, mask=inside)
 
 
 @triton.jit
@@ -348,7 +336,7 @@ def _grouped_sum(
     out, out_sb, out_sn, out_sh, parts, jobs, spans, span_of, entries, starts, num_heads,
     ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    of, head, sample, batch, first, inside, step, start = _place(spans, span_of, num_heads, TOKENS)
+    number, head, sample, batch, first, inside, step, start = _span_program(spans, span_of, num_heads, TOKENS)
     column = tl.arange(0, BLOCK)
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
@@ -356,32 +344,32 @@ def _grouped_sum(
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
-    for e in range(tl.load(starts + of), tl.load(starts + of + 1)):
-        row, more, there, some = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
-        if some:
-            acc += _job_rows(parts, row, more, there, column, DIM, BLOCK)
+    for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
+        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
+        if any_can:
+            acc += _job_rows(parts, row, more, exists, column, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _given(work: Work, found: Outputs, out: Tensor) -> tuple[tuple, dict[str, int]]:
-    """The last arguments of both kernels, and their sizes."""
+def _tables(work: Work, outputs: Outputs, out: Tensor) -> tuple[tuple, dict[str, int]]:
+    """The last arguments of both kernels over the buffer, and their sizes."""
     block = triton.next_power_of_2(out.shape[3])
     sizes = {"TOKENS": work.tokens, "DIM": out.shape[3], "BLOCK": block, "num_warps": CONFIG[1]}
-    return (work.jobs, work.spans, work.span, found.entries, found.starts, out.shape[2]), sizes
+    return (work.jobs, work.spans, work.span, outputs.entries, outputs.starts, out.shape[2]), sizes
 
 
 def merge_jobs(out: Tensor, lse: Tensor, parts: Tensor, weights: Tensor, work: Work) -> None:
-    """Write the merge of parts (rows, D) and weights (rows,) to out (B, N, H, D) and lse (B, H, N) at all spans' positions.
+    """Write the merge of parts (rows, D) of log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
 
-    0 and -inf where no job has a row.
+    At all positions of the spans: 0 and -inf where no job has a row.
     """
-    given, sizes = _given(work, work.queries, out)
+    tables, sizes = _tables(work, work.queries, out)
     _grouped_merge[(out.shape[2] * work.tiles,)](
-        out, *out.stride()[:3], lse, *lse.stride(), parts, weights, *given, **sizes
+        out, *out.stride()[:3], lse, *lse.stride(), parts, weights, *tables, **sizes
     )  # fmt: skip
 
 
 def sum_jobs(out: Tensor, parts: Tensor, work: Work, kv: bool, add: bool) -> None:
-    """Write the sum of parts (rows, D), or with `add` add it, to out (B, N, H or K, D) at all spans' positions."""
-    given, sizes = _given(work, work.keys if kv else work.queries, out)
-    _grouped_sum[(out.shape[2] * work.tiles,)](out, *out.stride()[:3], parts, *given, ADD=add, **sizes)
+    """Write the sum of parts (rows, D), or with `add` add it, to out (B, N, H or K, D) at all positions of the spans."""
+    tables, sizes = _tables(work, work.keys if kv else work.queries, out)
+    _grouped_sum[(out.shape[2] * work.tiles,)](out, *out.stride()[:3], parts, *tables, ADD=add, **sizes)

@@ -1,16 +1,8 @@
-"""The table of a grouped launch: every block of every document of a call is one row, and programs find their tile in it.
+"""Flash attention over all blocks of all documents of a call in one launch, forward and backward, from a table of jobs.
 
-A block of G samples and segments, J heads and n rows has its results in one buffer of rows: row i of head j of group g is
-row offset + (g * J + j) * n + i. Its rows of a (B, N, H, D) tensor lie at position first + segment * stride + j * position
-step + i * rate.
-
-The forward of all blocks of a call in one launch: `forward`'s loop over keys, with the place of each tile from a table.
-
-The backward of all blocks of a call, one launch each for dk and dv and for dq, with `backward`'s loops.
-
-A launch before them lays down what a row needs beside its tensors: its log-sum-exp and delta, in the order of the buffer,
-because the loops read them without a stride.
-
+A job is one block: G samples and segments, J heads, n rows. Its results lie in one buffer of rows for the whole call, row i
+of head j of group g at offset + (g * J + j) * n + i. Its inputs lie in (B, N, H, D) tensors, at position
+first + segment * segment_stride + j * position_step + i * rate.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows of a block.
 """
 
@@ -24,27 +16,45 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dilated.kernels import dense
-from lightning_dilated.kernels.dense import _forward_over, _keys_over, _rows_over
-from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim, fold, precision, read
+from lightning_dilated.kernels.dense import config
+from lightning_dilated.kernels.tiles import (
+    LN2,
+    LOG2E,
+    attend,
+    block_dim,
+    fold,
+    key_gradients,
+    precision,
+    query_gradient,
+    read,
+)
 
-#: columns of the table of jobs, in this order (int64; 16 of them are one line of cache)
+#: columns of the table of jobs, in this order (int64; the 16 fill one cache line)
 JOB = (
     "sample", "segments", "first", "segment_stride", "rows", "rate", "heads", "head", "head_step", "kv_head",
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
-#: columns of the table of spans: first sample, first position, length, step of a program's rows, first tile, tiles a sample
-SPAN = ("sample", "start", "length", "step", "first_tile", "tiles")
-#: rows of a program of the kernel that prepares rows
+#: rows of a program of the kernels that prepare delta, the log-sum-exp and the positions of rows
 PREPARED = 64
+#: (query rows, key rows, warps, stages) over keys by columns of a tile, where those of `dense` would spill: finding the job
+#: takes registers as well
+OVER_KEYS = {128: (32, 64, 4, 2)}
+
+
+def backward_config(dtype: torch.dtype, dim: int, causal: bool, over_keys: bool) -> tuple[int, int, int, int]:
+    """(query rows, key rows, warps, stages) of the backward over keys, or over query rows."""
+    if over_keys and dtype != torch.float32 and block_dim(dim) in OVER_KEYS:
+        return OVER_KEYS[block_dim(dim)]
+    return dense.backward_config(dtype, dim, causal, over_keys)
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The programs of a launch over tiles of so many rows.
+    """The programs of a launch over tiles of a given number of rows.
 
     Attributes:
         programs: their number.
-        job: (programs,) int32, the job of each.
+        job: (programs,) int32, the job of each program.
         first: (jobs,) int32, the first program of each job.
     """
 
@@ -55,7 +65,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which rows of the buffer make an output row.
+    """Which rows of the buffer contribute to an output row.
 
     Attributes:
         entries: (entries, 7) int32 by span and output head: job, head in it, first position, segments, width, rows, rate.
@@ -68,21 +78,22 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Work:
-    """All that the kernels of a call need to know of its documents and pattern.
+    """The tables of a call: what its documents and its pattern make the kernels do.
 
     Attributes:
         rows: rows of the buffer of all jobs.
-        positions: of all spans.
-        pads: whether a job has zero pads that take mass.
-        rate: the largest of a job.
+        positions: positions of all spans.
+        pads: whether any job has zero pads that take softmax mass.
+        rate: the largest dilation rate of a job.
         jobs: (jobs, 16) int64, columns as in `JOB`.
-        grids: by tile size.
+        grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
-        tiles: programs that combine, for each head.
-        spans: (spans, 6) int64, columns as in `SPAN`.
+        tiles: number of programs that combine, for each head.
+        spans: (spans, 6) int64: first sample, first position, length, step between a program's rows, first tile, tiles of a
+            sample.
         span: (tiles,) int32, the span of each tile.
         queries, keys: entries by query head, and by kv head.
-        sent: on a GPU the stream by which the tables come, and when they are there.
+        sent: on a GPU the stream that copied the tables, and the event after the copy.
     """
 
     rows: int
@@ -100,21 +111,21 @@ class Work:
     sent: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
 
     def wait(self) -> None:
-        """Let the current stream read the tables: it waits for them, and their memory for it."""
-        if self.sent is None or (here := torch.cuda.current_stream(self.jobs.device)) == self.sent[0]:
+        """Make the current stream wait for the tables, and keep their memory until it has read them."""
+        if self.sent is None or (stream := torch.cuda.current_stream(self.jobs.device)) == self.sent[0]:
             return
-        here.wait_event(self.sent[1])
+        stream.wait_event(self.sent[1])
         outputs = [x for o in (self.queries, self.keys) for x in (o.entries, o.starts)]
         grids = [x for g in self.grids.values() for x in (g.job, g.first)]
         for x in (self.jobs, self.spans, self.span, *outputs, *grids):
-            x.record_stream(here)
+            x.record_stream(stream)
 
     def far(self, *tensors: Tensor) -> bool:
-        """Whether neighbouring rows of a job can be 2**31 elements apart in one of (B, N, H, D) tensors."""
+        """Whether neighbouring rows of a job can be 2**31 elements apart in one of the (B, N, H, D) tensors."""
         return self.rate * max(x.stride(1) for x in tensors) >= 2**31
 
     def place(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments by which programs of tiles of `size` rows find their place."""
+        """The arguments by which programs with tiles of `size` rows find their job."""
         return self.jobs, self.grids[size].job, self.grids[size].first
 
 
@@ -124,9 +135,9 @@ class GroupedDrop:
 
     Attributes:
         states: (branches,) int64, the hash's state after seed and branch.
-        threshold: pairs whose hash is below are dropped.
+        threshold: pairs with a smaller hash are dropped.
         keep: 1 / (1 - p).
-        first_head: number of the tensors' head 0.
+        first_head: global number of the tensors' head 0.
     """
 
     states: Tensor
@@ -136,10 +147,10 @@ class GroupedDrop:
 
 
 @triton.jit
-def find(jobs, job_of, first_of, TILE: tl.constexpr, FAR: tl.constexpr):
+def _find(jobs, job_of, first_of, TILE: tl.constexpr, FAR: tl.constexpr):
     """(job's row of the table, tile, rows, rate, first row of the buffer, sample, position, head, kv head) of a program.
 
-    The rate is in 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops.
+    The rate has 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops.
     """
     number = tl.load(job_of + tl.program_id(0))
     job = jobs + number.to(tl.int64) * 16
@@ -158,29 +169,29 @@ def find(jobs, job_of, first_of, TILE: tl.constexpr, FAR: tl.constexpr):
 
 
 @triton.jit
-def drop_state(states, job, sample, head):
-    """The hash's state, (1,) uint32, after seed, branch, sample and head."""
+def _hash_state(states, job, sample, head):
+    """The dropout hash, (1,) uint32, after seed, branch, sample and head."""
     start = tl.full([1], 0, tl.int64) + tl.load(states + tl.load(job + 14))
     return fold(fold(start.to(tl.uint32), sample), head)
 
 
-def dropping(drop: GroupedDrop | None, positions: Tensor | None, like: Tensor) -> dict[str, object]:
-    """The kernels' arguments of dropout; without any, stand-ins that are not read."""
+def _drop_arguments(drop: GroupedDrop | None, positions: Tensor | None, q: Tensor) -> dict[str, object]:
+    """The kernels' arguments of dropout; without dropout, placeholders that are not read."""
     if drop is None:
-        return {"states": like, "threshold": 0, "keep": 1.0, "first_head": 0, "positions": like, "DROP": False}
-    given = {"states": drop.states, "threshold": drop.threshold, "keep": drop.keep, "first_head": drop.first_head}
-    return {**given, "positions": positions, "DROP": True}
+        return {"states": q, "threshold": 0, "keep": 1.0, "first_head": 0, "positions": q, "DROP": False}
+    numbers = {"threshold": drop.threshold, "keep": drop.keep, "first_head": drop.first_head}
+    return {"states": drop.states, **numbers, "positions": positions, "DROP": True}
 
 
 @triton.jit
 def _positions(positions, jobs, job_of, first_of, ROWS: tl.constexpr):
     """The global position of each row of the buffer."""
-    job, tile, n, rate, row, _, position, _, _ = find(jobs, job_of, first_of, ROWS, False)
+    job, tile, n, rate, row, _, position, _, _ = _find(jobs, job_of, first_of, ROWS, False)
     i = tile * ROWS + tl.arange(0, ROWS)
     tl.store(positions + row + i, tl.load(job + 13) + position + i * rate, mask=i < n)
 
 
-def positions_of(work: Work, drop: GroupedDrop | None) -> Tensor | None:
+def _positions_of(work: Work, drop: GroupedDrop | None) -> Tensor | None:
     """(rows,) int64 global positions, by which pairs are dropped; None without dropout."""
     if drop is None:
         return None
@@ -190,11 +201,6 @@ def positions_of(work: Work, drop: GroupedDrop | None) -> Tensor | None:
     return out
 
 
-def config(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages)."""
-    return (dense.WIDE if dtype == torch.float32 else dense.CONFIGS)[block_dim(dim)]
-
-
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_forward(
     out, lse, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, jobs, job_of, first_of,
@@ -202,36 +208,25 @@ def _grouped_forward(
     CAUSAL: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = find(jobs, job_of, first_of, ROWS, FAR)
+    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, ROWS, FAR)
     if CAUSAL:
         tile = tl.cdiv(n, ROWS) - 1 - tile  # the longest first
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
-    query = read(
-        q + sample * q_sb + position * q_sn + head * q_sh, i, rate * q_sn, column, n, DIM, BLOCK, False
-    )  # fmt: skip
+    query = read(q + sample * q_sb + position * q_sn + head * q_sh, i, rate * q_sn, column, n, DIM, BLOCK, False)
     k += sample * k_sb + position * k_sn + kv_head * k_sh
     v += sample * v_sb + position * v_sn + kv_head * v_sh
     k_sn, v_sn = rate * k_sn, rate * v_sn
     row_state = tl.zeros([ROWS], tl.uint32)
     if DROP:
-        begun = drop_state(states, job, sample, head + first_head)
-        row_state = fold(begun, tl.load(job + 13) + position + i * rate)
+        hash_state = _hash_state(states, job, sample, head + first_head)
+        row_state = fold(hash_state, tl.load(job + 13) + position + i * rate)
         positions += row
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    high = n
-    whole = n // KEYS * KEYS
-    if CAUSAL:
-        high = tl.minimum((tile + 1) * ROWS, n)
-        whole = tile * ROWS // KEYS * KEYS
-    acc, most, total = _forward_over(
-        acc, most, total, query, k, v, k_sn, v_sn, i, 0, whole, n, scale, row_state, positions, threshold,
-        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
-    )  # fmt: skip
-    acc, most, total = _forward_over(
-        acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, n, scale, row_state, positions, threshold,
-        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+    acc, most, total = attend(
+        acc, most, total, query, k, v, k_sn, v_sn, i, tile, n, scale, row_state, positions, threshold,
+        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     if PADS:  # zero keys with zero values: scores of 0
         pads = tl.load(job + 15).to(tl.float32)
@@ -251,7 +246,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """(rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
 
-    Any strides, but 1 along D. The log-sum-exp is that without dropout, and has the zero pads of a job.
+    Any strides, but 1 along D. The log-sum-exp is that without dropout, and includes the zero pads of a job.
     """
     dim = q.shape[3]
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -260,23 +255,11 @@ def forward(
     if work.rows:
         _grouped_forward[(work.grids[rows].programs,)](
             out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *work.place(rows),
-            scale * LOG2E.value, **dropping(drop, positions_of(work, drop), q), CAUSAL=causal,
+            scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop), q), CAUSAL=causal,
             PADS=work.pads and not causal, FAR=work.far(q, k, v), PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim,
             BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
-
-
-#: (query rows, key rows, warps, stages) over keys where `backward`'s would spill: here places take registers, too
-OVER_KEYS = {128: (32, 64, 4, 2)}
-
-
-def backward_config(dtype: torch.dtype, dim: int, causal: bool, over_keys: bool) -> tuple[int, int, int, int]:
-    """(query rows, key rows, warps, stages) of the kernel over keys, or over query rows."""
-    if dtype == torch.float32:
-        return dense.WIDE_BACKWARD[block_dim(dim)]
-    over = {**(dense.OVER_KEYS_CAUSAL if causal else dense.OVER_KEYS), **OVER_KEYS}
-    return (over if over_keys else dense.OVER_ROWS)[block_dim(dim)]
 
 
 @triton.jit
@@ -285,7 +268,7 @@ def _grouped_delta(
     FAR: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over D of grad * out, and the log-sum-exp, of each row of the buffer."""
-    _, tile, n, rate, row, sample, position, head, _ = find(jobs, job_of, first_of, ROWS, FAR)
+    _, tile, n, rate, row, sample, position, head, _ = _find(jobs, job_of, first_of, ROWS, FAR)
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     grad += sample * g_sb + position * g_sn + head * g_sh
     out += sample * o_sb + position * o_sn + head * o_sh
@@ -303,7 +286,7 @@ def _grouped_keys(
     CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = find(jobs, job_of, first_of, KEYS, FAR)
+    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, KEYS, FAR)
     j, column = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK)
     k += sample * k_sb + position * k_sn + kv_head * k_sh
     v += sample * v_sb + position * v_sn + kv_head * v_sh
@@ -314,34 +297,18 @@ def _grouped_keys(
     q_sn, g_sn = rate * q_sn, rate * g_sn
     lse += row
     delta += row
-    state_of = tl.zeros([1], tl.uint32)
-    keys_at = tl.zeros([KEYS], tl.int64)
+    hash_state = tl.zeros([1], tl.uint32)
+    key_positions = tl.zeros([KEYS], tl.int64)
     if DROP:
-        state_of = drop_state(states, job, sample, head + first_head)
+        hash_state = _hash_state(states, job, sample, head + first_head)
         positions += row
-        keys_at = tl.load(job + 13) + position + j * rate
-    acc_k = tl.zeros([KEYS, BLOCK], tl.float32)
-    acc_v = tl.zeros([KEYS, BLOCK], tl.float32)
-    begin = 0
-    whole = n // ROWS * ROWS
-    if CAUSAL:  # rows before the tile see none of its keys; those beside it some
-        begin = tl.minimum(tl.cdiv((tile + 1) * KEYS, ROWS) * ROWS, n)
-        acc_k, acc_v = _keys_over(
-            acc_k, acc_v, key, value, q, grad, q_sn, g_sn, lse, delta, j, tile * KEYS // ROWS * ROWS, begin, n, n,
-            scale, state_of, positions, keys_at, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
-        )  # fmt: skip
-        whole = tl.maximum(whole, begin)
-    # keys beyond n are zeros here and are not stored, so only rows beyond n need care
-    acc_k, acc_v = _keys_over(
-        acc_k, acc_v, key, value, q, grad, q_sn, g_sn, lse, delta, j, begin, whole, n, n,
-        scale, state_of, positions, keys_at, threshold, keep, CAUSAL, False, DROP, PRECISION, ROWS, DIM, BLOCK,
+        key_positions = tl.load(job + 13) + position + j * rate
+    acc_k, acc_v = key_gradients(
+        key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, n, scale, hash_state, positions, key_positions, threshold,
+        keep, CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
-    acc_k, acc_v = _keys_over(
-        acc_k, acc_v, key, value, q, grad, q_sn, g_sn, lse, delta, j, whole, n, n, n,
-        scale, state_of, positions, keys_at, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
-    )  # fmt: skip
-    tl.debug_barrier()  # the place again, so that the loops need not hold it in registers
-    _, tile, n, _, row, _, _, _, _ = find(jobs, job_of, first_of, KEYS, FAR)
+    tl.debug_barrier()  # find the job again, so that the loops need not keep it in registers
+    _, tile, n, _, row, _, _, _, _ = _find(jobs, job_of, first_of, KEYS, FAR)
     j = tile * KEYS + tl.arange(0, KEYS)
     rows = (row + j)[:, None] * DIM + column[None, :]
     mask = (j < n)[:, None] & (column < DIM)[None, :]
@@ -356,7 +323,7 @@ def _grouped_rows(
     CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = find(jobs, job_of, first_of, ROWS, FAR)
+    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, ROWS, FAR)
     if CAUSAL:
         tile = tl.cdiv(n, ROWS) - 1 - tile  # the longest first
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -371,31 +338,27 @@ def _grouped_rows(
     row_delta = tl.load(delta + row + i, mask=i < n, other=0.0)
     row_state = tl.zeros([ROWS], tl.uint32)
     if DROP:
-        begun = drop_state(states, job, sample, head + first_head)
-        row_state = fold(begun, tl.load(job + 13) + position + i * rate)
+        hash_state = _hash_state(states, job, sample, head + first_head)
+        row_state = fold(hash_state, tl.load(job + 13) + position + i * rate)
         positions += row
-    acc = tl.zeros([ROWS, BLOCK], tl.float32)
-    high = n
-    whole = n // KEYS * KEYS
-    if CAUSAL:
-        high = tl.minimum((tile + 1) * ROWS, n)
-        whole = tile * ROWS // KEYS * KEYS
-    acc = _rows_over(
-        acc, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, 0, whole, n, scale, row_state, positions, threshold,
-        keep, CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
-    )  # fmt: skip
-    acc = _rows_over(
-        acc, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, whole, high, n, scale, row_state, positions, threshold,
-        keep, CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+    acc = query_gradient(
+        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, n, scale, row_state, positions, threshold, keep,
+        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     mask = (i < n)[:, None] & (column < DIM)[None, :]
-    into = dq + (row + i)[:, None] * DIM + column[None, :]
-    tl.store(into, (acc * plain_scale).to(dq.dtype.element_ty), mask=mask)
+    to = dq + (row + i)[:, None] * DIM + column[None, :]
+    tl.store(to, (acc * plain_scale).to(dq.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
 class Backward:
-    """What both kernels read: grad, q, k, v, and (rows,) fp32 log-sum-exp and delta in the order of the buffer."""
+    """What both kernels of the backward read.
+
+    Attributes:
+        tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
+        lse, delta: (rows,) fp32 in the order of the buffer, since the loops read them without a stride.
+        positions: (rows,) int64 with dropout, else None.
+    """
 
     work: Work
     tensors: tuple[Tensor, Tensor, Tensor, Tensor]
@@ -419,10 +382,10 @@ class Backward:
                 *work.place(PREPARED), FAR=work.far(grad, out), ROWS=PREPARED, DIM=q.shape[3],
                 BLOCK=block_dim(q.shape[3]),
             )  # fmt: skip
-        return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, positions_of(work, drop))
+        return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop))
 
     def keys(self) -> tuple[Tensor, Tensor]:
-        """dk, dv (rows, D), of each query head its own."""
+        """dk, dv (rows, D), one for each query head."""
         return self._run(_grouped_keys, 2, True)
 
     def queries(self) -> Tensor:
@@ -434,20 +397,13 @@ class Backward:
         dim = q.shape[3]
         rows, keys, warps, stages = backward_config(q.dtype, dim, self.causal, over_keys)
         tile = keys if over_keys else rows
-        into = tuple(torch.empty(self.work.rows, dim, dtype=q.dtype, device=q.device) for _ in range(results))
-        sizes = {
-            "ROWS": rows,
-            "KEYS": keys,
-            "DIM": dim,
-            "BLOCK": block_dim(dim),
-            "num_warps": warps,
-            "num_stages": stages,
-        }
+        out = tuple(torch.empty(self.work.rows, dim, dtype=q.dtype, device=q.device) for _ in range(results))
+        views = [argument for x in (q, k, v, grad) for argument in (x, *x.stride()[:3])]
         if self.work.rows:
             kernel[(self.work.grids[tile].programs,)](
-                *into, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], grad, *grad.stride()[:3], self.lse,
-                self.delta, *self.work.place(tile), self.scale * LOG2E.value, self.scale,
-                **dropping(self.drop, self.positions, q), CAUSAL=self.causal, FAR=self.work.far(*self.tensors),
-                PRECISION=precision(q), **sizes,
+                *out, *views, self.lse, self.delta, *self.work.place(tile), self.scale * LOG2E.value, self.scale,
+                **_drop_arguments(self.drop, self.positions, q), CAUSAL=self.causal, FAR=self.work.far(*self.tensors),
+                PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps,
+                num_stages=stages,
             )  # fmt: skip
-        return into
+        return out

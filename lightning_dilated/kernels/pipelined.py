@@ -1,7 +1,7 @@
-"""Flash attention's forward for Hopper: tiles come by tensor descriptors, and products run beside the softmax.
+"""Flash attention's forward for Hopper: tiles come through tensor descriptors, and products overlap with the softmax.
 
-The scores of the next keys are asked for before the product of the last ones with values, so that the tensor cores have work
-while the exponentials are taken (after FlashAttention-3, arXiv 2407.08608, 3.1).
+The scores of the next keys are requested before the product of the last weights with values, so that the tensor cores work
+while exponentials are taken (the overlap of FlashAttention-3, arXiv 2407.08608, 3.1).
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LN2, LOG2E, block_dim
 
-#: (query rows, key rows, warps, stages) by (columns of a tile, causal); 64 and 128 are the best of nine tried on an H200
+#: (columns of a tile, causal) -> (query rows, key rows, warps, stages); 64 and 128: the best of nine tried on an H200
 CONFIGS = {
     **{(block, False): (64, 128, 4, 2) for block in (16, 32, 64)},
     **{(block, True): (128, 64, 4, 3) for block in (16, 32, 64)},
@@ -27,13 +27,13 @@ CONFIGS = {
 
 @triton.jit
 def _load(source, g, h, i, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """(ROWS, BLOCK) of a view from row i; zeros beyond its rows and columns."""
+    """(ROWS, BLOCK) of a view from row i on; zeros beyond its rows and columns."""
     return source.load([g, h, i, 0]).reshape([ROWS, BLOCK])
 
 
 @triton.jit
 def _bits(p, DTYPE: tl.constexpr):
-    """p in 16 bits, as integers: what a loop carries as it is, the compiler would put into shared memory."""
+    """p in 16 bits, as integers: carried by the loop as floats, the compiler would keep it in shared memory."""
     return p.to(DTYPE).to(tl.int16, bitcast=True)
 
 
@@ -57,7 +57,7 @@ def _over(
     acc, most, total, p, q, k, v, g, h, i, low, high, m, scale,
     CAUSAL: tl.constexpr, EDGE: tl.constexpr, KEYS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Keys low..high, given p of those before; the product with the last p is left to the caller."""
+    """The online softmax over keys low..high, given p of the keys before; the caller multiplies the last p with values."""
     for first in tl.range(low, high, KEYS):
         key = _load(k, g, h, first, KEYS, BLOCK)
         score = tl.dot(q, tl.trans(key))
@@ -81,7 +81,7 @@ def _pipelined(
     if RAGGED:
         whole = m // KEYS * KEYS
     if CAUSAL:
-        tile = tiles - 1 - tile  # those with most keys first
+        tile = tiles - 1 - tile  # the longest first
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -89,7 +89,7 @@ def _pipelined(
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    key = _load(k, g, h, 0, KEYS, BLOCK)  # the first keys alone, masked where they may have to be
+    key = _load(k, g, h, 0, KEYS, BLOCK)  # the first keys by themselves, masked where they can need it
     score = tl.dot(query, tl.trans(key))
     wide, _, most, total = _softmax(score, most, total, i, 0, m, scale, CAUSAL, CAUSAL or RAGGED, KEYS)
     p = _bits(wide, key.dtype)
@@ -98,25 +98,8 @@ def _pipelined(
     )
     if CAUSAL or RAGGED:
         acc, most, total, p = _over(
-            acc,
-            most,
-            total,
-            p,
-            query,
-            k,
-            v,
-            g,
-            h,
-            i,
-            tl.maximum(whole, KEYS),
-            high,
-            m,
-            scale,
-            CAUSAL,
-            True,
-            KEYS,
-            BLOCK,
-        )
+            acc, most, total, p, query, k, v, g, h, i, tl.maximum(whole, KEYS), high, m, scale, CAUSAL, True, KEYS, BLOCK
+        )  # fmt: skip
     value = _load(v, g, h, (high - 1) // KEYS * KEYS, KEYS, BLOCK)
     acc = tl.dot(p.to(value.dtype, bitcast=True), value, acc) * (1 / total)[:, None]
     rows = (g.to(tl.int64) * heads + h) * n + i
@@ -126,10 +109,10 @@ def _pipelined(
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether the views suit: 16 bits, a head dim to 128, rows 16 bytes aligned, and on a GPU one with descriptors."""
+    """Whether the kernel takes the views: 16 bits, a head dim up to 128, rows aligned to 16 bytes; a GPU from Hopper on."""
     if q.dtype not in (torch.bfloat16, torch.float16) or (block_dim(q.shape[3]), True) not in CONFIGS:
         return False
-    if scale < 2**-100:  # masked scores are multiplied by it, in float32
+    if scale < 2**-100:  # it multiplies the masked scores, -inf, in float32
         return False
     if q.device.type == "cuda" and (torch.version.hip or torch.cuda.get_device_capability(q.device) < (9, 0)):
         return False
@@ -138,23 +121,22 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 @functools.cache
 def _descriptors() -> bool:
-    """Whether this Triton makes tensor descriptors on the host: from 3.4 on."""
+    """Whether this Triton makes tensor descriptors on the host (3.4 and later)."""
     return importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
 
 
 def _strides(x: Tensor) -> list[int]:
-    """Strides of (G, J, n), those of single entries replaced by one that suits."""
+    """Strides of (G, J, n); the stride of an axis of length 1, which is never used, becomes an aligned one."""
     return [step if size > 1 else 8 for step, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
 
 
 def _aligned(x: Tensor) -> bool:
-    steps = _strides(x)
-    fine = all(0 < step < 2**38 and step * x.element_size() % 16 == 0 for step in steps)
-    return fine and x.numel() > 0 and x.stride(3) == 1 and x.data_ptr() % 16 == 0
+    aligned = all(0 < step < 2**38 and step * x.element_size() % 16 == 0 for step in _strides(x))
+    return aligned and x.numel() > 0 and x.stride(3) == 1 and x.data_ptr() % 16 == 0
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """As `kernels.forward.forward`, of views that `serves` takes, without dropout."""
+    """As `dense.forward` for views that `serves` accepts, without dropout."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     groups, heads, n, dim = q.shape

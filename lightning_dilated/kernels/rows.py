@@ -1,4 +1,4 @@
-"""Rows picked by number, in one launch: into a buffer that the exchange sends, before an engine, and back into sums.
+"""Rows gathered, added and merged by their numbers, one launch each, for exchanges and for the batches they bring.
 
 Shape letters: B batch, L tokens, J heads, D head dim; rows are numbered as in a contiguous (B, L, J) tensor.
 """
@@ -13,8 +13,9 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dilated import kernels
+from lightning_dilated.kernels.tiles import merge_factors
 
-#: elements of a row that a program moves at a time, and its warps
+#: elements that a program moves at a time, and its warps
 ELEMENTS, WARPS = 2048, 4
 
 
@@ -67,33 +68,32 @@ def _add(
             tl.atomic_add(second + target, row, mask=mask, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count", "wants", "length", "heads"])
+@triton.jit(do_not_specialize=["count", "queries", "length", "heads"])
 def _merge(
-    out, lse, rows, part, part_sb, part_sn, part_lse, count, wants, length, heads,
+    out, lse, rows, part, part_sb, part_sn, part_lse, count, queries, length, heads,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     i, column = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     number = tl.load(rows + i, mask=i < count, other=0)
     sample, token, head = _locate(number, length, heads)
     at = (sample * heads + head) * length + token
-    before = tl.load(lse + at, mask=i < count, other=0.0)
-    coming = tl.load(part_lse + i, mask=i < count, other=0.0).to(before.dtype)
-    most = tl.maximum(before, coming)
-    most = tl.where(most == float("-inf"), 0.0, most)
-    total = most + tl.log(tl.exp(before - most) + tl.exp(coming - most))
-    kept = tl.where(total == float("-inf"), 0.0, total)
+    row_lse = tl.load(lse + at, mask=i < count, other=0.0)
+    new_lse = tl.load(part_lse + i, mask=i < count, other=0.0).to(row_lse.dtype)
+    before, now, top = merge_factors(row_lse, new_lse)
+    merged_lse = top + tl.log(before + now)
+    finite = tl.where(merged_lse == float("-inf"), 0.0, merged_lse)
     mask = (i < count)[:, None] & (column < DIM)[None, :]
     target = out + number[:, None] * DIM + column[None, :]
-    row = tl.load(part + (i // wants * part_sb + i % wants * part_sn)[:, None] + column[None, :], mask=mask)
-    held = tl.load(target, mask=mask)
-    held = held * tl.exp(before - kept)[:, None] + row.to(held.dtype) * tl.exp(coming - kept)[:, None]
-    tl.store(target, held, mask=mask)
+    new = tl.load(part + (i // queries * part_sb + i % queries * part_sn)[:, None] + column[None, :], mask=mask)
+    row = tl.load(target, mask=mask)
+    row = row * tl.exp(row_lse - finite)[:, None] + new.to(row.dtype) * tl.exp(new_lse - finite)[:, None]
+    tl.store(target, row, mask=mask)
     tl.debug_barrier()  # every warp has read the row's lse, which one of them replaces
-    tl.store(lse + at, total, mask=i < count)
+    tl.store(lse + at, merged_lse, mask=i < count)
 
 
 def _sizes(dim: int) -> dict[str, int]:
-    """Of a program, and its warps."""
+    """Sizes of a program, and its warps."""
     block = triton.next_power_of_2(dim)
     return {"DIM": dim, "BLOCK": block, "ROWS": max(1, ELEMENTS // block), "num_warps": WARPS}
 

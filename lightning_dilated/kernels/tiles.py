@@ -1,12 +1,9 @@
-"""What the attention kernels share: tiles of strided views, and the hash of attention dropout.
+"""Device functions that the kernels share: flash attention's loops over tiles, the dropout hash, the log-sum-exp merge.
 
-Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
+Shape letters: n query rows, m key rows, D head dim.
 """
 
 from __future__ import annotations
-
-import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -17,29 +14,18 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
 
-@dataclass(frozen=True)
-class Drop:
-    """Attention dropout of a call; see `attention.dropout` for the hash.
+def precision(q: Tensor) -> str:
+    """The `input_precision` of products: exact for float32, without effect on 16-bit types."""
+    return "ieee" if q.dtype == torch.float32 else "tf32"
 
-    Attributes:
-        state: 32-bit state of the hash after seed and branch.
-        threshold: pairs whose hash is below are dropped.
-        keep: 1 / (1 - p).
-        sample, head: (G, J) int64.
-        queries, keys: (G, J, n) and (G, J, m) int64 global positions.
-    """
 
-    state: int
-    threshold: int
-    keep: float
-    sample: Tensor
-    head: Tensor
-    queries: Tensor
-    keys: Tensor
+def block_dim(dim: int) -> int:
+    """Columns of a tile for a head dim: a power of two, at least the 16 that `tl.dot` needs."""
+    return max(16, triton.next_power_of_2(dim))
 
 
 @triton.jit
-def mix(x):
+def _mix(x):
     """A bijection of 32-bit integers."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -48,29 +34,15 @@ def mix(x):
 
 @triton.jit
 def fold(state, value):
-    """Chain a 64-bit value into a 32-bit state."""
+    """Chain a 64-bit value into a 32-bit state; equals `attention.dropout.fold`."""
     low, high = (value & 0xFFFFFFFF).to(tl.uint32), (value >> 32).to(tl.uint32)
-    state = mix(state ^ low)
-    return mix(state + high + 0x9E3779B1)
-
-
-@triton.jit
-def row_state_of(state, sample, head, queries, at, i, n):
-    """The hash's state of each query row (uint32)."""
-    start = tl.full([1], 0, tl.int64) + state
-    begun = fold(fold(start.to(tl.uint32), tl.load(sample + at)), tl.load(head + at))
-    return fold(begun, tl.load(queries + at * n + i, mask=i < n, other=0))
-
-
-@triton.jit
-def head_of(heads, tiles, pid):
-    """(group, head, tile) of program `pid`; tiles of a head are neighbours."""
-    return (pid // tiles // heads).to(tl.int64), (pid // tiles % heads).to(tl.int64), pid % tiles
+    state = _mix(state ^ low)
+    return _mix(state + high + 0x9E3779B1)
 
 
 @triton.jit
 def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, ALL: tl.constexpr):
-    """(rows, BLOCK) of a view; zeros beyond its rows and columns."""
+    """Rows i of a strided view, (len(i), BLOCK); zeros beyond its rows and columns. ALL: every row exists."""
     at = base + i.to(tl.int64)[:, None] * stride + column[None, :]
     if ALL and DIM == BLOCK:
         return tl.load(at)
@@ -81,37 +53,194 @@ def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, 
     return tl.load(at, mask=(i < rows)[:, None] & (column < DIM)[None, :], other=0.0)
 
 
-@functools.lru_cache(maxsize=64)
-def hilbert(heads: int, tiles: int, device: torch.device) -> Tensor:
-    """(heads * tiles,) int32: programs head * tiles + tile along Hilbert curves over squares of as many heads as tiles."""
-    side = triton.next_power_of_2(tiles)
-    curve = torch.arange(side * side)
-    x, y, rest, width = torch.zeros_like(curve), torch.zeros_like(curve), curve, 1
-    while width < side:
-        right, up = rest // 2 % 2, (rest ^ rest // 2) % 2
-        turned, mirrored = up == 0, (up == 0) & (right == 1)
-        x, y = torch.where(mirrored, width - 1 - x, x), torch.where(mirrored, width - 1 - y, y)
-        x, y = torch.where(turned, y, x) + width * right, torch.where(turned, x, y) + width * up
-        rest, width = rest // 4, width * 2
-    first = torch.arange(0, heads, side)[:, None]
-    order = torch.where((first + x < heads) & (y < tiles), (first + x) * tiles + y, -1).flatten()
-    return order[order >= 0].to(torch.int32).to(device)
+@triton.jit
+def _attend(
+    acc, most, total, query, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold,
+    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`attend` over keys low..high; EDGE: some of them may be masked."""
+    column = tl.arange(0, BLOCK)
+    for first in tl.range(low, high, KEYS):
+        j = first + tl.arange(0, KEYS)
+        key = read(k, j, k_sn, column, m, DIM, BLOCK, not EDGE)
+        score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+        if EDGE:
+            seen = (j < m)[None, :]
+            if CAUSAL:
+                seen = seen & (j[None, :] <= i[:, None])
+            score = tl.where(seen, score, float("-inf"))
+        top = tl.maximum(most, tl.max(score, 1))
+        p = tl.exp2(score - top[:, None])
+        rescale = tl.exp2(most - top)
+        total = total * rescale + tl.sum(p, 1)
+        acc = acc * rescale[:, None]
+        if DROP:
+            hashed = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :])
+            p = tl.where(hashed >= threshold, p, 0.0)
+        value = read(v, j, v_sn, column, m, DIM, BLOCK, not EDGE)
+        acc = tl.dot(p.to(value.dtype), value, acc, input_precision=PRECISION)
+        most = top
+    return acc, most, total
 
 
-def dropping(drop: Drop | None, q: Tensor) -> dict[str, object]:
-    """The kernels' arguments of dropout; without any, stand-ins that are not read."""
-    if drop is None:
-        none = {name: q for name in ("sample", "head", "queries", "keys")}
-        return {"state": 0, "threshold": 0, "keep": 1.0, **none, "DROP": False}
-    given = {name: getattr(drop, name).contiguous() for name in ("sample", "head", "queries", "keys")}
-    return {"state": drop.state, "threshold": drop.threshold, "keep": drop.keep, **given, "DROP": True}
+@triton.jit
+def attend(
+    acc, most, total, query, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The online softmax of query rows i of a tile over every key that they see (arXiv 2307.08691, algorithm 1).
+
+    Takes and returns acc (ROWS, BLOCK), the sum of values by their weights, and the weights' maximum `most`, a power of 2,
+    and sum `total`. `row_state`: the dropout hash of each row; `keys`: global positions of the keys.
+    """
+    high = m
+    whole = m // KEYS * KEYS
+    if CAUSAL:
+        high = tl.minimum((tile + 1) * ROWS, m)
+        whole = tile * ROWS // KEYS * KEYS
+    acc, most, total = _attend(
+        acc, most, total, query, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold,
+        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
+    return _attend(
+        acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold,
+        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
 
 
-def precision(q: Tensor) -> str:
-    """How float32 products are taken: exactly; the two 16-bit types have one way only."""
-    return "ieee" if q.dtype == torch.float32 else "tf32"
+@triton.jit
+def _key_gradients(
+    dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, low, high, n, m, scale, hash_state, queries, key_positions,
+    threshold, keep,
+    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`key_gradients` over query rows low..high; EDGE: some of them may be masked."""
+    column = tl.arange(0, BLOCK)
+    for first in tl.range(low, high, ROWS):
+        i = first + tl.arange(0, ROWS)
+        query = read(q, i, q_sn, column, n, DIM, BLOCK, not EDGE)
+        do = read(grad, i, g_sn, column, n, DIM, BLOCK, not EDGE)
+        if EDGE:
+            row_lse = tl.load(lse + i, mask=i < n, other=float("inf"))
+            row_delta = tl.load(delta + i, mask=i < n, other=0.0)
+        else:
+            row_lse = tl.load(lse + i)
+            row_delta = tl.load(delta + i)
+        score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
+        p = tl.exp2(score - (row_lse * LOG2E)[None, :])
+        if EDGE:
+            seen = (i < n)[None, :] & (j < m)[:, None]
+            if CAUSAL:
+                seen = seen & (j[:, None] <= i[None, :])
+            p = tl.where(seen, p, 0.0)
+        dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
+        weight = p
+        if DROP:
+            row_state = fold(hash_state, tl.load(queries + i, mask=i < n, other=0))
+            kept = fold(row_state[None, :], key_positions[:, None]) >= threshold
+            weight = tl.where(kept, p * keep, 0.0)
+            dp = tl.where(kept, dp * keep, 0.0)
+        dv = tl.dot(weight.to(do.dtype), do, dv, input_precision=PRECISION)
+        ds = p * (dp - row_delta[None, :])
+        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision=PRECISION)
+    return dk, dv
 
 
-def block_dim(dim: int) -> int:
-    """Columns of a tile: the matrix units take 16 at least."""
-    return max(16, triton.next_power_of_2(dim))
+@triton.jit
+def key_gradients(
+    key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, m, scale, hash_state, queries, key_positions, threshold, keep,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """(dk without the scale, dv), (KEYS, BLOCK) each, of keys j of a tile (arXiv 2307.08691, algorithm 2).
+
+    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows.
+    """
+    dk = tl.zeros([KEYS, BLOCK], tl.float32)
+    dv = tl.zeros([KEYS, BLOCK], tl.float32)
+    begin = 0
+    whole = n // ROWS * ROWS
+    if CAUSAL:  # rows before the tile see none of its keys; rows within it see some
+        begin = tl.minimum(tl.cdiv((tile + 1) * KEYS, ROWS) * ROWS, n)
+        dk, dv = _key_gradients(
+            dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, tile * KEYS // ROWS * ROWS, begin, n, m, scale,
+            hash_state, queries, key_positions, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
+        )  # fmt: skip
+        whole = tl.maximum(whole, begin)
+    # keys beyond m are zeros and their gradients are not stored, so only rows beyond n need a mask
+    dk, dv = _key_gradients(
+        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, begin, whole, n, m, scale, hash_state, queries,
+        key_positions, threshold, keep, CAUSAL, False, DROP, PRECISION, ROWS, DIM, BLOCK,
+    )  # fmt: skip
+    return _key_gradients(
+        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, whole, n, n, m, scale, hash_state, queries,
+        key_positions, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def _query_gradient(
+    dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold, keep,
+    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`query_gradient` over keys low..high; EDGE: some of them may be masked."""
+    column = tl.arange(0, BLOCK)
+    for first in tl.range(low, high, KEYS):
+        j = first + tl.arange(0, KEYS)
+        key = read(k, j, k_sn, column, m, DIM, BLOCK, not EDGE)
+        value = read(v, j, v_sn, column, m, DIM, BLOCK, not EDGE)
+        p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - row_lse[:, None])
+        if EDGE:
+            seen = (j < m)[None, :]
+            if CAUSAL:
+                seen = seen & (j[None, :] <= i[:, None])
+            p = tl.where(seen, p, 0.0)
+        dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
+        if DROP:
+            kept = fold(row_state[:, None], tl.load(keys + j, mask=j < m, other=0)[None, :]) >= threshold
+            dp = tl.where(kept, dp * keep, 0.0)
+        ds = p * (dp - row_delta[:, None])
+        dq = tl.dot(ds.to(key.dtype), key, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit
+def query_gradient(
+    query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold, keep,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """dq without the scale, (ROWS, BLOCK), of query rows i of a tile; arguments as in `attend`, `row_lse` in powers of 2."""
+    dq = tl.zeros([ROWS, BLOCK], tl.float32)
+    high = m
+    whole = m // KEYS * KEYS
+    if CAUSAL:
+        high = tl.minimum((tile + 1) * ROWS, m)
+        whole = tile * ROWS // KEYS * KEYS
+    dq = _query_gradient(
+        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold, keep,
+        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
+    return _query_gradient(
+        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold, keep,
+        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+    )  # fmt: skip
+
+
+@triton.jit
+def merge_factors(a, b):
+    """(exp(a - top), exp(b - top), top) of two log-sum-exps, top = max(a, b); (0, 0, -inf) where both are -inf."""
+    top = tl.maximum(a, b)
+    finite = tl.where(top == float("-inf"), 0.0, top)
+    return tl.exp(a - finite), tl.exp(b - finite), top
+
+
+@triton.jit
+def merge_part(acc, most, total, part, part_lse):
+    """Add part (rows, D) of log-sum-exp (rows,) to acc, the sum by weights with maximum `most` and sum `total`."""
+    before, now, top = merge_factors(most, part_lse)
+    return acc * before[:, None] + part * now[:, None], top, total * before + now

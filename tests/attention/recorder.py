@@ -1,7 +1,9 @@
-"""Engines that write down what the op hands them, put in the place of the real ones for one test."""
+"""Engines registered for one test: recorders of what the op hands them, and triton's kernels block by block."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -43,3 +45,23 @@ def record(monkeypatch: pytest.MonkeyPatch, name: str, base: Engine | None = Non
     resolve.forget()  # calls that chose the engine before
     monkeypatch.setitem(ENGINES, name, replace(base, name=name, forward=forward, backward=backward, **statements))
     return calls
+
+
+@contextlib.contextmanager
+def block_by_block() -> Iterator[list[tuple[int, ...]]]:
+    """The engine "blocks": `kernels.dense` for each block, also where a grouped launch or `kernels.pipelined` would serve.
+
+    Yields the shape of q in each forward so far.
+    """
+    from lightning_dilated.kernels import pipelined
+
+    shapes, triton = [], ENGINES["triton"]
+
+    def forward(q, *rest):
+        shapes.append(tuple(q.shape))
+        return triton.forward(q, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipelined, "serves", lambda *views: False)
+        patch.setitem(ENGINES, "blocks", replace(triton, name="blocks", forward=forward))
+        yield shapes

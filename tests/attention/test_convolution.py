@@ -29,7 +29,7 @@ def looped(x, weight, causal, documents):
     return y
 
 
-def made(taps, causal, channels=3):
+def convolution_of(taps, causal, channels=3):
     convolution = ShortConvolution(channels, taps, causal, dtype=torch.float64)
     torch.nn.init.normal_(convolution.weight)
     return convolution
@@ -40,19 +40,20 @@ def made(taps, causal, channels=3):
 @pytest.mark.parametrize("bounds", [None, [0, 5], [0, 1, 3, 5], [0, 2, 2, 5]], ids=str)
 def test_equals_a_loop(taps, causal, bounds):
     torch.manual_seed(taps)
-    convolution, x = made(taps, causal), torch.randn(1 if bounds else 2, 5, 3, dtype=torch.float64, requires_grad=True)
+    convolution = convolution_of(taps, causal)
+    x = torch.randn(1 if bounds else 2, 5, 3, dtype=torch.float64, requires_grad=True)
     documents = [(0, *cut) for cut in pairwise(bounds)] if bounds else [(0, 0, 5), (1, 0, 5)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32) if bounds else None
-    found, want = convolution(x, cu_seqlens=cu_seqlens), looped(x, convolution.weight, causal, documents)
-    torch.testing.assert_close(found, want)
-    grad, leaves = torch.randn_like(found), (x, convolution.weight)
-    torch.testing.assert_close(torch.autograd.grad(found, leaves, grad), torch.autograd.grad(want, leaves, grad))
+    got, want = convolution(x, cu_seqlens=cu_seqlens), looped(x, convolution.weight, causal, documents)
+    torch.testing.assert_close(got, want)
+    grad, leaves = torch.randn_like(got), (x, convolution.weight)
+    torch.testing.assert_close(torch.autograd.grad(got, leaves, grad), torch.autograd.grad(want, leaves, grad))
 
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_padding_is_not_seen(causal):
     torch.manual_seed(0)
-    convolution, x, lengths = made(4, causal), torch.randn(3, 6, 3, dtype=torch.float64), [6, 2, 0]
+    convolution, x, lengths = convolution_of(4, causal), torch.randn(3, 6, 3, dtype=torch.float64), [6, 2, 0]
     y = convolution(x, lengths=torch.tensor(lengths))
     want = looped(x, convolution.weight, causal, [(b, 0, n) for b, n in enumerate(lengths)])
     for b, n in enumerate(lengths):
@@ -72,20 +73,20 @@ def test_starts_as_the_identity():
 
 def layer(kv_heads=2, causal=True, position_encoding="rotary", taps=3):
     torch.manual_seed(1)
-    made = MultiheadDilatedAttention(
+    module = MultiheadDilatedAttention(
         32, 4, PATTERN, num_kv_heads=kv_heads, causal=causal, position_encoding=position_encoding, kv_conv=taps,
         dtype=torch.float64,
     )  # fmt: skip
-    torch.nn.init.normal_(made.kv_conv.weight, std=0.5)
-    return made
+    torch.nn.init.normal_(module.kv_conv.weight, std=0.5)
+    return module
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("position_encoding", ["none", "rotary"])
-def test_layer_convolves_keys_and_values_before_the_turn(causal, position_encoding):
+def test_layer_convolves_keys_and_values_before_the_rotation(causal, position_encoding):
     module = layer(causal=causal, position_encoding=position_encoding)
     x, documents = torch.randn(1, 21, 32, dtype=torch.float64), [0, 4, 21]
-    found, _ = module(x, cu_seqlens=torch.tensor(documents, dtype=torch.int32))
+    got, _ = module(x, cu_seqlens=torch.tensor(documents, dtype=torch.int32))
     q, k, v = (x @ module.in_proj_weight.T).split([32, 16, 16], -1)
     cuts = [(0, *cut) for cut in pairwise(documents)]
     k, v = looped(torch.cat([k, v], -1), module.kv_conv.weight, causal, cuts).split([16, 16], -1)
@@ -93,7 +94,7 @@ def test_layer_convolves_keys_and_values_before_the_turn(causal, position_encodi
     if position_encoding == "rotary":
         q, k = module.rotary.table(x, x.dtype).rotate(q, k)
     out = module.attention(q, k, v, cu_seqlens=torch.tensor(documents, dtype=torch.int32))
-    torch.testing.assert_close(found, module.join(out))
+    torch.testing.assert_close(got, module.join(out))
 
 
 @pytest.mark.parametrize("prompt", [0, 1, 2, 9])

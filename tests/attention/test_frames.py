@@ -1,4 +1,4 @@
-"""Python's frames: what is called in a loop, however deep, asks the system for memory once."""
+"""with_room: a call in a loop allocates no stack chunk at any depth of the caller."""
 
 import resource
 import sys
@@ -16,7 +16,7 @@ def leaf(x):
 
 
 def faults(_=None):
-    """Pages that the system had to find while a function was called again and again: one at least for each new chunk."""
+    """Page faults while a function is called repeatedly: at least one for each new chunk."""
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for i in range(CALLS):
         leaf(i)
@@ -28,7 +28,7 @@ def at(depth, function):
 
 
 def most(function):
-    """Of all depths within some chunks of 16 KiB."""
+    """The most page faults over depths that span several chunks of 16 KiB."""
     return max(at(depth, function) for depth in range(350))
 
 
@@ -36,7 +36,7 @@ def test_loops_do_not_ask_for_memory():
     assert most(lambda: with_room(faults)(None)) < CALLS // 3
 
 
-@pytest.mark.skipif(not (3, 11) <= sys.version_info < (3, 13), reason="of these versions no release was mended")
+@pytest.mark.skipif(not (3, 11) <= sys.version_info < (3, 13), reason="no release of these versions has the fix")
 def test_without_room_they_do():
     assert most(faults) >= CALLS
 
@@ -48,5 +48,5 @@ def test_results_and_errors_pass():
 
 
 def test_the_op_has_room():
-    """Both of its halves; the stack of an ordinary function is some entries high."""
+    """Forward and backward; the stack of an ordinary function has a few entries."""
     assert min(f.__code__.co_stacksize for f in (op.run_forward, op.run_backward)) > 2048

@@ -10,7 +10,7 @@ from lightning_dilated.attention.backends import ENGINES, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.pattern import Branch, DilatedPattern
 
-from .recorder import record
+from .recorder import block_by_block, record
 from .reference import GRADIENTS, close, close_lse, error, gradients, leaves, plain
 from .strategies import Case
 
@@ -238,7 +238,7 @@ def test_cuda_graph(engine):
     close("out", out, call(), 1e-2)
 
 
-@pytest.mark.parametrize("engine", ["triton", "triton:linear", "cudnn"])
+@pytest.mark.parametrize("engine", ["triton", "blocks", "cudnn"])
 def test_long_calls(engine):
     """Stretches on two streams, results in place, and several launches, beside the same call in one piece of torch."""
     for batch, tokens in ((1, 9 * 4096), (2, 5 * 4096)):
@@ -251,8 +251,10 @@ def test_long_calls(engine):
                 patch.setattr(grouped, "LIMIT", 2 * unit)
                 resolve.forget()
                 x = leaves(q, k, v)
-                got = dilated_attention(*x, pattern, causal=True, engine=engine)
-                got = [got, *gradients(got, x, grad)]
+                with block_by_block() as shapes:
+                    got = dilated_attention(*x, pattern, causal=True, engine=engine)
+                    got = [got, *gradients(got, x, grad)]
+                assert bool(shapes) == (engine == "blocks")
                 patch.setattr(fused, "OVERLAP", 0.0)
                 patch.setattr(grouped, "LIMIT", 0)
                 x = leaves(q, k, v)

@@ -22,10 +22,10 @@ class Forgetful:
 
     def __init__(self, monkeypatch, mended: bool):
         self.first, self.copies, self.handed_on, self.mended = {}, 0, 0, mended
-        base, laid = ENGINES["math"], sdpa._laid
+        base, copy = ENGINES["math"], sdpa._copy
         resolve.forget()
         monkeypatch.setattr(sdpa, "_READ", {})
-        monkeypatch.setattr(sdpa, "_laid", lambda *given: (setattr(self, "copies", self.copies + 1), laid(*given))[1])
+        monkeypatch.setattr(sdpa, "_copy", lambda *given: (setattr(self, "copies", self.copies + 1), copy(*given))[1])
         engine = replace(base, backward=lambda *given: self.backward(base, *given))
         monkeypatch.setitem(ENGINES, "cpu_flash", replace(engine, name="cpu_flash"))
 
@@ -93,11 +93,11 @@ def test_short_calls_after_a_long_one(monkeypatch, flash):
 
 def test_copies_are_said_once(monkeypatch, caplog):
     caplog.set_level("INFO", "lightning_dilated")
-    sdpa._say_copies.cache_clear()
+    sdpa._log_copies.cache_clear()
     engine = Forgetful(monkeypatch, mended=True)
     assert engine.worst(GROWS) < 1e-10 and not caplog.messages
     assert max(engine.worst(GROWS.but(seq_len=n)) for n in (320, 448, 576)) < 1e-10
-    assert len(caplog.messages) == 1 and "otherwise than in an earlier call" in caplog.messages[0]
+    assert len(caplog.messages) == 1 and "than in an earlier call" in caplog.messages[0]
 
 
 def dq(model, tokens):

@@ -61,11 +61,11 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("made, called", CALLS.values(), ids=CALLS)
-def test_is_the_op(made, called):
+@pytest.mark.parametrize("options, called", CALLS.values(), ids=CALLS)
+def test_is_the_op(options, called):
     q, k, v = (torch.randn(1 if "cu_seqlens" in called else 2, 9, h, 6) for h in (4, 2, 2))
-    want = dilated_attention(q, k, v, PATTERN, **{**made, **called})
-    assert torch.equal(DilatedAttention(PATTERN, **made)(q, k, v, **called), want)
+    want = dilated_attention(q, k, v, PATTERN, **{**options, **called})
+    assert torch.equal(DilatedAttention(PATTERN, **options)(q, k, v, **called), want)
 
 
 def test_dropout_follows_the_mode():
@@ -214,7 +214,7 @@ def test_sub_layernorm_comes_before_the_projection():
 
 @pytest.mark.parametrize("rotary", [False, True], ids=["none", "rotary"])
 def test_projection_is_not_copied(monkeypatch, rotary):
-    """q, k, v reach the engine as views of one projection; with rotary v has its own, which keeps no unturned q and k."""
+    """q, k, v reach the engine as views of one projection; with rotary v has its own, which keeps no unrotated q and k."""
     calls, projected, linear = record(monkeypatch, "math"), [], nn.functional.linear
     monkeypatch.setattr(nn.functional, "linear", lambda *args: projected.append(linear(*args)) or projected[-1])
     layer(num_kv_heads=2, engine="math", position_encoding="rotary" if rotary else "none")(rand(2, 32))

@@ -1,4 +1,4 @@
-"""Processes in which Triton's interpreter runs the kernels on the CPU: the choice is made when they are first imported."""
+"""Processes in which Triton's interpreter runs the kernels on the CPU, which is fixed at their first import."""
 
 import importlib.util
 import os

@@ -8,6 +8,7 @@ import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
 
+from ..attention.recorder import block_by_block
 from ..attention.reference import GRADIENTS, close, gradients, leaves
 from ..attention.strategies import Case
 from ..attention.test_equals_oracle import check
@@ -20,10 +21,15 @@ def random_calls(rank, group, number, examples):
 
     torch.use_deterministic_algorithms(True)  # what torch.empty makes is NaN until it is written
     chosen = random.Random(number)
-    for _ in range(examples):
-        sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
-        dense.WIDE, dense.WIDE_BACKWARD = dict.fromkeys([16, 32, 64], sizes[0]), dict.fromkeys([16, 32, 64], sizes[1])
-        check(drawn(chosen), "triton:linear", torch.float32, 1e-5)  # block by block
+    with block_by_block() as shapes:
+        for _ in range(examples):
+            sizes = [(chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 1) for _ in range(2)]
+            dense.WIDE, dense.WIDE_BACKWARD = (
+                dict.fromkeys([16, 32, 64], sizes[0]),
+                dict.fromkeys([16, 32, 64], sizes[1]),
+            )
+            check(drawn(chosen), "blocks", torch.float32, 1e-5)
+    assert len(shapes) >= examples
 
 
 @pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 60, marks=pytest.mark.slow)])
@@ -36,7 +42,7 @@ def pipelined_calls(rank, group, number, examples):
     from lightning_dilated.kernels import pipelined
 
     torch.use_deterministic_algorithms(True)
-    chosen, made = random.Random(number), torch.Generator().manual_seed(number)
+    chosen, generator = random.Random(number), torch.Generator().manual_seed(number)
     for _ in range(examples):
         causal, dim, rate = chosen.random() < 0.5, chosen.choice([8, 16, 24, 48]), chosen.choice([1, 2, 3])
         groups, heads, n = chosen.randint(1, 3), chosen.randint(1, 2), chosen.randint(1, 100)
@@ -44,7 +50,7 @@ def pipelined_calls(rank, group, number, examples):
         pipelined.CONFIGS = dict.fromkeys(pipelined.CONFIGS, (chosen.choice([16, 32]), chosen.choice([16, 32]), 4, 2))
         views = []
         for rows in (n, m, m):
-            x = torch.randn(groups * rows * rate + rate, heads, dim, generator=made).half()
+            x = torch.randn(groups * rows * rate + rate, heads, dim, generator=generator).half()
             strides = rows * rate * heads * dim, dim, rate * heads * dim, 1
             views.append(x.as_strided((groups, heads, rows, dim), strides, heads * dim * chosen.randrange(rate)))
         assert pipelined.serves(*views, 0.3)
@@ -83,16 +89,18 @@ def test_what_is_not_pipelined():
 def one_call(rank, group, case, dtype, dropout):
     """{name: (error, allowed)} against the math engine in float32, which is tested by itself."""
     q, k, v, grad = case.tensors(dtype)
-    found = []
-    for engine, wide in (("triton:linear", dtype), ("math", torch.float32)):
-        x = leaves(q, k, v, dtype=wide)
-        torch.manual_seed(3)
-        out = case.run(*x, engine=engine, dropout=dropout)
-        found.append([out, *gradients(out, x, grad.to(wide))])
+    results = []
+    with block_by_block() as shapes:
+        for engine, wide in (("blocks", dtype), ("math", torch.float32)):
+            x = leaves(q, k, v, dtype=wide)
+            torch.manual_seed(3)
+            out = case.run(*x, engine=engine, dropout=dropout)
+            results.append([out, *gradients(out, x, grad.to(wide))])
+    assert shapes
     tol = {torch.float32: 1e-5, torch.float16: 4e-3}[dtype]
-    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         close(f"{name} of {case}", a, b, tol, floor=1.0)
-    return float(found[0][0].abs().max())
+    return float(results[0][0].abs().max())
 
 
 LONGER = Case(DilatedPattern([(64, 1), (100, 3)]), 1, 150, 2, 1, 24, causal=True)
@@ -111,32 +119,6 @@ def test_dropout(interpreter, causal):
     interpreter.run(1, one_call, LONGER.but(causal=causal, batch=2, lengths=(150, 70)), torch.float32, 0.4)
 
 
-def tile_orders(rank, group):
-    """out of each order of tiles, for rows of several tiles of keys."""
-    from lightning_dilated.kernels import dense
-
-    dense.WIDE = dict.fromkeys(dense.WIDE, (16, 16, 4, 1))
-    q, k, v, _ = LONGER.tensors(torch.float32)
-    return [LONGER.run(q, k, v, engine=f"triton:{order}").detach() for order in ("linear", "hilbert", "sawtooth")]
-
-
-def test_tile_orders(interpreter):
-    linear, hilbert, sawtooth = interpreter.run(1, tile_orders)[0]
-    assert torch.equal(linear, hilbert) and not torch.equal(linear, sawtooth)
-    torch.testing.assert_close(linear, sawtooth)
-
-
-@pytest.mark.parametrize("heads, tiles", [(1, 1), (5, 3), (12, 8), (7, 32)])
-def test_hilbert_curves_have_every_tile_once(heads, tiles):
-    from lightning_dilated.kernels.tiles import hilbert
-
-    order = hilbert(heads, tiles, torch.device("cpu"))
-    assert order.sort().values.tolist() == list(range(heads * tiles))
-    if (heads, tiles) == (12, 8):  # neighbours on a curve are neighbours
-        apart = torch.stack([order[:64] // 8, order[:64] % 8]).diff().abs().sum(0)
-        assert (apart == 1).all()
-
-
 @pytest.mark.parametrize("scale", [0.0, -0.3, 2.0])
 def test_any_scale(interpreter, scale):
     interpreter.run(1, one_call, LONGER.but(scale=scale, seq_len=40), torch.float32, 0.0)
@@ -148,12 +130,12 @@ def test_head_dims(interpreter, head_dim):
 
 
 def on_two_ranks(rank, group, dropout):
-    """out and gradients of this rank's tokens, beside those of one rank, of the same seed."""
+    """The largest difference of out and gradients of this rank's tokens from those of one rank with the same seed."""
     from lightning_dilated.sequence import SequenceGroup
 
     pattern, n = DilatedPattern([(8, 1), (None, 3)]), 30
-    made = torch.Generator().manual_seed(0)
-    *full, grad = (torch.randn(1, n, 2, 8, generator=made) for _ in range(4))
+    generator = torch.Generator().manual_seed(0)
+    *full, grad = (torch.randn(1, n, 2, 8, generator=generator) for _ in range(4))
 
     def call(inputs, grad, **options):
         torch.manual_seed(5)
@@ -162,11 +144,11 @@ def on_two_ranks(rank, group, dropout):
         return [out, *gradients(out, inputs, grad)]
 
     sequence = SequenceGroup(group)
-    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
-    got = call([x[:, mine] for x in full], grad[:, mine], sequence=sequence)
+    local = [p for run in sequence.shard(n).ranges(rank) for p in run]
+    got = call([x[:, local] for x in full], grad[:, local], sequence=sequence)
     sequence.close()
     assert all(x.isfinite().all() for x in got)
-    return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call(full, grad), strict=True))
+    return max(float((a - b[:, local]).abs().max()) for a, b in zip(got, call(full, grad), strict=True))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
@@ -179,16 +161,15 @@ def chained(rank, group, number, examples, device="cpu"):
 
     Against one call over all keys, scattered to the same rows.
     """
-    from lightning_dilated.kernels.dense import Into, forward
-    from lightning_dilated.kernels.tiles import Drop
+    from lightning_dilated.kernels.dense import Drop, Into, forward
 
     torch.use_deterministic_algorithms(True)
-    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     for _ in range(examples):
         groups, heads, n, m = (chosen.randint(1, most) for most in (2, 2, 40, 60))
         dim = chosen.choice([5, 16, 20])
-        q, k, v = (torch.randn(groups, heads, rows, dim, generator=made, device=device) for rows in (n, m, m))
-        at = torch.randperm(groups * heads * n + 4, generator=made, device=device)[: groups * heads * n].view(
+        q, k, v = (torch.randn(groups, heads, rows, dim, generator=generator, device=device) for rows in (n, m, m))
+        at = torch.randperm(groups * heads * n + 4, generator=generator, device=device)[: groups * heads * n].view(
             groups, heads, n
         )
         batch, all_heads = chosen.choice([(b, h) for b in (1, 2) for h in (1, 2) if (at.numel() + 4) % (b * h) == 0])

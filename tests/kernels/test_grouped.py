@@ -42,8 +42,8 @@ def counted():
     launches, plans, real = [], [], grouped.plan
 
     def plan(*args):
-        plans.append((found := real(*args)) is not None)
-        return found
+        plans.append((works := real(*args)) is not None)
+        return works
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "plan", plan)
@@ -108,14 +108,14 @@ def dropped(rank, group, case):
     torch.use_deterministic_algorithms(True)
     small_tiles(random.Random(1))
     q, k, v, grad = case.tensors(torch.float32)
-    found = []
+    results = []
     with counted() as (_, plans):
         for engine in ("triton", "math"):
             x = leaves(q, k, v)
             torch.manual_seed(3)
             out = case.run(*x, engine=engine, dropout=0.4)
-            found.append([out, *gradients(out, x, grad)])
-    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+            results.append([out, *gradients(out, x, grad)])
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         close(f"{name} of {case}", a, b, 1e-5, floor=1.0)
     assert plans == [True, True, False, False]
 
@@ -139,8 +139,8 @@ def on_ranks(rank, group, dropout):
     """The largest errors of out and gradients on this rank: gradients are added to what other ranks sent."""
     torch.use_deterministic_algorithms(True)
     n, pattern = 23, DilatedPattern([(4, 1), (9, 2), (None, 3)])
-    made = torch.Generator().manual_seed(1)
-    *full, grad = (torch.randn(1, n, heads, 8, generator=made) for heads in (4, 2, 2, 4))
+    generator = torch.Generator().manual_seed(1)
+    *full, grad = (torch.randn(1, n, heads, 8, generator=generator) for heads in (4, 2, 2, 4))
 
     def call(engine, inputs, grad, **options):
         torch.manual_seed(5)
@@ -149,13 +149,13 @@ def on_ranks(rank, group, dropout):
         return [out, *gradients(out, inputs, grad)]
 
     sequence = SequenceGroup(group, exchange="gather")
-    mine = [p for held in sequence.shard(n).ranges(rank) for p in held]
+    local = [p for run in sequence.shard(n).ranges(rank) for p in run]
     with counted() as (launches, plans):
-        got = call("triton", [x[:, mine] for x in full], grad[:, mine], sequence=sequence)
+        got = call("triton", [x[:, local] for x in full], grad[:, local], sequence=sequence)
     sequence.close()
     assert all(plans) and launches.count("_grouped_sum") == 3
     assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
-    return max(float((a - b[:, mine]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
+    return max(float((a - b[:, local]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
 
 
 @pytest.mark.parametrize("dropout", [pytest.param(0.0, marks=pytest.mark.slow), 0.4])
@@ -202,13 +202,13 @@ def test_large_calls_go_block_by_block(interpreter):
 def narrow(rank, group):
     """float16 with tiles of its own; bfloat16 is for a GPU, since the interpreter multiplies its bits as integers."""
     q, k, v, grad = LONGER.tensors(torch.float16)
-    found = []
+    results = []
     with counted() as (_, plans):
         for engine, dtype in (("triton", torch.float16), ("math", torch.float32)):
             x = leaves(q, k, v, dtype=dtype)
             out = LONGER.run(*x, engine=engine)
-            found.append([out, *gradients(out, x, grad.to(dtype))])
-    for name, a, b in zip(("out", *GRADIENTS), *found, strict=True):
+            results.append([out, *gradients(out, x, grad.to(dtype))])
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
         close(name, a, b, 4e-3, floor=1.0)
     assert plans[:2] == [True, True]
 

@@ -1,4 +1,4 @@
-"""Kernels that move or turn rows, in the interpreter and on a GPU: to the bit, or to rounding, what plain torch gives."""
+"""Kernels that move or rotate rows, in the interpreter and on a GPU: the bits of plain torch, or equal up to rounding."""
 
 import random
 
@@ -12,25 +12,27 @@ from lightning_dilated.sequence.exchange import row_ops as exchanged
 from ..attention.reference import close
 
 
-def turned(rank, group, number, examples, device="cpu"):
+def rotated(rank, group, number, examples, device="cpu"):
     """q and k and the gradient of the projection, for tables with and without a batch, with xPos and without."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rotary
 
-    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     for _ in range(examples):
         rotary.ELEMENTS = chosen.choice([8, 64])
         batch, n, heads, kv_heads = (chosen.randint(1, 3) for _ in range(4))
         n, dim = chosen.choice([1, n * 7]), 2 * chosen.choice([1, 3, 8, 9])
-        positions = torch.randint(0, 500, (batch, n) if chosen.random() < 0.5 else (n,), generator=made, device=device)
+        positions = torch.randint(
+            0, 500, (batch, n) if chosen.random() < 0.5 else (n,), generator=generator, device=device
+        )
         table = Rotary(dim, 10000.0, chosen.choice([None, 512.0]))(positions)
-        flat = torch.randn(batch, n, (heads + kv_heads) * dim + 3, generator=made, device=device)
+        flat = torch.randn(batch, n, (heads + kv_heads) * dim + 3, generator=generator, device=device)
         joint = flat[..., : (heads + kv_heads) * dim].unflatten(-1, (-1, dim)).requires_grad_()
-        given = table.cos, table.sin, table.scale
-        got = turn(joint, *given, heads)
-        want = rotate(joint[:, :, :heads], joint[:, :, heads:], *given)
+        tensors = table.cos, table.sin, table.scale
+        got = turn(joint, *tensors, heads)
+        want = rotate(joint[:, :, :heads], joint[:, :, heads:], *tensors)
         grads = [
-            torch.randn(x.shape, generator=made, device=device).transpose(1, 2).contiguous().transpose(1, 2)
+            torch.randn(x.shape, generator=generator, device=device).transpose(1, 2).contiguous().transpose(1, 2)
             for x in got
         ]
         pairs = list(zip(got, want, strict=True))
@@ -63,32 +65,32 @@ def test_tables_of_other_shapes(interpreter):
 
 @pytest.mark.parametrize("number, examples", [(0, 12), pytest.param(1, 150, marks=pytest.mark.slow)])
 def test_turn(interpreter, number, examples):
-    interpreter.run(1, turned, number, examples)
+    interpreter.run(1, rotated, number, examples)
 
 
 @pytest.mark.gpu
 def test_turn_on_a_gpu():
-    turned(0, None, 2, 20, "cuda")
+    rotated(0, None, 2, 20, "cuda")
 
 
 def packed(rank, group, number, examples, device="cpu"):
-    """Rows of views of one projection, to given places and one after another."""
+    """Rows of views of one projection, copied to arbitrary places and one after another."""
     torch.use_deterministic_algorithms(True)
     from lightning_dilated.kernels import rows as kernel
 
-    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     for _ in range(examples):
         kernel.ELEMENTS = chosen.choice([16, 64])
         batch, n, heads = (chosen.randint(1, most) for most in (3, 9, 3))
         dim = chosen.choice([3, 8, 20])
         dtype = chosen.choice([torch.float32, torch.float16, torch.bfloat16])
-        a, b = torch.randn(batch, n, 2 * heads, dim, generator=made, device=device).to(dtype).split(heads, 2)
-        rows = torch.randint(0, batch * n * heads, (chosen.randint(0, 40),), generator=made, device=device)
+        a, b = torch.randn(batch, n, 2 * heads, dim, generator=generator, device=device).to(dtype).split(heads, 2)
+        rows = torch.randint(0, batch * n * heads, (chosen.randint(0, 40),), generator=generator, device=device)
         want = torch.stack([x.reshape(-1, dim)[rows] for x in (a, b)], 1)
         assert exchanged._pairs(a, b)
         assert torch.equal(exchanged.pair(a, b, rows), want)
         at, buffer = (
-            torch.randperm(len(rows) + 5, generator=made, device=device)[: len(rows)],
+            torch.randperm(len(rows) + 5, generator=generator, device=device)[: len(rows)],
             a.new_zeros(len(rows) + 5, 2, dim),
         )
         exchanged.pack_rows(a, b, rows, at, buffer)
@@ -107,7 +109,7 @@ def test_pack_on_a_gpu():
 
 
 def moved(rank, group, number, examples, device="cpu"):
-    """Rows taken from any strides, taken apart, added where numbers repeat and where they do not, and merged."""
+    """Rows gathered from any strides, split, added where numbers repeat and where they do not, and merged."""
     from lightning_dilated.kernels import rows as kernel
 
     before, exchanged.MANY = (exchanged.MANY, kernel.ELEMENTS), 1
@@ -121,9 +123,9 @@ def move(number, examples, device):
     from lightning_dilated.attention.executors import remote as rowwise
     from lightning_dilated.kernels import rows as kernel
 
-    chosen, made = random.Random(number), torch.Generator(device).manual_seed(number)
+    chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     torch.use_deterministic_algorithms(False)  # it leaves sums of repeated numbers to torch
-    some = lambda *shape: torch.randn(*shape, generator=made, device=device)  # noqa: E731
+    normal = lambda *shape: torch.randn(*shape, generator=generator, device=device)  # noqa: E731
     for _ in range(examples):
         kernel.ELEMENTS = chosen.choice([16, 64] if device == "cpu" else [64, 2048])
         large = device != "cpu" and kernel.ELEMENTS == 2048  # as in use
@@ -132,34 +134,34 @@ def move(number, examples, device):
         dtype, total = chosen.choice([torch.float32, torch.bfloat16]), batch * n * heads
         groups = chosen.randint(1, 2)
         some_rows = chosen.randint(1, 2 * total if large else 20)
-        numbers = torch.randint(0, total, (groups, some_rows), generator=made, device=device)
-        x = some(batch, heads, n, 2 * dim)[..., :dim].to(dtype).transpose(1, 2)
+        numbers = torch.randint(0, total, (groups, some_rows), generator=generator, device=device)
+        x = normal(batch, heads, n, 2 * dim)[..., :dim].to(dtype).transpose(1, 2)
         assert torch.equal(exchanged.take(x, numbers), x.reshape(-1, dim)[numbers])
-        store = some(total, 2, dim).to(dtype)
+        store = normal(total, 2, dim).to(dtype)
         for i, half in enumerate(exchanged.take_apart(store, numbers)):
             assert torch.equal(half, store[:, i][numbers])
             assert half.is_contiguous() or not kernels.available(half.device)
-        once = torch.randperm(total, generator=made, device=device)[: total - total % groups].view(groups, -1)
+        once = torch.randperm(total, generator=generator, device=device)[: total - total % groups].view(groups, -1)
         for rows, distinct in ((numbers, False), (once, False), (once, True)):
-            parts = [some(groups, rows.shape[1], 2, dim).to(dtype)[:, :, i] for i in range(2)]
+            parts = [normal(groups, rows.shape[1], 2, dim).to(dtype)[:, :, i] for i in range(2)]
             for given, shape in ((parts, (total, 2, dim)), (parts[:1], (total, dim))):
-                got = some(*shape)
+                got = normal(*shape)
                 want, given_once = got.double(), got.clone()
                 wide = torch.stack([p.double() for p in given], 2) if len(given) == 2 else given[0].double()
                 want.index_add_(0, rows.flatten(), wide.flatten(0, 1))
                 exchanged.add_at(got, rows, given, distinct)
                 close(f"{tuple(rows.shape)}, distinct {distinct}", got, want.float(), 1e-6, 1.0)
                 assert torch.equal(got, given_once) == (not rows.numel())
-        merged(rowwise.merge_rows, once, some, (batch, n, heads, dim), dtype)
+        merged(rowwise.merge_rows, once, normal, (batch, n, heads, dim), dtype)
 
 
-def merged(merge_rows, rows, some, shape, dtype):
-    """Against the sums written out in fp64; among rows that nothing was merged into before."""
+def merged(merge_rows, rows, normal, shape, dtype):
+    """Against the sums written out in fp64, also for rows that had no key before."""
     batch, n, heads, dim = shape
-    out, lse = some(*shape), some(batch, heads, n) * 3
+    out, lse = normal(*shape), normal(batch, heads, n) * 3
     out[:, :1], lse[:, :, :1] = 0, -torch.inf
-    part, part_lse = some(*rows.shape, dim + 1)[..., :dim].to(dtype), some(*rows.shape) * 3
-    part_lse[:, ::3] = -torch.inf  # some of them beside rows that have none, either
+    part, part_lse = normal(*rows.shape, dim + 1)[..., :dim].to(dtype), normal(*rows.shape) * 3
+    part_lse[:, ::3] = -torch.inf  # also where the running result has no key
     before = lse.transpose(1, 2).reshape(-1).double()
     weights = [before.exp(), torch.zeros_like(before)]
     weights[1][rows.flatten()] = part_lse.flatten().double().exp()

@@ -1,4 +1,4 @@
-"""What an engine is: dense attention with log-sum-exp over one block, and a statement of what it accepts.
+"""What an engine is: dense attention with log-sum-exp over one block, what it accepts, and how two results merge.
 
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
@@ -9,7 +9,6 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,9 +19,12 @@ Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class Request:
-    """What a call asks of an engine.
+    """What a call requires of an engine.
 
-    `block_flops`: FLOPs of forward and backward of its blocks, on the mean, where all of them fit into few launches.
+    Attributes:
+        dropout: whether attention weights are dropped.
+        scale: the factor of q.k.
+        block_flops: mean FLOPs of forward and backward of a block; infinite where the blocks cannot share a few launches.
     """
 
     device: torch.device
@@ -34,7 +36,7 @@ class Request:
 
     @classmethod
     def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:
-        """The request that attention over `q` (B, N, H, D) makes."""
+        """The request of attention over `q` (B, N, H, D)."""
         return cls(q.device, q.dtype, q.shape[-1], dropout > 0, 1.0 if scale is None else scale, block_flops)
 
 
@@ -44,23 +46,23 @@ class Engine:
 
     forward(q, k, v, causal, scale, dropout) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where
     causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n).
-    backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the
-    block's rows and returns dq, dk, dv. Every statement below is tested.
+    backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the block's rows and returns
+    dq, dk, dv. Every statement below is tested.
 
     Attributes:
-        devices: device types it runs on; empty means any.
-        dtypes: dtypes it takes; empty means every floating one.
+        devices: device types it runs on; empty: any.
+        dtypes: dtypes it takes; empty: every floating one.
         max_head_dim, head_dim_multiple: the head dims it takes.
-        dropout: whether it applies `BlockDropout` exactly, backward too.
+        dropout: whether it applies `PairDropout` exactly, in the backward as well.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
-        deterministic: whether every run gives the same bits, backward too.
-        any_scale: whether it is right for a scale of 0 or below, too.
-        rows_in_place: whether its results lie in memory as q's rows do, where those follow each other.
-        forward_into: None, or forward(..., into) that goes on, in place, from the running state into = (out (B, L, H, D),
-            lse (B, H, L), the flat row of out of each query row (G, J, n), zero keys to attend besides).
-        min_rows: query rows and key rows it must be given; the op hands smaller blocks to the math engine.
-        available: None, or why this build of torch lacks it.
+        deterministic: whether every run gives the same bits, in the backward as well.
+        any_scale: whether it is also correct for a scale of 0 or below.
+        rows_in_place: whether its results have the layout of q, where q's rows are adjacent.
+        forward_into: None, or forward(..., into) that continues, in place, from a running state into = (out (B, L, H, D),
+            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well).
+        min_rows: fewest query rows and key rows that it takes; the op gives smaller blocks to the math engine.
+        available: device -> None, or why it cannot run there.
     """
 
     name: str
@@ -76,7 +78,7 @@ class Engine:
     deterministic: bool = True
     any_scale: bool = True
     rows_in_place: bool = False
-    forward_into: Forward | None = None
+    forward_into: Callable[..., None] | None = None
     min_rows: int = 1
     available: Callable[[torch.device], str | None] = lambda device: None
 
@@ -95,22 +97,25 @@ class Engine:
             return "has no attention dropout that is exact in the backward and independent of tiles"
         if not self.deterministic and torch.are_deterministic_algorithms_enabled():
             return "differs in the last bits from run to run, and torch.use_deterministic_algorithms is on"
-        # the kernels take the scale in float32, where a tiny one is 0
+        # kernels receive the scale in float32, where a tiny one becomes 0
         if not self.any_scale and struct.unpack("f", struct.pack("f", request.scale))[0] <= 0:
             return f"takes a scale above 0, not {request.scale:g}"
         return self.available(request.device)
 
     def takes_strides(self, x: Tensor) -> bool:
-        """Whether a (B, N, H, D) tensor's strides and address suit the engine as they are."""
+        """Whether the engine takes a (B, N, H, D) tensor with its present strides and address."""
         step = self.alignment // x.element_size() if self.alignment > 1 else 1
         aligned = all(s % max(step, 1) == 0 for n, s in zip(x.shape[:-1], x.stride()[:-1], strict=True) if n > 1)
         return x.stride(-1) == 1 and aligned and x.data_ptr() % self.alignment == 0
 
 
-def unsupported(op: str) -> Callable[[torch.device], str | None]:
-    """An `available` that looks for a torch op by name."""
+def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(merged log-sum-exp, weight of the result so far, weight of the part) of two results over different keys.
 
-    def check(device: Any) -> str | None:
-        return None if hasattr(torch.ops.aten, op) else f"this torch ({torch.__version__}) has no aten::{op}"
-
-    return check
+    The tensors have equal shapes (...). out * weight[..., None] + part * part_weight[..., None] is one softmax over the keys
+    of both; both weights are 0 where neither has a key (-inf).
+    """
+    part_lse = part_lse.to(lse.dtype)
+    total = torch.logaddexp(lse, part_lse)
+    finite = total.clamp(min=torch.finfo(total.dtype).min)  # -inf minus -inf would be NaN
+    return total, torch.exp(lse - finite), torch.exp(part_lse - finite)

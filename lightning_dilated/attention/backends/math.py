@@ -1,4 +1,4 @@
-"""The math engine: plain torch, any device and floating dtype, exact dropout, memory bounded by a budget of scores.
+"""The math engine: plain torch for any device and floating dtype, with exact dropout, in bounded memory.
 
 Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n where causal), D head dim.
 """
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Engine
-from lightning_dilated.attention.dropout import BlockDropout
+from lightning_dilated.attention.dropout import PairDropout
 
-#: scores held at once, in elements (16 MiB in fp32); a single row of scores may exceed it
+#: scores formed at once, in elements (16 MiB in fp32); a single row of scores may exceed it
 SCORE_BUDGET = 1 << 22
-#: the integers of a dropout mask take about this many times the room of its scores
+#: memory of a dropout mask's integers, as a multiple of that of its scores
 DROPOUT_ROOM = 8
 
 
@@ -24,7 +24,7 @@ def _wide(x: Tensor) -> Tensor:
 
 
 def _tiles(q: Tensor, keys: int, causal: bool, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
-    """(groups, rows, keys) rectangles of scores within the budget; causal rows take no key beyond the last of them."""
+    """(groups, rows, keys) rectangles of scores within the budget; where causal, up to the last of the rows."""
     groups, heads, rows, _ = q.shape
     budget = SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET
     row_step = max(1, min(rows, budget // max(1, heads * keys)))
@@ -44,7 +44,7 @@ def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, first_row: int) ->
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: BlockDropout | None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
 ) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -69,9 +69,9 @@ def backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    dropout: BlockDropout | None,
+    dropout: PairDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `Engine`: flash-attention backward (arXiv 2205.14135, algorithm 4) with the merged out and lse."""
+    """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))

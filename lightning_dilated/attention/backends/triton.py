@@ -1,45 +1,50 @@
-"""The triton engine: this package's own flash attention kernels, for what cuDNN does not take.
+"""The triton engine: this package's flash attention kernels, for what cuDNN does not take.
 
-Head dims to 256, float32, dropout with the mask that every engine has, and the same bits in every run.
+Head dims up to 256, float32, dropout with the same mask as every other engine; deterministic.
 Shape letters: G samples and segments, J heads, n query rows, m key rows, D head dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
 from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.dropout import PairDropout
+
+if TYPE_CHECKING:
+    from lightning_dilated.kernels.dense import Drop
 
 
-def _drop(dropout: Any, device: Any) -> Any:
+def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
     """The kernels' form of a block's dropout."""
     if dropout is None:
         return None
-    from lightning_dilated.kernels.tiles import Drop
+    from lightning_dilated.kernels.dense import Drop
 
     mask = dropout.dropout
-    return Drop(mask.state(dropout.number), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
+    return Drop(mask.state(dropout.branch), mask.threshold, 1 / (1 - mask.p), *dropout.positions(device))
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, tile_order: str | None = None
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
 ) -> tuple[Tensor, Tensor]:
-    from lightning_dilated.kernels import pipelined
-    from lightning_dilated.kernels.dense import forward
+    """See `Engine`."""
+    from lightning_dilated.kernels import dense, pipelined
 
     with kernels.on(q.device):
-        if tile_order is None and dropout is None and pipelined.serves(q, k, v, scale):
+        if dropout is None and pipelined.serves(q, k, v, scale):
             return pipelined.forward(q, k, v, causal, scale)
-        return forward(q, k, v, causal, scale, _drop(dropout, q.device), tile_order or "linear")
+        return dense.forward(q, k, v, causal, scale, _drop(dropout, q.device))
 
 
-def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: Any, into: Any) -> None:
+def _forward_into(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None, into: tuple
+) -> None:
+    """See `Engine.forward_into`."""
     from lightning_dilated.kernels.dense import Into, forward
 
     with kernels.on(q.device):
@@ -47,8 +52,17 @@ def _forward_into(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, d
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float, dropout: Any
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: PairDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """See `Engine`."""
     from lightning_dilated.kernels.dense import backward
 
     with kernels.on(q.device):
@@ -64,10 +78,4 @@ TRITON = Engine(
     dropout=True,
     forward_into=_forward_into,
     available=kernels.why_not,
-)
-
-#: the same with another order of the forward's tiles, for benchmarks: see `kernels.forward.forward`
-TILE_ORDERS = tuple(
-    replace(TRITON, name=f"triton:{order}", forward=partial(_forward, tile_order=order))
-    for order in ("linear", "hilbert", "sawtooth")
 )
