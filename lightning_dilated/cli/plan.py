@@ -12,10 +12,6 @@ from dataclasses import dataclass, replace
 from lightning_dilated.cli.find_max import run as find_max
 from lightning_dilated.cli.plan_request import Asked, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longvit.model import LongViT
-from lightning_dilated.models.slides.encoder import SlideEncoder
-from lightning_dilated.models.slides.mae import SlidePretrainer
 from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.planning.counting.footprint import Exchanged, lighter
@@ -38,6 +34,8 @@ from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.memory import GIB, Bar, Memory, Setup, memory_plot, moved_as_fit_ends
 from lightning_dilated.planning.simulating.rounds import EXACT
 
+#: the part of a step from which ranks with more to compute than others are worth another layout
+UNEVEN = 0.1
 #: the option that has true steps run
 FIND_MAX = {"--find-max", "--find_max"}
 
@@ -56,8 +54,23 @@ def run(argv: list[str]) -> None:
         print(f"\nplot: {args.plot}")
 
 
-def assumptions(asked: Asked, case: Case) -> list[str]:
-    """What the numbers rest on."""
+def layout_hint(asked: Asked, time: Time | None) -> str | None:
+    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank."""
+    if asked.layout != "contiguous":
+        return (
+            f"planned for layout='contiguous': with the recipe's {asked.layout!r} ranks compute and exchange otherwise."
+        )
+    if time is None or time.step.uneven < UNEVEN * time.seconds:
+        return None
+    return (
+        f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than ranks do on the mean: "
+        "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part, so that a step of "
+        f"{time.seconds:.3g} s takes up to so much less."
+    )
+
+
+def assumptions(asked: Asked, case: Case, time: Time | None = None) -> list[str]:
+    """What the numbers rest on; `time` is that of the recommended setting."""
     base, setup = measured_machine(), case.setup
     own = asked.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes = [
@@ -70,7 +83,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
-    notes += _counted(asked.model)
+    notes += asked.model.planning_notes()
     if not case.facts.whole:
         notes.append(
             "weights that stay as they are have neither gradients nor states; low-rank updates are added to what their "
@@ -80,6 +93,7 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
         sums = f" Gradients are summed {setup.bucket_cap_mb} MiB at a time beside the backward; its slowing is not planned."
         sums = sums if setup.bucket_cap_mb is not None else ""
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
+        notes += [hint] if (hint := layout_hint(asked, time)) else []
     if asked.tokens and (found := advice(asked.model, asked.tokens)):
         notes.append(f"what the pattern cannot do, whatever the GPUs: {found}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
@@ -106,22 +120,6 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
     if not case.subject.compile_blocks:
         notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
     return notes
-
-
-def _counted(model: DilatedModule) -> list[str]:
-    """What a count of the model takes for granted."""
-    if isinstance(model, SlidePretrainer):
-        return [
-            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
-            "told as temporary."
-        ]
-    if isinstance(model, LongViT):
-        cells = model.image_size // model.patch_size
-        return [
-            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
-            "they are for images of another size."
-        ]
-    return []
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,7 @@ def report(asked: Asked) -> Told:
         lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
     else:
         lines += ["", _nothing(case, rows, asked)]
-    notes = assumptions(asked, case)
+    notes = assumptions(asked, case, chosen and chosen.time)
     lines += ["", *(f"  - {note}" for note in notes)]
     title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
@@ -196,12 +194,12 @@ def _head(asked: Asked, case: Case) -> list[str]:
     many = f"{setup.ranks:,} x {asked.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
+    meaning = f"; a token is {asked.model.token_meaning}" if asked.model.token_meaning else ""
     return [
         f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
         f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
-        f"pattern: {_patterns(call, facts.depth)}, "
-        f"{'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
+        f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
         f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
     ]
@@ -214,15 +212,6 @@ def _trained(facts: Facts) -> str:
 def _decoder(facts: Facts) -> str:
     x = facts.decoder
     return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
-
-
-def token_of(model: DilatedModule) -> str:
-    """What a token is, where it is none of a text."""
-    if isinstance(model, (SlideEncoder, SlidePretrainer)):
-        return "; a token is a row of a slide: a tile, or the class token's"
-    if isinstance(model, LongViT):
-        return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
-    return ""
 
 
 def in_numbers(n: int) -> str:

@@ -18,7 +18,7 @@ from lightning_dilated.cli.explain import class_of, made_model, seq_len_of
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
+from lightning_dilated.models.longnet.lm import LongNetLM
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
@@ -128,7 +128,7 @@ class Asked:
         host: GiB of host memory of a rank.
         strategy: None: to be chosen.
         batch: sequences of the recipe's batches; one is planned.
-        cpu_offload, bucket_cap_mb: of the strategy.
+        cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
     """
 
     model: DilatedModule
@@ -148,6 +148,7 @@ class Asked:
     batch: int = 1
     cpu_offload: bool = False
     bucket_cap_mb: int | None = None
+    layout: str = "contiguous"
 
     def setup(self, strategy: str) -> Setup:
         """How it is run with a strategy."""
@@ -167,7 +168,7 @@ def settled(args: argparse.Namespace) -> Asked:
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange, offload, bucket = _strategy(trainer.get("strategy"))
+    strategy, exchange, offload, bucket, layout = _strategy(trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
     given = args.strategy or strategy
     offload = offload and given == strategy if args.cpu_offload is None else args.cpu_offload
@@ -191,7 +192,7 @@ def settled(args: argparse.Namespace) -> Asked:
         Links.load(args.links) if args.links else gpu.links,
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _batch(config.get("data")),
-        offload, bucket,
+        offload, bucket, layout,
     )  # fmt: skip
 
 
@@ -247,7 +248,7 @@ def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
     """N of the recipe's data; of slides with a limit, the rows of the longest. Without data a model of text has the usual
     one's."""
-    if not data and not isinstance(model, TokenModel):
+    if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
     return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
@@ -285,14 +286,15 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(found: Any) -> tuple[str | None, str, bool, int | None]:
-    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket) of a Trainer's."""
+def _strategy(found: Any) -> tuple[str | None, str, bool, int | None, str]:
+    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket, layout) of a Trainer's."""
     given = (found.get("init_args") or {}) if isinstance(found, dict) else {}
     name = str(found.get("class_path") if isinstance(found, dict) else found or "")
     kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
     kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
     offload = given.get("cpu_offload", False) is not False
-    return kind, given.get("exchange", "auto"), offload, given.get("bucket_cap_mb")
+    layout = given.get("layout", "contiguous")
+    return kind, given.get("exchange", "auto"), offload, given.get("bucket_cap_mb"), layout
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:

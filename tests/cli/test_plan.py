@@ -237,7 +237,7 @@ REFUSED = {
     "sizes": ([*SIZES[:5], 3], "num_heads=3 must divide dim=64"),
     "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
     "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
-    "no counting": (["--config", "other.yaml"], "memory is counted for LongNetLM"),
+    "no counting": (["--config", "other.yaml"], "DilatedModule must define example_batch(tokens)"),
     "true steps": (["--config", "quickstart.yaml", "--find-max"], "--find-max trains on GPUs until their memory ends"),
     "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
 }

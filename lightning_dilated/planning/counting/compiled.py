@@ -22,12 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_dilated._compat.torch import ahead_of_time, min_cut, with_parameters
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
@@ -326,19 +324,17 @@ class Pieces:
         return self.graphs.made[key]
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
-        from torch._inductor.decomposition import select_decomp_table
-
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
 
         def call(*tensors: Tensor) -> Any:
             rest = iter(tensors[len(names) :])
             given, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
-            with _reparametrize_module(self.block, dict(zip(names, tensors, strict=False))):
+            with with_parameters(self.block, dict(zip(names, tensors, strict=False))):
                 return run(*given, **options)
 
         make = lambda graph, inputs: Kernels(graph, self.graphs)  # noqa: E731
         cut = partial(_partition, policy=self.policies[name], parameters=len(names))
-        return aot_function(call, make, make, cut, select_decomp_table(), num_params_buffers=len(names))
+        return ahead_of_time(call, make, cut, len(names))
 
 
 class _Table(NamedTuple):
@@ -369,7 +365,7 @@ def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: i
             node.meta["recompute"] = _tag(node, policy)
             node.meta["ac_graph_id"] = 1
     options["static_lifetime_input_indices"] = list(range(parameters))
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+    return min_cut(joint, inputs, **options)
 
 
 def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:

@@ -1,8 +1,8 @@
-"""Fake tensors of the CPU that take the ways of a GPU's: fake ones of a GPU have no backward where there is none.
+"""A training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
 
-Shape letters: L positions.
-
-Trial: a training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
+The fake tensors are the CPU's, and run as a GPU's would: on machines without a GPU fake ones of a GPU have no backward.
+What torch and the models do otherwise on a GPU is replaced for the whole process while a step is counted, so this runs in
+processes of its own: `lightning-dilated plan`, and `planning.advice` beside a training.
 
 Shape letters: B batch, L tokens of a rank, E embedding dim.
 """
@@ -10,101 +10,99 @@ Shape letters: B batch, L tokens of a rank, E embedding dim.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from lightning_dilated._compat.torch import (
+    TorchDispatchMode,
+    fake_tensors,
+    function_modes,
+    is_traced,
+    real_tensors,
+    replaced,
+)
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.longvit import image_patches
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.planning.counting.compiled import Graphs, Pieces
-from lightning_dilated.planning.counting.memory_tracker import (
-    GRADIENTS,
-    PARAMETERS,
-    Tape,
-)
+from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.sequence import group
-
-#: by its name: the package of models has a function of that name
-image_patches = importlib.import_module("lightning_dilated.models.longvit.model")
 
 
 @contextlib.contextmanager
 def as_on_gpu(compiled: bool = False) -> Iterator[None]:
-    """Within, tensors are made as a GPU makes them, and checks of values pass.
+    """Within, tensors are made as on a GPU, and checks of values pass.
+
+    Rotary positions are applied by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU;
+    log-probabilities of fp16 (not of bf16) come from one kernel that casts as it reads; positions of patches are found for a
+    whole sequence; a number that is read off a tensor is 1.
 
     Args:
-        compiled: whether the model's blocks and loss are; this is about the loss.
-
-    Rotary positions are turned by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU, and
-    logarithms of probabilities of fp16 (not of bf16) one that casts as it reads; positions of patches are told for a whole
-    sequence; a number that is read off a tensor is 1.
+        compiled: whether the loss is.
     """
-
-    def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
-
-    plain, layer_norm = torch.rms_norm, torch.layer_norm
-
-    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if weight is not None and weight.dtype != x.dtype:
-            return plain(x, shape, weight, eps)
-        if _traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
-            return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-        return plain(x, shape, weight, eps) if _traced() else _RMSNorm.apply(x, weight)
-
-    def wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
-        narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
-        return layer_norm(x.float() if narrow else x, *rest)
-
-    log_softmax = torch.log_softmax
-
-    def wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
-        return x.new_empty(x.shape, dtype=dtype) if fused else log_softmax(x, dim, dtype=dtype)
-
-    def in_one_pass(run: Callable) -> Callable:
-        return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
-
-    places = image_patches.places
-
-    def places_of_all(positions: Tensor, *sizes: int) -> Any:
-        with real():
-            return places(torch.arange(len(positions)), *sizes)
-
-    with (
-        mock.patch.object(image_patches, "places", places_of_all),
-        mock.patch.object(RotaryTable, "split", split),
-        mock.patch.object(torch, "rms_norm", rms_norm),
-        mock.patch.object(torch, "layer_norm", wide_layer_norm),
-        mock.patch.object(torch, "log_softmax", wide_log_softmax),
-        mock.patch.object(chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
-        mock.patch.object(chunked_loss, "_compiled", in_one_pass),
-        _Ones(),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (image_patches, "places", _places_of_all),
+            (RotaryTable, "split", _split),
+            (torch, "rms_norm", _rms_norm),
+            (torch, "layer_norm", _wide_layer_norm),
+            (torch, "log_softmax", _wide_log_softmax),
+            (chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
+            (chunked_loss, "_compiled", _in_one_pass),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_Ones())
         yield
 
 
-def real() -> contextlib.AbstractContextManager[Any]:
-    """Within, tensors are made with values, also under fake tensors: those of the host that are read."""
-    return _disable_current_modes()
+#: what is replaced above
+_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
+    torch.rms_norm,
+    torch.layer_norm,
+    torch.log_softmax,
+    image_patches.places,
+)
 
 
-def _traced() -> bool:
-    """Whether a graph is being made of what runs."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        return _RMS_NORM(x, shape, weight, eps)
+    if is_traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
+        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return _RMS_NORM(x, shape, weight, eps) if is_traced() else _RMSNorm.apply(x, weight)
+
+
+def _wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
+    narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
+    return _LAYER_NORM(x.float() if narrow else x, *rest)
+
+
+def _wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
+    return x.new_empty(x.shape, dtype=dtype) if fused else _LOG_SOFTMAX(x, dim, dtype=dtype)
+
+
+def _in_one_pass(run: Callable) -> Callable:
+    return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
+
+
+def _places_of_all(positions: Tensor, *sizes: int) -> Any:
+    with real_tensors():
+        return _PLACES(torch.arange(len(positions)), *sizes)
 
 
 def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,14 +202,14 @@ def step(
     Raises:
         RuntimeError: within `torch.device(...)`.
     """
-    if torch._C._len_torch_function_stack():
+    if function_modes():
         # seen with torch 2.13: the process then ends in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
     tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
-    with FakeTensorMode(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=said)
         with _default(dtype), _not_moved():
@@ -243,7 +241,9 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
     patterns = {block.attention.attention.pattern for block, _ in named}
-    key = model.transformer.memory, frozenset(patterns), tuple((k, x.shape) for k, x in data.items())
+    positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
+    shapes = tuple(x.shape for x in tree_leaves(data) if isinstance(x, Tensor))
+    key = model.transformer.memory, frozenset(patterns), positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)
@@ -278,10 +278,10 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 def _tiles_apart(tape: Tape) -> Iterator[None]:
     """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
-        for module in (token_chunks, chunked_loss, token_chunks):
-            stack.enter_context(mock.patch.object(module, "cuts", _few))
+        for module in (token_chunks, chunked_loss):
+            stack.enter_context(replaced(module, "cuts", _few))
         for module, name in LOOPS:
-            stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+            stack.enter_context(replaced(module, name, tape.around(getattr(module, name))))
         yield
 
 
@@ -294,8 +294,8 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 def _alone() -> Iterator[None]:
     """Within, nothing of a run that goes on meanwhile is noticed: its sequence, its gradients' mode."""
     with (
-        mock.patch.object(group, "_active", []),
-        mock.patch.object(group, "_groups", {}),
+        replaced(group, "_active", []),
+        replaced(group, "_groups", {}),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -305,7 +305,7 @@ def _alone() -> Iterator[None]:
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
     """Within, modules stay as they are made, in the default dtype: torch cannot move those of fake tensors, as peft asks to
     where updates and their weights are alike already."""
-    return mock.patch.object(nn.Module, "to", lambda self, *where, **how: self)
+    return replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 
 @contextlib.contextmanager

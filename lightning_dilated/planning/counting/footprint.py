@@ -32,6 +32,8 @@ from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_probl
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
+#: counted lengths are multiples of this many tokens: images come in rows of patches
+GRAIN = 2048
 #: parts of a step that each block of the first stack has, and the groups of blocks that stand for all
 BLOCKS, ENDS = ("forward", "behind", "backward"), ("first", "last")
 
@@ -64,7 +66,6 @@ class Subject:
         memory: settings.
         compile_blocks: whether blocks run compiled.
         call: an op's call of it on one rank.
-        grain: `batch` takes multiples of so many tokens, a power of two.
         decoder: its second stack, if it has one.
     """
 
@@ -74,7 +75,6 @@ class Subject:
     memory: MemorySettings
     compile_blocks: bool
     call: OpCall
-    grain: int = 1
     decoder: Decoder | None = None
 
     @property
@@ -181,27 +181,39 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     Raises:
         RuntimeError: where steps of two lengths or depths are not the same work.
     """
-    depths, settings = (2 * subject.period, 3 * subject.period), subject.memory
-    tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
-    part = None if tile is None else math.lcm(tile, subject.grain)
-    sizes = sizes or (SIZES if part is None else (3 * part, 4 * part))
+    depths = 2 * subject.period, 3 * subject.period
+    sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
+    moments, hidden = _counted(subject, depths, sizes, graphs)
+    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
+    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
+
+
+def _lengths(settings: MemorySettings) -> tuple[int, int]:
+    """The tokens of the steps to count."""
+    tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
+    part = None if tile is None else math.lcm(tile, GRAIN)
+    return SIZES if part is None else (3 * part, 4 * part)
+
+
+def _counted(
+    subject: Subject, depths: tuple[int, int], sizes: tuple[int, int], graphs: Graphs | None
+) -> tuple[list[Moment], dict[str, int]]:
+    """The moments of four steps, and bytes of the hidden states that go into each stack at the first length."""
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
     rows = [
         [list(_named(t.pieces, depth, subject.period)) for t in row] for depth, row in zip(depths, tapes, strict=True)
     ]
-    shapes = {tuple((key, p.op, p.heads) for key, p in found) for row in rows for found in row}
+    shapes = {tuple((key, p.op, p.heads) for key, p in pieces) for row in rows for pieces in row}
     if len(shapes) > 1:
         raise RuntimeError(
-            "steps of two lengths or depths took different ways, so that no third can be told from them."
+            "steps of two lengths or depths were not the same sequence of work, so the memory of others cannot be derived."
         )
     moments = []
     for (key, one), (_, two), (_, three), (_, four) in zip(*rows[0], *rows[1], strict=True):
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
         moments.append(Moment(key, one, held, (one.static, three.static)))
-    hidden = tapes[0][0].hidden
-    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
-    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
+    return moments, tapes[0][0].hidden
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:

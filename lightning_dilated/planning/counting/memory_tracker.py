@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+
+from lightning_dilated._compat.torch import TorchDispatchMode, in_dispatch_mode, run_on_device, storage_key
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -181,11 +182,10 @@ class Meter(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
         """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
         plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in given)
-        if func.namespace not in LOOK_INTO or not given or not plain or _get_current_dispatch_mode() is not None:
+        if func.namespace not in LOOK_INTO or not given or not plain or in_dispatch_mode():
             return func(*args, **kwargs)
-        key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(given[0].device.type))
         with self:
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+            return run_on_device(func, given[0].device.type, args, kwargs)
 
     def _see(self, tensor: Tensor, made: bool) -> list[_Held]:
         """Count a tensor's storages as large as they are now."""
@@ -194,7 +194,7 @@ class Meter(TorchDispatchMode):
             if self.device not in (None, part.device.type):
                 continue
             storage = part.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             held = self._held.get(key)
             if held is None or held.ref() is not storage:
                 if held is not None:

@@ -49,6 +49,8 @@ class Step:
         alone: seconds of a step of one rank with as many tokens and the branches that fit them.
         compute: seconds by kind of work on the rank that has most of it.
         exposed: seconds that that rank waits for communication or for other ranks.
+        uneven: seconds that that rank computes longer than ranks do on the mean: causal and contiguous, the last rank's
+            queries see most keys.
         moved: bytes received by all ranks, by (pass, "near" or "far"); the passes are forward, again (recomputed forwards),
             backward and gradients.
         events: of the rank that was watched.
@@ -64,6 +66,7 @@ class Step:
     exposed: float
     moved: Mapping[tuple[str, str], float]
     events: tuple[Event, ...] = ()
+    uneven: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -159,6 +162,7 @@ def simulate(
         max(0.0, seconds - float(spent[busiest])),
         dict(clock.moved),
         tuple(clock.events),
+        float(spent.max() - spent.mean()),
     )
 
 
@@ -244,9 +248,8 @@ def _op(
     parts = machine.at(tokens)
     local = pairs(narrow, tokens, *heads, machine.causal) if narrow else 0
     measured = pairs(measured_pattern(machine, tokens), tokens, *heads, machine.causal)
-    part = tokens * (ranks // 2), tokens * (ranks // 2 + 1)
     wide = [
-        sum(x.pairs(machine.causal) for x in blocks(replace(pattern, branches=(b,)), tokens * ranks, *heads, part))
+        _most_pairs(replace(pattern, branches=(b,)), tokens, ranks, heads, machine.causal)
         for b in pattern.branches
         if narrow is None or b not in narrow.branches
     ]
@@ -254,6 +257,12 @@ def _op(
     forward = seconds(parts.attention_forward, parts.wide_forward)
     backward = seconds(parts.attention_backward, parts.wide_backward)
     return name, Op(machine, moves_of(problem, name, per_node) if name else None, forward, backward)
+
+
+def _most_pairs(pattern: DilatedPattern, tokens: int, ranks: int, heads: tuple[int, int], causal: bool) -> int:
+    """(query, key) pairs of a rank's own rows, on the rank with most; ranks differ where segments end within them."""
+    shards = ((tokens * rank, tokens * (rank + 1)) for rank in {max(0, ranks // 2 - 1), ranks // 2, ranks - 1})
+    return max(sum(x.pairs(causal) for x in blocks(pattern, tokens * ranks, *heads, shard)) for shard in shards)
 
 
 def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
