@@ -1,7 +1,5 @@
 """`lightning-dilated plan`: memory, bytes, time and the longest sequence of a run, before anything is started.
 
-The report is made of tables, the lines of a recipe, and what all of it rests on.
-
 Shape letters: N tokens of the sequence, R ranks.
 """
 
@@ -36,21 +34,21 @@ from lightning_dilated.planning.simulating.rounds import EXACT
 
 #: the part of a step from which ranks with more to compute than others are worth another layout
 UNEVEN = 0.1
-#: the option that has true steps run
+#: the option for `find_max`
 FIND_MAX = {"--find-max", "--find_max"}
 
 
 def run(argv: list[str]) -> None:
-    """Parse, estimate, print, and draw if asked to; with --find-max train on the devices that are here instead."""
+    """Parse, estimate, print, and draw if asked to; with --find-max train on this machine's devices instead."""
     if FIND_MAX & set(argv):
         find_max([word for word in argv if word not in FIND_MAX])
         return
     args = parser().parse_args(argv)
-    told = report(settled(args))
-    print("\n".join(told.lines))
+    plan = report(settled(args))
+    print("\n".join(plan.lines))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-        memory_plot(told.bars, told.limit, args.plot, told.title, told.caption)
+        memory_plot(plan.bars, plan.limit, args.plot, plan.title, plan.caption)
         print(f"\nplot: {args.plot}")
 
 
@@ -124,7 +122,7 @@ def assumptions(asked: Asked, case: Case, time: Time | None = None) -> list[str]
 
 @dataclass(frozen=True)
 class Told:
-    """What is printed, and what is drawn."""
+    """The report: lines to print, and bars to draw."""
 
     lines: list[str]
     bars: list[Bar]
@@ -135,7 +133,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: the longest sequence, and memory and time at the length asked for (or at the longest)."""
+    """A setting: the longest sequence, and memory and time at the requested length (or at the longest)."""
 
     settings: MemorySettings
     longest: int
@@ -146,17 +144,17 @@ class Row:
 
 
 def report(asked: Asked) -> Told:
-    """Plan all of it.
+    """Plan a run.
 
     Raises:
-        ValueError: for a model that cannot be counted, or an exchange that does not serve.
+        ValueError: for a model that cannot be counted, or an exchange that cannot run its pattern.
     """
     subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
     facts = Facts.of(asked.model, subject)
     case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
-    wanted = [asked.settings] if asked.settings else candidates(facts.windows, case.room, facts.depth)
-    rows = [row_of(case, x, asked.tokens) for x in wanted]
-    best = recommended(case, wanted, asked.tokens)
+    settings = [asked.settings] if asked.settings else candidates(facts.windows, case.room, facts.depth)
+    rows = [row_of(case, x, asked.tokens) for x in settings]
+    best = recommended(case, settings, asked.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
     lines = [*_head(asked, case), "", *_table(rows, best, asked.tokens)]
     if chosen is not None and chosen.memory is not None:
@@ -172,7 +170,7 @@ def report(asked: Asked) -> Told:
 
 
 def strategy_of(asked: Asked, facts: Facts) -> str:
-    """The strategy asked for, else DDP unless parameters, gradients and states would take half a GPU."""
+    """The requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
     if asked.strategy is not None:
         return asked.strategy
     each = 20 if asked.precision.endswith("mixed") or asked.precision == "32-true" else 10
@@ -223,7 +221,7 @@ def in_numbers(n: int) -> str:
 
 
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
-    """Settings, and how far they go."""
+    """A line for each setting."""
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
     head = (
         "",
@@ -248,7 +246,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 
 
 def _details(case: Case, row: Row) -> list[str]:
-    """Memory by kind and the exchange, of the recommended setting."""
+    """Memory and time by kind, and the exchange, of the recommended setting."""
     x, t = row.memory, row.time
     parts = " ".join(map(str, x.moment))
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
@@ -269,10 +267,10 @@ def _details(case: Case, row: Row) -> list[str]:
             lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
         elif t.step.compute.get(kind):
             lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
-    told = sum(t.step.compute.values()) + t.exposed
-    told -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
-    if t.seconds - told > 5e-5:
-        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - told) * 1e3:>9.1f} ms")
+    named = sum(t.step.compute.values()) + t.exposed
+    named -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if t.seconds - named > 5e-5:
+        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - named) * 1e3:>9.1f} ms")
     lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
     return [*lines, *_exchange(case, x, t)]
 
@@ -288,29 +286,28 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
-        near, far = t.step.bytes(run)
-        if near + far:
-            seconds = near / case.setup.links.near + far / case.setup.links.far
-            lines.append(
-                f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
-            )
+        intra, inter = t.step.bytes(run)
+        if intra + inter:
+            seconds = intra / case.setup.links.near + inter / case.setup.links.far
+            mb = f"{(intra + inter) / 1e6:>11,.1f} MB ({inter / 1e6:,.1f} MB)"
+            lines.append(f"  {name:<22}{mb}, {seconds * 1e3:,.2f} ms of the links")
     return lines + [line for who, y in crossing for line in _prices(who, y)]
 
 
 def _patterns(call: OpCall, depth: int) -> str:
-    """The pattern of all layers, or each with the number of layers that take it."""
+    """The pattern of all layers, or each pattern with its number of layers."""
     calls = call.layers(depth)
     return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
 
 
 def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
-    """Of which layers, and what their calls exchange; layers whose exchanges have one plan are one entry."""
+    """(which layers, what their calls exchange), an entry for layers with the same plan."""
     if not x.others:
         return [("a layer's", x)]
-    found: dict[Exchanged, list[int]] = {}
+    numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(in_turns(x.cycle, depth)):
-        found.setdefault(replace(one, others=()), []).append(layer)
-    return [(f"of layers {_few(layers)}", one) for one, layers in found.items()]
+        numbers.setdefault(replace(one, others=()), []).append(layer)
+    return [(f"of layers {_few(layers)}", one) for one, layers in numbers.items()]
 
 
 def _few(numbers: list[int]) -> str:
@@ -318,7 +315,7 @@ def _few(numbers: list[int]) -> str:
 
 
 def _prices(who: str, x: Exchanged) -> list[str]:
-    """The plan of a layer's call."""
+    """The exchanges' prices for a layer's call."""
     if x.plan is None:
         return []
     lines = []
@@ -332,13 +329,13 @@ def _prices(who: str, x: Exchanged) -> list[str]:
 
 
 def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
-    """What to change where nothing fits."""
+    """What to change if nothing fits."""
     tokens = asked.tokens
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
-        dealt = case.setup.strategy == "ring_dilated_fsdp"
-        hint = f" Take {'--cpu_offload' if dealt else '--strategy ring_dilated_fsdp'}."
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        hint = f" Take {'--cpu_offload' if sharded else '--strategy ring_dilated_fsdp'}."
         states = best.memory.states if best.memory else 0
         if case.host and states > case.host * GIB:
             return (

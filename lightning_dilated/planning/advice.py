@@ -146,10 +146,10 @@ def _pickled(question: Question) -> bytes:
     for name, value in [*model.named_children(), *vars(model).items()]:
         if _dumped(value) is None and name != "_modules":
             delattr(model, name)
-    found = _dumped(replace(question, model=model))
-    if found is None:
+    pickled = _dumped(replace(question, model=model))
+    if pickled is None:
         raise RuntimeError(f"{type(question.model).__name__} cannot be pickled, so no other process can plan it")
-    return found
+    return pickled
 
 
 def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
@@ -157,15 +157,15 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
     if now.offload and replace(case, host=float("inf")).fits(now, tokens):
         return " By the plan that fits, if the host has room for the block inputs."
     longest = {x: case.longest(x) for x in able}
-    most = max(longest, key=longest.__getitem__)
-    if not longest[most]:
-        dealt = case.setup.strategy == "ring_dilated_fsdp"
-        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if dealt else "strategy='ring_dilated_fsdp', or"
+    best = max(longest, key=longest.__getitem__)
+    if not longest[best]:
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if sharded else "strategy='ring_dilated_fsdp', or"
         return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
-    ways = [f"about {-(-tokens * case.setup.ranks // longest[most])} GPUs", *_by_host(case, able, tokens)]
+    remedies = [f"about {-(-tokens * case.setup.ranks // longest[best])} GPUs", *_by_host(case, able, tokens)]
     wide = model.hparams.get("residual_dtype", "bfloat16") is None
     return (
-        f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take {' or '.join(ways)}."
+        f" At most {longest[best]:,} fit, with ActivationRecompute({_arguments(best)}). Take {' or '.join(remedies)}."
         f"{' Less is needed with residual_dtype=bfloat16 of the model.' if wide else ''}"
     )
 
@@ -184,9 +184,9 @@ def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
 
 
 def _arguments(settings: MemorySettings) -> str:
-    usual = MemorySettings()
+    defaults = MemorySettings()
     names = ("every", "tile", "head_chunks", "offload")
-    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(usual, n)]
+    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
     return ", ".join([repr(settings.policy), *more])
 
 
@@ -194,8 +194,8 @@ def _tokens(trainer: pl.Trainer) -> int | None:
     """The sequence's length."""
     agreed = getattr(_sequence(trainer), "agreed", None)
     data: Any = getattr(trainer, "datamodule", None)
-    found = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
-    return found if isinstance(found, int) and found > 0 else None
+    tokens = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
 def _sequence(trainer: pl.Trainer) -> Any:
@@ -211,9 +211,9 @@ def _gpu(trainer: pl.Trainer) -> Gpu:
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return GPUS["H200"]
-    found = torch.cuda.get_device_properties(device)
-    known = next((g for g in GPUS.values() if g.name.split("-")[0] in found.name.replace(" ", "")), GPUS["H200"])
-    return Gpu(found.name, found.total_memory, known.flops, (found.major, found.minor))
+    properties = torch.cuda.get_device_properties(device)
+    known = next((g for g in GPUS.values() if g.name.split("-")[0] in properties.name.replace(" ", "")), GPUS["H200"])
+    return Gpu(properties.name, properties.total_memory, known.flops, (properties.major, properties.minor))
 
 
 def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:

@@ -1,6 +1,4 @@
-"""GPUs by name: the memory that a process can have of them, their dense products in 16 bits, and the links between them.
-
-Time and peak memory of a call on this machine, and the yardstick: dense attention of the same FLOPs.
+"""GPUs by name (memory, dense FLOP/s in 16 bits, links), and time and peak memory of a call on this machine's GPU.
 
 Shape letters: N tokens, H heads, D head dim.
 """

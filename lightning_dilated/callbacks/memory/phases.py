@@ -1,7 +1,4 @@
-"""What tensors belong to a kind of memory: parameters, gradients, optimizer states, batch, what exchanges read and write.
-
-Which part of a training step is being computed: forward or backward of which block, or the optimizer.
-"""
+"""Which phase of a training step runs (the forward or backward of a block, the optimizer), and the bytes of each kind."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_dilated._compat.torch import compiled_call, in_backward, plain_call, set_compiled_call, storage_key
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -57,7 +55,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
         for part in parts(t):
             if part.device == device:
                 storage = part.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
+                sizes[storage_key(storage)] = storage.nbytes()
     return sum(sizes.values())
 
 
@@ -142,17 +140,15 @@ class Watch:
     def attach(self) -> None:
         """Follow the blocks' calls."""
         for i, block in enumerate(self.blocks):
-            block.__dict__["_compiled_call_impl"] = _Call(self, i, block, block._compiled_call_impl)
+            set_compiled_call(block, _Call(self, i, block, compiled_call(block)))
 
     def detach(self) -> None:
         """Leave the blocks as they were."""
         self.stop()
         for block in self.blocks:
-            call = block.__dict__.get("_compiled_call_impl")
+            call = compiled_call(block)
             if isinstance(call, _Call):
-                del block.__dict__["_compiled_call_impl"]
-                if call.before is not None:
-                    block.__dict__["_compiled_call_impl"] = call.before
+                set_compiled_call(block, call.before)
 
     def start(self) -> None:
         """A training batch begins."""
@@ -198,14 +194,14 @@ class _Call:
         self.watch, self.index, self.block, self.before = watch, index, block, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.block._call_impl if self.before is None else self.before
+        run = plain_call(self.block) if self.before is None else self.before
         if torch.compiler.is_compiling() or not self.watch.on:
             return run(*args, **kwargs)
         return self._followed(run, args, kwargs)
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if torch._C._current_graph_task_id() != -1:  # the caller recomputes it in the backward
+        if in_backward():  # the caller recomputes it in the backward
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

@@ -1,8 +1,6 @@
-"""The memory of this process on the host: resident now, resident at most, and pinned.
+"""Peak memory of the phases of a training step by kind: by CUDA's allocator, or on the CPU by counting tensors.
 
-Snapshots of CUDA's allocator for pytorch.org/memory_viz: of some steps with their history, or where memory ran out.
-
-What a training step's phases need at their peak, by kind: by CUDA's allocator, or on the CPU by counting tensors.
+Also the host memory of this process, and snapshots of CUDA's allocator for pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dilated._compat.torch import dump_memory, record_memory, records_memory
 from lightning_dilated.callbacks.memory.phases import (
     BACKWARD,
     FORWARD,
@@ -95,7 +94,7 @@ class Snapshots:
     """The history of steps start, ..., stop - 1 of this rank."""
 
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
-        if steps is not None and (device.type != "cuda" or not hasattr(torch.cuda.memory, "_record_memory_history")):
+        if steps is not None and (device.type != "cuda" or not records_memory()):
             raise ValueError(
                 f"snapshot_steps={steps} needs CUDA's allocator and a torch that records its history; this run is on "
                 f"{device} with torch {torch.__version__}. Leave snapshot_steps out: the timeline works on the CPU, too."
@@ -105,7 +104,7 @@ class Snapshots:
     def begin(self, step: int) -> None:
         """A step begins."""
         if self.steps is not None and not self.recording and self.steps[0] <= step < self.steps[1]:
-            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+            record_memory(ENTRIES)
             self.recording = True
 
     def end(self, step: int, folder: Path, rank: int) -> None:
@@ -116,10 +115,10 @@ class Snapshots:
 
     def write(self, path: Path) -> bool:
         """Write what is known, and record no more; False where there is no allocator that tells."""
-        if self.device.type != "cuda" or not hasattr(torch.cuda.memory, "_dump_snapshot"):
+        if self.device.type != "cuda" or not records_memory():
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_memory(str(path))
         self.stop()
         return True
 
@@ -127,7 +126,7 @@ class Snapshots:
         """Record no more."""
         if self.recording:
             self.recording = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory(None)
 
 
 #: (seconds, bytes by kind from then on)

@@ -1,6 +1,4 @@
-"""What to tell of an allocation that failed: in which phase, how much was missing, what held the memory, what would help.
-
-MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and what to do where it ran out.
+"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report where it ran out.
 
 Shape letters: R ranks, n numbers of a step.
 """
@@ -20,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import integer
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Watch
 from lightning_dilated.callbacks.memory.probe import (
@@ -372,7 +371,7 @@ class MemoryProfiler(pl.Callback):
         if not self._measuring:
             return
         # the number that Lightning logs this batch's own values with
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         self.measured, self._measuring = self._probe.finish(step), False
         self.steps += 1
         self._peaks()
@@ -426,7 +425,7 @@ class MemoryProfiler(pl.Callback):
             held = self._probe.held(allocated)
         else:
             held = held_now(trainer.strategy.root_device, pl_module, trainer.optimizers, allocated)
-        step, rank = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_rank
+        step, rank = logged_step(trainer), trainer.global_rank
         said = report(rank, where, step, text, held, advise(trainer, pl_module))
         path = self._folder / f"memory_oom_rank_{rank}.pickle"
         if self.snapshot_on_oom and self._snapshots.write(path):

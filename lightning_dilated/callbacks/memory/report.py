@@ -1,6 +1,4 @@
-"""The profiler's numbers: a step as a vector that ranks compare, what loggers get of it, and the table at the end.
-
-Pictures of a measured step's memory over time, by kind: a PNG, and an HTML page that needs nothing else.
+"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG and HTML.
 
 Shape letters: R ranks, n numbers of a step.
 """

@@ -210,20 +210,20 @@ def step(
     dtype, products = PRECISIONS[precision]
     tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
     with fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
-            warnings.filterwarnings("ignore", message=said)
+        for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
+            warnings.filterwarnings("ignore", message=message)
         with _default(dtype), _not_moved():
             model = make()
             model.configure_model()
         model.train()
-        data, found = batch(), stacks(model)
-        for stack in found.values():
+        data, parts = batch(), stacks(model)
+        for stack in parts.values():
             stack.memory = memory
         context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
         if graphs is not None:
             graphs.tape = tape
             _compile(model, data, context, graphs)
-        for name, stack in found.items():
+        for name, stack in parts.items():
             stack.blocks = nn.ModuleList(_Marked(b, i, tape, name) for i, b in enumerate(stack.blocks))
         with _tiles_apart(tape):
             _run(model, data, context, tape)
@@ -286,8 +286,8 @@ def _tiles_apart(tape: Tape) -> Iterator[None]:
 
 
 def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token_chunks.cuts) -> list[slice]:
-    found = cuts(length, step)
-    return found if len(found) < 4 else [*found[:2], found[-1]]
+    tiles = cuts(length, step)
+    return tiles if len(tiles) < 4 else [*tiles[:2], tiles[-1]]
 
 
 @contextlib.contextmanager

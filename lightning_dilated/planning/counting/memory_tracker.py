@@ -1,9 +1,4 @@
-"""Meter: the bytes of living tensors, counted by their storages as operations make them; real tensors and fake ones.
-
-Storages are followed by weak references: what frees them is of no concern, and nothing is kept alive.
-
-Tape: a meter whose peaks are noted piece by piece, a piece for each part of a step and for each call of the op.
-"""
+"""Meter counts the bytes of the tensors that live, and Tape splits a counted step into pieces."""
 
 from __future__ import annotations
 
@@ -96,26 +91,26 @@ class Meter(TorchDispatchMode):
     def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
         """Give the tensors' storages a kind, and count those not yet seen; the bytes of all of them, each storage once."""
         with self._lock:
-            found = [x for t in tensors if t is not None for x in self._see(t, False)]
-            self._kinds.update((x.serial, kind) for x in found)
-        return sum({x.serial: x.size for x in found}.values())
+            storages = [x for t in tensors if t is not None for x in self._see(t, False)]
+            self._kinds.update((x.serial, kind) for x in storages)
+        return sum({x.serial: x.size for x in storages}.values())
 
     def mark(self, kind: str) -> int:
         """Give a kind to what was made within, lives and has none, such as `ACTIVATIONS` when a forward ends; its bytes."""
         with self._lock:
             known = self._kinds.keys() | self._marked.keys() | self.adopted
-            found = [x for x in self._held.values() if x.serial not in known]
-            self._marked.update((x.serial, kind) for x in found)
-            return sum(x.size for x in found)
+            storages = [x for x in self._held.values() if x.serial not in known]
+            self._marked.update((x.serial, kind) for x in storages)
+            return sum(x.size for x in storages)
 
     def by_kind(self) -> dict[str, int]:
         """Bytes that live now, by kind; they add up to `live`."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with self._lock:
             for x in self._held.values():
                 kind = self.kind(x.serial)
-                found[kind] = found.get(kind, 0) + x.size
-        return {kind: n for kind, n in found.items() if n}
+                sizes[kind] = sizes.get(kind, 0) + x.size
+        return {kind: n for kind, n in sizes.items() if n}
 
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes at the first moment of `peak`, by the kinds that storages have by now; they add up to `peak`.
@@ -165,31 +160,31 @@ class Meter(TorchDispatchMode):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
-            for t in given:
+            for t in inputs:
                 self._see(t, func in FRESH)
-        out = self._run(func, args, kwargs, given)
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        out = self._run(func, args, kwargs, inputs)
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*given, *made) if func._schema.is_mutable else made:  # mutable: may have been resized
+            for t in (*inputs, *results) if func._schema.is_mutable else results:  # mutable: may have been resized
                 self._see(t, True)
-            for t, kind in self.labels(func, given, made) if self.labels else ():
+            for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
                     self._kinds.setdefault(x.serial, kind)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
-        plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in given)
-        if func.namespace not in LOOK_INTO or not given or not plain or in_dispatch_mode():
+        plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
+        if func.namespace not in LOOK_INTO or not inputs or not plain or in_dispatch_mode():
             return func(*args, **kwargs)
         with self:
-            return run_on_device(func, given[0].device.type, args, kwargs)
+            return run_on_device(func, inputs[0].device.type, args, kwargs)
 
-    def _see(self, tensor: Tensor, made: bool) -> list[_Held]:
+    def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
         """Count a tensor's storages as large as they are now."""
-        found = []
+        storages = []
         for part in parts(tensor):
             if self.device not in (None, part.device.type):
                 continue
@@ -201,13 +196,13 @@ class Meter(TorchDispatchMode):
                     self._gone(key, held.ref)
                 held = _Held(next(self._serials), 0, weakref.ref(storage, partial(self._gone, key)))
                 self._held[key] = held
-                if not made:
+                if not new:
                     self.adopted.add(held.serial)
             size = -(-storage.nbytes() // self.round_to) * self.round_to
             if size != held.size:
                 self._change(held, size)
-            found.append(held)
-        return found
+            storages.append(held)
+        return storages
 
     def _change(self, held: _Held, size: int) -> None:
         delta, held.size = size - held.size, size
@@ -233,8 +228,8 @@ class Meter(TorchDispatchMode):
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with storages of their own that a tensor is made of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for x in held:
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for x in inner:
             if isinstance(x, Tensor):  # a DTensor names its mesh, too
                 yield from parts(x)
     elif tensor.layout is torch.strided:
@@ -309,13 +304,13 @@ class Tape(Meter):
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
 
-    def _after(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
+    def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         ops = torch.ops.lightning_dilated
         if func in (ops.attention.default, ops.attention_backward.default):
             forward = func is ops.attention.default
             # before it at most as much as with its results, where they made the peak
             self.pieces.append(Piece(self.part, self.peak, self._static))
-            self.peak, q = self.live, given[0 if forward else 1]
+            self.peak, q = self.live, inputs[0 if forward else 1]
             self._cut(FORWARD if forward else BACKWARD, q)
         return ()
 

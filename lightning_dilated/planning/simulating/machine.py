@@ -1,4 +1,4 @@
-"""Machine: what one device was measured to need for the parts of a training step, from which the steps of many are reckoned.
+"""Machine: the measured times of one device for the parts of a training step, from which steps of many are simulated.
 
 Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
 """

@@ -1,16 +1,15 @@
 """What one call of sharded attention moves and computes on every rank, as arrays over the ranks.
 
-Up to `EXACT` ranks every number is counted from the ranks' own programs; for more see `many`. The pairs of arriving
-rows are counted for all ranks at once and are exact for any number of ranks.
+Up to `EXACT` ranks every number is counted from the ranks' own programs (`exact`), for more without them (`many`). The pairs
+of arriving rows are counted for all ranks at once and are exact for any number of ranks.
 
-What an exchange moves on each of very many ranks, without their programs: gather, butterfly, their hierarchical forms.
-
-The butterflies are counted half by half and are exact. A gather's rows are counted as if branches nested, for all ranks at
-once, times the ratio of the exact counts of `SAMPLES` ranks to that, which is 1 for nested patterns. Besides:
+With many ranks the butterflies are counted half by half and are exact. A gather's rows are counted as if branches nested,
+for all ranks at once, times the ratio of the exact counts of `SAMPLES` ranks to that, which is 1 for nested patterns.
+Further assumptions:
   - a gather's rank sends as much as it receives; causal, as much as its mirror rank (R - 1 - rank) receives;
   - it waits for every rank of its segment of the widest branch, and exchanges messages with as many as sampled ranks do,
-    with those between them on a line;
-  - a hierarchical gather's second round sends what the ranks of the node receive on the mean.
+    interpolated between those;
+  - a hierarchical gather's second round sends what the ranks of the node receive on average.
 
 Shape letters: N tokens, L tokens of a rank, R ranks, H query heads, w segment length, r dilation rate, o offset.
 """

@@ -1,10 +1,8 @@
-"""The clocks of all ranks: work on compute streams and collectives on streams of their own, in the order of the real calls.
+"""The clocks of all ranks: compute streams and collectives on streams of their own, in the order of the real calls.
 
-Every stream does one thing after another in the order in which the program issues it, so each event's time follows from
-earlier ones at once: start = the latest of what it waits for. Times are arrays over ranks.
-
-The op's forward and backward on a clock, with the events in the order of `attention.sharded` and `sequence.exchange.run`
-on GPUs.
+A stream does one thing after another in the order in which the program issues it, so the time of an event follows from
+earlier ones: start = the latest of what it waits for. Times are arrays over ranks. `Op` issues the events of the op's
+forward and backward in the order of `attention.executors.remote` and `sequence.exchange.run` on GPUs.
 
 Shape letters: R ranks, D head dim.
 """
