@@ -118,7 +118,7 @@ OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """The request.
 
     Attributes:
@@ -158,7 +158,7 @@ class Asked:
         )  # fmt: skip
 
 
-def settled(args: argparse.Namespace) -> Asked:
+def settled(args: argparse.Namespace) -> Request:
     """The options, completed by the recipe's values.
 
     Raises:
@@ -185,7 +185,7 @@ def settled(args: argparse.Namespace) -> Asked:
     if precision not in PRECISIONS:
         raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}; the recipe has {precision!r}.")
     gpu = find_gpu(args.gpu, args.gpu_memory)
-    return Asked(
+    return Request(
         model, tokens, gpu, ranks, per_node, precision,
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
         args.host_memory / per_node, chosen, args.optimizer, args.exchange or exchange,

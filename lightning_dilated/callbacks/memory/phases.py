@@ -39,8 +39,8 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
     """The tensors that optimizers keep."""
-    found = (getattr(x, "state", {}) for x in optimizers)
-    return [t for state in found for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
+    all_states = (getattr(x, "state", {}) for x in optimizers)
+    return [t for state in all_states for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -59,21 +59,21 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
     return sum(sizes.values())
 
 
-def exchanged(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
+def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
     """The tensors that a collective reads or writes, and the rows that attention keeps of those it received."""
     if func.namespace == "c10d":
-        yield from ((t, EXCHANGE) for t in (*given, *made))
-    elif func.name() == "lightning_dilated::attention" and made[RECEIVED].numel():
-        yield made[RECEIVED], EXCHANGE
+        yield from ((t, EXCHANGE) for t in (*inputs, *results))
+    elif func.name() == "lightning_dilated::attention" and results[RECEIVED].numel():
+        yield results[RECEIVED], EXCHANGE
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
     """`total` bytes by kind: what is known, as far as there is room, and the rest as temporary."""
-    found, left = {}, total
+    sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
-        found[kind] = max(0, min(known.get(kind, 0), left))
-        left -= found[kind]
-    return {**found, TEMPORARY: left}
+        sizes[kind] = max(0, min(known.get(kind, 0), left))
+        left -= sizes[kind]
+    return {**sizes, TEMPORARY: left}
 
 
 FORWARD, BACKWARD, OPTIMIZING, REST = "forward", "backward", "optimizer", "rest"
@@ -85,7 +85,7 @@ class Phase(NamedTuple):
     stage: str
     block: int | None = None
 
-    def told(self, blocks: int) -> str:
+    def in_words(self, blocks: int) -> str:
         """In words; blocks are counted from 1."""
         if self.stage not in (FORWARD, BACKWARD):
             return {OPTIMIZING: "optimizer", REST: "rest of the step"}[self.stage]
@@ -104,8 +104,8 @@ def phases(blocks: int) -> list[Phase]:
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
-    found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    return found or list(dict.fromkeys(_listed(module)))
+    blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    return blocks or list(dict.fromkeys(_listed(module)))
 
 
 def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:

@@ -66,8 +66,8 @@ def host_memory(status: Path = STATUS) -> dict[str, int | None]:
 def _pinned() -> int | None:
     if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
         return None
-    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current")
-    return None if of_torch is None else of_torch + pinned_bytes()
+    allocator = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return None if allocator is None else allocator + pinned_bytes()
 
 
 #: allocations and frees that a history holds, the latest
@@ -231,8 +231,8 @@ class CpuProbe:
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
-        found = self._meter.by_kind()
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        sizes = self._meter.by_kind()
+        return {kind: sizes[kind] for kind in KINDS if kind in sizes}
 
     def finish(self, step: int) -> Measured:
         """The step, now that its tensors' kinds are known."""
@@ -336,8 +336,8 @@ class CudaProbe:
 
     def _stats(self) -> tuple[int, int, int]:
         """(peak allocated, peak reserved, allocated now) since the last call."""
-        found = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self.device)
         self.overall = (max(self.overall[0], allocated["peak"]), max(self.overall[1] or 0, reserved["peak"]))
         return allocated["peak"], reserved["peak"], allocated["current"]
@@ -345,8 +345,8 @@ class CudaProbe:
     def _count(self, groups: Sequence[int | None]) -> None:
         """Gradients of some blocks' parameters; None: of those outside of blocks."""
         for i in groups:
-            found = (part for g in gradients(self._groups[i]) for part in parts(g))
-            self._grads[i] = sum(t.numel() * t.element_size() for t in found if t.device == self.device)
+            tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
+            self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
         """What is allocated now beside the known kinds, above what it was when the batch began."""
@@ -375,6 +375,10 @@ def held_now(
     device: torch.device, module: nn.Module, optimizers: Iterable[Any], allocated: int | None
 ) -> dict[str, int]:
     """Bytes by kind of a step that is not measured, of so many `allocated` if that is known."""
-    found = {PARAMETERS: weights(module), GRADIENTS: gradients(module.parameters()), OPTIMIZER: states(optimizers)}
-    sizes = {kind: bytes_of(tensors, device) for kind, tensors in found.items()}
+    tensors_of_kind = {
+        PARAMETERS: weights(module),
+        GRADIENTS: gradients(module.parameters()),
+        OPTIMIZER: states(optimizers),
+    }
+    sizes = {kind: bytes_of(tensors, device) for kind, tensors in tensors_of_kind.items()}
     return {**sizes, "activations and temporary": max(0, (allocated or 0) - sum(sizes.values()))}

@@ -95,11 +95,11 @@ def find_shortage(error: BaseException) -> BaseException | None:
 
 def parse(text: str) -> Shortage:
     """The bytes that the message of torch's allocator for GPUs or for the CPU names; what it does not name is None."""
-    found = {}
+    sizes = {}
     for name, pattern in _FACTS.items():
         match = re.search(pattern, text)
-        found[name] = None if match is None else round(float(match[1]) * _UNITS[match[2]])
-    return Shortage(**found)
+        sizes[name] = None if match is None else round(float(match[1]) * _UNITS[match[2]])
+    return Shortage(**sizes)
 
 
 def in_words(size: float) -> str:
@@ -132,18 +132,18 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
 
 def _missing(short: Shortage) -> str:
     """How much there was, and how much was missing."""
-    told = []
+    parts = []
     if short.room is not None:
         of = "" if short.total is None else f" of {in_words(short.total)}"
-        told.append(f"{in_words(short.room)}{of} was free")
+        parts.append(f"{in_words(short.room)}{of} was free")
     if short.missing is not None:
-        told.append(f"{in_words(short.missing)} at least was missing")
+        parts.append(f"{in_words(short.missing)} at least was missing")
     if short.unused:
-        told.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
-    said = f"{'; '.join(told)}." if told else ""
+        parts.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
+    text = f"{'; '.join(parts)}." if parts else ""
     if short.asked is not None and short.unused and short.asked <= short.unused + (short.room or 0):
-        said += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
-    return said
+        text += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
+    return text
 
 
 def advise(trainer: Any, pl_module: Any) -> str | None:
@@ -375,11 +375,11 @@ class MemoryProfiler(pl.Callback):
         self.measured, self._measuring = self._probe.finish(step), False
         self.steps += 1
         self._peaks()
-        mine = numbers(self.measured, self._blocks, host_memory())
+        vector = numbers(self.measured, self._blocks, host_memory())
         if self._quiet is None:
-            self._log(trainer, step, mine[None])
+            self._log(trainer, step, vector[None])
         else:
-            self._asked.append((step, self._quiet.ask(mine)))
+            self._asked.append((step, self._quiet.ask(vector)))
 
     def _peaks(self) -> None:
         self._probe.read()
@@ -392,13 +392,13 @@ class MemoryProfiler(pl.Callback):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))
 
-    def _log(self, trainer: pl.Trainer, step: int, found: torch.Tensor) -> None:
+    def _log(self, trainer: pl.Trainer, step: int, vectors: torch.Tensor) -> None:
         """Log (R, n) numbers of a step."""
-        self.latest, top = metrics(found, self._blocks), top_of(found, self._blocks, step)
+        self.latest, top = metrics(vectors, self._blocks), top_of(vectors, self._blocks, step)
         self._highest = top.rank
         if self.top is None or top.allocated > self.top.allocated:
             self.top = top
-        self._most = found if self._most is None else torch.maximum(self._most, found)
+        self._most = vectors if self._most is None else torch.maximum(self._most, vectors)
         for logger in trainer.loggers if step > self._logged else ():
             logger.log_metrics(self.latest, step=step)
         self._logged = step
@@ -410,24 +410,24 @@ class MemoryProfiler(pl.Callback):
         if error is not None and self._watch is not None:
             self._probe.drop()  # what follows is not to be counted
             try:
-                warnings.warn(self._told(trainer, pl_module, str(error)), stacklevel=2)
+                warnings.warn(self._message(trainer, pl_module, str(error)), stacklevel=2)
             except Exception as trouble:  # the run's own error is the one to show
                 warnings.warn(f"MemoryProfiler could not say what filled the memory: {trouble!r}", stacklevel=2)
         self._let_go()
 
-    def _told(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
+    def _message(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
         """The message, and the snapshot beside it."""
-        where = self._watch.phase.told(self._blocks) if self._watch.on else "outside of training batches"
+        where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"
         allocated = parse(text).allocated
         if self._measuring and self._watch.on:
-            held = self._probe.held(allocated)
+            kinds = self._probe.held(allocated)
         else:
-            held = held_now(trainer.strategy.root_device, pl_module, trainer.optimizers, allocated)
+            kinds = held_now(trainer.strategy.root_device, pl_module, trainer.optimizers, allocated)
         step, rank = logged_step(trainer), trainer.global_rank
-        said = report(rank, where, step, text, held, advise(trainer, pl_module))
+        message = report(rank, where, step, text, kinds, advise(trainer, pl_module))
         path = self._folder / f"memory_oom_rank_{rank}.pickle"
         if self.snapshot_on_oom and self._snapshots.write(path):
-            said += f"\nA snapshot for pytorch.org/memory_viz: {path}"
-        return said
+            message += f"\nA snapshot for pytorch.org/memory_viz: {path}"
+        return message

@@ -130,8 +130,8 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
     def planning_notes(self) -> list[str]:
         """How many tiles are hidden."""
         return [
-            f"as many tiles are hidden as in the mean, mask_ratio={self.hiding.p:g}; what the decoder's blocks keep is "
-            "told as temporary."
+            f"as many tiles are hidden as in the mean, mask_ratio={self.hiding.p:g}; what the decoder's blocks save is "
+            "counted as temporary."
         ]
 
     def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:

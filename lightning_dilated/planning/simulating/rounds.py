@@ -30,7 +30,7 @@ from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.switch import Switched
 from lightning_dilated.sequence.requirements import Problem, served
 
-#: up to so many ranks the programs of all of them are counted
+#: up to this many ranks the programs of all are counted
 EXACT = 16
 
 Array = NDArray[np.float64]
@@ -41,10 +41,10 @@ class Rows:
     """One all-to-all on all ranks.
 
     Attributes:
-        sent, received: (2, R) rows to and from others inside the node, and outside it.
-        messages: (R,) peers that a rank sends to or receives from, the more of both.
-        packed, landed: (R,) rows of the send and the receive buffer, copies to itself among them.
-        peers: whom a rank waits for: (R, R) booleans; or (R,) integers, ranks of one number waiting for each other.
+        sent, received: (2, R) rows to and from other ranks, intra-node and inter-node.
+        messages: (R,) peers that a rank sends to or receives from, whichever is more.
+        packed, landed: (R,) rows of the send and the receive buffer, with a rank's copies to itself.
+        peers: whom a rank waits for: (R, R) booleans; or (R,) integers, equal ones waiting for each other.
     """
 
     sent: Array
@@ -55,7 +55,7 @@ class Rows:
     peers: NDArray
 
     def back(self) -> Rows:
-        """The same ways in the other direction."""
+        """The same round in the other direction."""
         return Rows(self.received, self.sent, self.messages, self.landed, self.packed, self.peers)
 
     def latest(self, times: Array) -> Array:
@@ -72,11 +72,11 @@ class Moves:
     """The exchange of one call on all ranks.
 
     Attributes:
-        style: "kept" (rows stay, gradients go back through the rounds), "ring" (rows travel twice) or "switch".
+        style: "kept" (rows are saved, gradients return through the rounds), "ring" (rows travel twice) or "switch".
         rounds: of the forward; of a switch those of keys and of queries.
-        returns: the ways home of a ring.
-        pairs, batches: (rounds, R) what a rank computes once a round has come, and in how many calls.
-        queries: (R,) query rows, over heads, that other ranks' keys reach; as if those of a wide branch lay among a
+        returns: the rounds that return a ring's gradients.
+        pairs, batches: (rounds, R) what a rank computes once a round has arrived, and in how many calls.
+        queries: (R,) query rows, over heads, that other ranks' keys reach; as if those of a wide branch were among a
             narrower one's.
     """
 
@@ -124,7 +124,7 @@ def _rows(steps: list[Round], per_node: int) -> Rows:
 
 @dataclass(frozen=True)
 class Reach:
-    """What the queries of one head and branch see beyond their rank: arrays over ranks.
+    """The keys of other ranks that the queries of one head and branch see: arrays over ranks.
 
     `first` is the position of index 0 of their segment, which holds [start, stop).
     """
@@ -184,12 +184,12 @@ def reaches(problem: Problem) -> Iterator[Reach]:
 
 
 def reached(problem: Problem) -> Array:
-    """`Moves.queries`: of each head those of the branch that has most."""
-    found: dict[int, dict[int, Array]] = {}
+    """`Moves.queries`: of each head, those of the branch with most."""
+    by_head: dict[int, dict[int, Array]] = {}
     for x in reaches(problem):
-        of_head = found.setdefault(x.head, {})
+        of_head = by_head.setdefault(x.head, {})
         of_head[x.branch] = of_head.get(x.branch, 0) + x.queries
-    return sum((np.max(list(of_head.values()), 0) for of_head in found.values()), np.zeros(problem.shard.ranks))
+    return sum((np.max(list(of_head.values()), 0) for of_head in by_head.values()), np.zeros(problem.shard.ranks))
 
 
 def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple[Array, Array]:
