@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from lightning_dilated import DilatedPattern
+from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.cli.find_max import Trials, longest
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.model_specs import language_model, subject_of
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import Case, Facts, in_words
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
@@ -133,7 +133,7 @@ def strategy_of(point: Point, args: argparse.Namespace) -> str:
 def case_of(point: Point, args: argparse.Namespace) -> Case:
     """The point's model, planned."""
     gpu = find_gpu(args.gpu)
-    model = language_model(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
+    model = LongNetLM(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
     subject = subject_of(model, point.precision, None, True, gpu.capability)
     setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
     return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)

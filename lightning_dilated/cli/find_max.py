@@ -308,7 +308,6 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    """Search, and print the result."""
     args, others = parser().parse_known_args(argv)
     args = checked(args)
     arguments = [word for path in args.config for word in ("--config", path)] + others
@@ -458,7 +457,6 @@ def _end_with(parent: int) -> None:
 
 
 def main(job: dict[str, Any], arguments: list[str]) -> None:
-    """Train, and write the result to a file."""
     if job["limit"] is not None:
         import resource
 

@@ -178,7 +178,6 @@ def strategy_of(request: Request, facts: Facts) -> str:
 
 
 def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
-    """A row of the table."""
     longest = case.longest(settings)
     at = tokens or longest
     if not at:
@@ -221,7 +220,6 @@ def in_numbers(n: int) -> str:
 
 
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
-    """A line for each setting."""
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
     head = (
         "",

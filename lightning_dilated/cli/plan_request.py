@@ -25,6 +25,7 @@ from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
+from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 #: the default pattern, that of the measurements
@@ -43,7 +44,6 @@ def number(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     p = argparse.ArgumentParser(
         "lightning-dilated plan",
         description="Memory, bytes, time and the longest sequence of a run, without a GPU. Numbers may end in K, M or G "
@@ -112,6 +112,8 @@ def _memory(p: Any) -> None:
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
 
 
+#: strategies that can be planned, by their names for the Trainer
+OURS = {"ring_dilated_fsdp": RingDilatedFSDPStrategy, "ring_dilated": RingDilatedStrategy}
 CALLBACK = "ActivationRecompute"
 #: options whose names differ from the model's arguments
 OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "--vocab"}
@@ -151,7 +153,6 @@ class Request:
     layout: str = "contiguous"
 
     def setup(self, strategy: str) -> Setup:
-        """The setup with a strategy."""
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
             strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
@@ -168,7 +169,7 @@ def settled(args: argparse.Namespace) -> Request:
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange, offload, bucket, layout = _strategy(trainer.get("strategy"))
+    strategy, exchange, offload, bucket, layout = _strategy(args.config, trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
     chosen = args.strategy or strategy
     offload = offload and chosen == strategy if args.cpu_offload is None else args.cpu_offload
@@ -261,7 +262,6 @@ def _batch(data: Any) -> int:
 
 
 def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
-    """A LongNetLM of the sizes."""
     missing = [f"--{name}" for name in ("dim", "depth", "heads") if getattr(args, name) is None]
     if missing:
         raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
@@ -287,12 +287,13 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(strategy: Any) -> tuple[str | None, str, bool, int | None, str]:
+def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | None, str]:
     """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket, layout) of a Trainer's."""
     options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
     name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
-    kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
-    kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
+    cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
+    ours = (kind for kind, base in OURS.items() if name == kind or (isinstance(cls, type) and issubclass(cls, base)))
+    kind = next(ours, None)
     offload = options.get("cpu_offload", False) is not False
     layout = options.get("layout", "contiguous")
     return kind, options.get("exchange", "auto"), offload, options.get("bucket_cap_mb"), layout

@@ -191,7 +191,6 @@ def _arguments(settings: MemorySettings) -> str:
 
 
 def _tokens(trainer: pl.Trainer) -> int | None:
-    """The sequence's length."""
     agreed = getattr(_sequence(trainer), "agreed", None)
     data: Any = getattr(trainer, "datamodule", None)
     tokens = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
@@ -217,7 +216,6 @@ def _gpu(trainer: pl.Trainer) -> Gpu:
 
 
 def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
-    """How the Trainer runs it."""
     sequence = _sequence(trainer)
     shares = hasattr(type(trainer.strategy), "sequence")
     ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1

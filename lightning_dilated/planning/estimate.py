@@ -280,7 +280,6 @@ class Case:
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
     def found(self, settings: MemorySettings) -> Footprint:
-        """The footprint with these settings."""
         bare = replace(settings, offload=0.0)  # which counting ignores
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
@@ -292,7 +291,6 @@ class Case:
         return memory(self.found(settings), self.facts.depth, tokens, self.setup, rows)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Seconds of a step of N tokens."""
         counted = self.found(settings)
         away = on_host(counted, self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)

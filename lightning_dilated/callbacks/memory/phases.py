@@ -33,7 +33,6 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are there."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
@@ -44,7 +43,6 @@ def states(optimizers: Iterable[Any]) -> list[Tensor]:
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch."""
     return [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
 
@@ -138,12 +136,10 @@ class Watch:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Follow the blocks' calls."""
         for i, block in enumerate(self.blocks):
             set_compiled_call(block, _Call(self, i, block, compiled_call(block)))
 
     def detach(self) -> None:
-        """Leave the blocks as they were."""
         self.stop()
         for block in self.blocks:
             call = compiled_call(block)
@@ -151,11 +147,9 @@ class Watch:
                 set_compiled_call(block, call.before)
 
     def start(self) -> None:
-        """A training batch begins."""
         self.phase, self.on = Phase(FORWARD), True
 
     def stop(self) -> None:
-        """It ended."""
         self.on, self.border = False, None
         for hook in self._hooks:
             hook.remove()

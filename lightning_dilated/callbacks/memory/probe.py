@@ -102,13 +102,11 @@ class Snapshots:
         self.steps, self.device, self.recording = steps, device, False
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         if self.steps is not None and not self.recording and self.steps[0] <= step < self.steps[1]:
             record_memory(ENTRIES)
             self.recording = True
 
     def end(self, step: int, folder: Path, rank: int) -> None:
-        """A step ended."""
         if self.recording and step >= self.steps[1] - 1:
             first, stop = self.steps
             self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
@@ -123,7 +121,6 @@ class Snapshots:
         return True
 
     def stop(self) -> None:
-        """Record no more."""
         if self.recording:
             self.recording = False
             record_memory(None)
@@ -158,7 +155,6 @@ class Measured:
 
     @property
     def top(self) -> Span:
-        """Where its peak is."""
         return max(self.spans, key=lambda x: x.allocated)
 
 
@@ -177,12 +173,10 @@ class CpuProbe:
         self._meter = Meter("cpu", record=True, labels=exchanged)
 
     def start(self) -> None:
-        """A step begins."""
         self._meter.restart(keep=[EXCHANGE])  # DDP's buckets: nothing reads them before the backward
         self._spans: list[tuple[Span, int, int]] = []
 
     def resume(self, batch: Any, optimizers: Iterable[Any]) -> None:
-        """A batch of the step begins."""
         self._meter.track(weights(self.module), PARAMETERS)
         self._meter.track(tensors_of(batch), BATCH)
         self.gradients()
@@ -196,29 +190,24 @@ class CpuProbe:
         self._meter.reset_peak()
 
     def border(self, ended: Phase) -> None:
-        """A phase ended, another begins."""
         span = Span(ended, self._start, now := time.perf_counter(), self._meter.peak)
         self._spans.append((span, self._first, len(self._meter.events)))
         self.overall = (max(self.overall[0], span.allocated), None)
         self._begin(now)
 
     def saved(self) -> None:
-        """A backward is about to begin."""
         self._meter.mark(ACTIVATIONS)
 
     def gradients(self) -> None:
-        """Gradients are there."""
         self._meter.track(gradients(self.module.parameters()), GRADIENTS)
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
-        """The batch ended."""
         self.drop()
         self.border(ended)
         self.gradients()
         self._meter.track(states(optimizers), OPTIMIZER)
 
     def drop(self) -> None:
-        """Count nothing any more, also in the middle of a batch."""
         if self._inside:
             self._inside = False
             self._meter.__exit__(None, None, None)
@@ -235,7 +224,6 @@ class CpuProbe:
         return {kind: sizes[kind] for kind in KINDS if kind in sizes}
 
     def finish(self, step: int) -> Measured:
-        """The step, now that its tensors' kinds are known."""
         after = [{}, *({k: n for k, n in held.items() if n} for *_, held in self._meter.replay())]
         for span, first, stop in self._spans:
             span.kinds = max(after[first : stop + 1], key=lambda x: sum(x.values()))
@@ -263,11 +251,9 @@ class CudaProbe:
         self._groups = {**inside, None: [p for p in module.parameters() if id(p) not in known]}
 
     def start(self) -> None:
-        """A step begins."""
         self._spans: list[Span] = []
 
     def resume(self, batch: Any, optimizers: Iterable[Any]) -> None:
-        """A batch of the step begins."""
         self._optimizers = optimizers
         self._known = {
             PARAMETERS: bytes_of(weights(self.module), self.device),
@@ -284,7 +270,6 @@ class CudaProbe:
         self._start = time.perf_counter()
 
     def border(self, ended: Phase) -> None:
-        """A phase ended, another begins."""
         peak, reserved, held = self._stats()
         known = {**self._known, GRADIENTS: sum(self._grads.values())}
         sent, received = self._moved()
@@ -312,14 +297,12 @@ class CudaProbe:
         """Gradients are there."""
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
-        """The batch ended."""
         self.border(ended)
 
     def drop(self) -> None:
         """Nothing is held."""
 
     def finish(self, step: int) -> Measured:
-        """The step."""
         last = self._spans[-1]
         return Measured(step, self._spans, [(x.start, x.kinds) for x in self._spans] + [(last.stop, last.kinds)])
 

@@ -327,19 +327,16 @@ class MemoryProfiler(pl.Callback):
             self._watch.border = self._probe.border
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """The forward is done."""
         self._watch.enter(BACKWARD)
         if self._measuring:
             self._probe.saved()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The backward is done."""
         if self._measuring:
             self._probe.gradients()
         self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """An optimizer begins."""
         if self._measuring:
             self._probe.gradients()
         self._stepped = True

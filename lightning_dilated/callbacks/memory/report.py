@@ -347,7 +347,6 @@ def _area(
 
 
 def _table(spans: Sequence[Span], blocks: int, unit: float, name: str) -> str:
-    """The highest of each phase."""
     highest: dict[Phase, Span] = {}
     for s in spans:
         if s.phase not in highest or s.allocated > highest[s.phase].allocated:

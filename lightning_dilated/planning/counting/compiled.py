@@ -133,7 +133,6 @@ class Kernels:
 
     # -- running -------------------------------------------------------------------------------------------------------
     def __call__(self, args: list[Any]) -> Any:
-        """The results of the graph."""
         inputs = (n for n in self.nodes if n.op == "placeholder")
         values: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
         values |= {n: getattr(self.graph, n.target) for n in self.nodes if n.op == "get_attr"}
@@ -197,7 +196,6 @@ class Kernels:
 
 
 def _empty(node: fx.Node) -> Tensor:
-    """Memory for a result."""
     like = node.meta["val"]
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 

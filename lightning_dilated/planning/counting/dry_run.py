@@ -168,7 +168,6 @@ class _Marked(nn.Module):
         self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """The block's."""
         if self.tape.returning:  # computed again
             return self.block(x, **options)
         if self.number == 0:

@@ -153,7 +153,6 @@ class Footprint:
 
     @property
     def parameter_size(self) -> int:
-        """Bytes of a parameter."""
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:

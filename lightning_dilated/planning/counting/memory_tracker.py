@@ -156,7 +156,6 @@ class Meter(TorchDispatchMode):
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results."""
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
         kwargs = kwargs or {}
@@ -212,7 +211,6 @@ class Meter(TorchDispatchMode):
             self.events.append((held.serial, delta, time.perf_counter()))
 
     def _gone(self, key: int, ref: weakref.ref) -> None:
-        """A storage was freed."""
         with self._lock:
             held = self._held.get(key)
             if held is None or held.ref is not ref:
@@ -315,7 +313,6 @@ class Tape(Meter):
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, unless paused."""
         if func is torch.ops.prim.device.default:  # asked very often
             return args[0].fake_device
         if self._paused:

@@ -15,10 +15,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models import DilatedModule, LongNetLM
+from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.cycle import shortest_cycle
 from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
@@ -58,7 +57,7 @@ def subject_of(
         )
     decoder = None
     for name, stack in others:
-        decoder = Decoder(name, len(stack.blocks), call(stack), _numbers(stack.blocks[0]))
+        decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
     return Subject(
         partial(_copy, model), partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled),
         call(main[1]), decoder,
@@ -131,26 +130,21 @@ def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
     return tree_map(convert, model.example_batch(tokens))
 
 
-def language_model(pattern: DilatedPattern, **sizes: Any) -> LongNetLM:
-    """A LongNetLM of given sizes, not built."""
-    return LongNetLM(pattern, **sizes)
-
-
-#: numbers that a low-rank update beside a layer reads and writes, for each number that goes into the layer and that comes
-#: out of it: peft's forward (product, scale, sum) and backward (likewise, and the sum of the input's two gradients)
+#: elements that the low-rank update of a layer reads and writes, for each element of the layer's input and of its output:
+#: peft's forward (product, scale, sum) and backward (likewise, and the sum of the input's two gradients)
 UPDATE_FORWARD, UPDATE_BACKWARD = (1, 6), (5, 4)
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What learns.
+    """What is trained, in parameters.
 
     Attributes:
-        block, edge: numbers of trained parameters, of a block and outside of all blocks.
-        weights: numbers of a block that activations are multiplied with: all but an update that is added to a weight before.
-        gradients: numbers of a block whose gradients are summed over tokens: the trained ones, and in place of such an
-            update the weight that it is added to.
-        forward, backward: numbers a token that low-rank updates read and write.
+        block, edge: trained ones, of a block and outside of all blocks.
+        weights: those of a block that activations are multiplied with: all but an update that is added to a weight before.
+        gradients: those of a block whose gradients are summed over tokens: the trained ones, and in place of such an update
+            the weight that it is added to.
+        forward, backward: elements a token that low-rank updates read and write.
     """
 
     block: int
@@ -162,36 +156,37 @@ class Trained:
 
     @classmethod
     def of(cls, block: TransformerBlock, edge: int) -> Trained:
-        """Of a block, with so many numbers elsewhere."""
-        own, whole = _numbers(block, True), _numbers(block)
-        if own == whole:
-            return cls(own, edge, own, own)
-        around, inner = block.attention, block.attention_layer
-        added = 0 if around is inner else _numbers(around, True) - _numbers(inner, True)
+        """Of a block, with `edge` trained parameters elsewhere."""
+        trained, whole = _parameters(block, True), _parameters(block)
+        if trained == whole:
+            return cls(trained, edge, trained, trained)
+        wrapped, inner = block.attention, block.attention_layer
+        added = 0 if wrapped is inner else _parameters(wrapped, True) - _parameters(inner, True)
         layers = [m.base_layer for m in block.modules() if isinstance(getattr(m, "base_layer", None), nn.Linear)]
-        wide = sum(x.in_features for x in layers), sum(x.out_features for x in layers)
-        passes = [of[0] * wide[0] + of[1] * wide[1] for of in (UPDATE_FORWARD, UPDATE_BACKWARD)]
-        return cls(own, edge, whole - added, own - added + (inner.in_proj_weight.numel() if added else 0), *passes)
+        features = sum(x.in_features for x in layers), sum(x.out_features for x in layers)
+        passes = [of[0] * features[0] + of[1] * features[1] for of in (UPDATE_FORWARD, UPDATE_BACKWARD)]
+        return cls(
+            trained, edge, whole - added, trained - added + (inner.in_proj_weight.numel() if added else 0), *passes
+        )
 
     @property
     def backward_products(self) -> float:
-        """Products of a block's backward, over the two of each weight where all of them are trained."""
+        """FLOPs of a block's backward, relative to those with all weights trained."""
         return (self.weights + self.gradients) / (2 * self.weights)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a model's time follows from.
+    """The numbers of a model that its time is computed from.
 
     Attributes:
-        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, V (outputs of the head; of a model of features or
-            patches, the numbers that a token brings or is told by).
-        block_parameters, edge_parameters: numbers of a block, and outside of all blocks.
+        dim, depth, hidden, vocab: E, blocks, features of the feed-forward, and V: the model's `token_features`.
+        block_parameters, edge_parameters: parameters of a block, and outside of all blocks.
         projection, feed_forward: parameters of a block's joint projection, and of its feed-forward.
-        call: the op's.
+        call: of the op.
         precision: the Trainer's.
-        trained: what of it learns.
-        logits: whether a token's loss goes over V logits.
+        trained: what of it is trained.
+        logits: whether the loss of a token reads V logits.
         decoder: of a second stack of blocks, if the model has one.
     """
 
@@ -211,36 +206,33 @@ class Facts:
 
     @property
     def stacks(self) -> list[Facts]:
-        """Of each stack of blocks."""
+        """An entry for each stack of blocks."""
         return [replace(self, decoder=None), *([self.decoder] if self.decoder else [])]
 
     @property
     def parameters(self) -> int:
-        """Numbers of all parameters."""
         return sum(x.depth * x.block_parameters + x.edge_parameters for x in self.stacks)
 
     @property
     def trained_parameters(self) -> int:
-        """Numbers of those that are trained."""
         return sum(x.depth * x.trained.block + x.trained.edge for x in self.stacks)
 
     @property
     def whole(self) -> bool:
-        """Whether all of it is trained."""
         return self.trained_parameters == self.parameters
 
     @property
     def windows(self) -> int:
-        """Heads that windows are made of: of keys; all in one where low-rank updates go with the weights."""
+        """The most windows of heads: one a kv head; one in all with low-rank updates."""
         return self.call.kv_heads if self.whole else 1
 
     @classmethod
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
-        """Of a model; its layers are made without memory, one of the first stack."""
+        """Of a model; one layer of the first stack is made, without memory."""
         built = blank(subject.make)
         found, features = stacks(built), built.token_features()
         outside = [
-            _numbers(built, trained) - sum(_numbers(stack.blocks, trained) for stack in found.values())
+            _parameters(built, trained) - sum(_parameters(stack.blocks, trained) for stack in found.values())
             for trained in (False, True)
         ]
         decoder = None
@@ -255,14 +247,13 @@ class Facts:
     def _of_block(
         cls, block: TransformerBlock, depth: int, vocab: int, edge: list[int], subject: Subject, call: OpCall
     ) -> Facts:
-        """Of a stack; `edge`: numbers outside of its blocks, and those of them that are trained."""
+        """Of a stack; `edge`: parameters outside of its blocks, and those of them that are trained."""
         attention = block.attention_layer.in_proj_weight
         return cls(
-            attention.shape[1], depth, block.ffn.fc1.out_features, vocab, _numbers(block), edge[0], attention.numel(),
-            _numbers(block.ffn), call, subject.precision, Trained.of(block, edge[1]),
+            attention.shape[1], depth, block.ffn.fc1.out_features, vocab, _parameters(block), edge[0], attention.numel(),
+            _parameters(block.ffn), call, subject.precision, Trained.of(block, edge[1]),
         )  # fmt: skip
 
 
-def _numbers(module: nn.Module, trained: bool = False) -> int:
-    """Of all parameters, or of those that are trained."""
+def _parameters(module: nn.Module, trained: bool = False) -> int:
     return sum(p.numel() for p in module.parameters() if p.requires_grad or not trained)

@@ -189,7 +189,6 @@ class Machine:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -219,7 +218,7 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
 
 
 def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
-    """`found`, if it has the fields of a dataclass and no others."""
+    """The fields, if they are those of a dataclass and no others."""
     want = {f.name for f in dataclasses.fields(kind)}
     have = set(fields) if isinstance(fields, dict) else set()
     if have != want:

@@ -72,7 +72,6 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens/s of one rank."""
         return self.tokens / self.ranks / self.seconds
 
     @property

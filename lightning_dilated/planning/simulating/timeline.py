@@ -129,12 +129,10 @@ class Op:
 
     @property
     def row(self) -> int:
-        """Bytes of a row of K and V."""
         return 2 * self.machine.head_dim * self.machine.element_size
 
     @property
     def wide_row(self) -> int:
-        """Bytes of its gradient."""
         return 2 * self.machine.head_dim * self.machine.wide_size
 
     def forward(self, clock: Clock, run: str = "forward") -> None:
@@ -151,7 +149,6 @@ class Op:
             clock.work(FEW, self.machine.few_forward.of(self.moves.queries))
 
     def backward(self, clock: Clock) -> None:
-        """One backward."""
         local = lambda: clock.work(ATTENTION, self.local_backward)  # noqa: E731
         if self.moves is None:
             local()
