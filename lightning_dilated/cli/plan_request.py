@@ -292,7 +292,11 @@ def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | N
     options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
     name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
     cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
-    ours = (kind for kind, base in OURS.items() if name == kind or (isinstance(cls, type) and issubclass(cls, base)))
+    ours = (
+        kind
+        for kind, base in OURS.items()
+        if name.startswith(kind) or (isinstance(cls, type) and issubclass(cls, base))
+    )
     kind = next(ours, None)
     offload = options.get("cpu_offload", False) is not False
     layout = options.get("layout", "contiguous")

@@ -291,7 +291,7 @@ class LongNetMLM(TokenModel):
         """DilatedModule's, with a loss of all tokens: which ones are masked follows from values."""
         made = super().planning_copy(depth)
 
-        def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, int]:
+        def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
             return made._losses(made._hidden(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
 
         made.loss_terms = loss_terms  # type: ignore[method-assign]

@@ -205,7 +205,7 @@ class SlideBackbone:
         if callable(check_places):
             check_places(self.tile_size, self.grid)
 
-    token_meaning = "a row of a slide: a tile, or the class token's"
+    token_meaning: str | None = "a row of a slide: a tile, or the class token's"
     length_setting = "data.init_args.max_tiles: {}, less 1 for the class token's row"
 
     def example_rows(self, rows: int) -> dict[str, Any]:

@@ -120,7 +120,8 @@ class SlidePretrainer(SlideBackbone, DilatedModule):
     def planning_copy(self, depth: int) -> SlidePretrainer:
         """DilatedModule's, hiding as many tiles as in the mean: which ones follows from values."""
         made = super().planning_copy(depth)
-        made.hidden_rows = lambda hidden: torch.zeros(round(self.hiding.p * hidden.numel()), dtype=torch.int64)
+        rows = lambda hidden: torch.zeros(round(self.hiding.p * hidden.numel()), dtype=torch.int64)  # noqa: E731
+        made.hidden_rows = rows  # type: ignore[method-assign]
         return made
 
     def token_features(self) -> tuple[int, ...]:
