@@ -126,8 +126,8 @@ def lm(bases):
 ])  # fmt: skip
 @pytest.mark.parametrize("name", BASES)
 def test_layers_without_positions(name, policy, compiled):
-    """Beside a count of the model as it is, with all its layers: exact where they are of one kind; where they differ each
-    saves as much, and a backward at the end may hold a little less than planned, never more."""
+    """Beside a count of the model as it is, with all its layers: exact where they are of one kind, and in what mixed
+    ones save; the last backward may hold a little less than planned, if that layer is without positions, never more."""
     model, settings = lm(BASES[name]), MemorySettings(policy)
     subject = subject_of(model, "bf16-mixed", settings, compiled)
     found = footprint(subject, (1024, 2048))

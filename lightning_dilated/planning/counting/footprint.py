@@ -12,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from lightning_dilated.memory.settings import MemorySettings
@@ -68,6 +69,8 @@ class Subject:
         compile_blocks: whether blocks run compiled.
         call: a call of the op on one rank.
         decoder: its second stack, if it has one.
+        bare: where only some layers have positions, the model without any; `make` then gives them to all layers.
+        share: the part of the layers that have none.
     """
 
     make: Callable[[int], DilatedModule]
@@ -77,6 +80,8 @@ class Subject:
     compile_blocks: bool
     call: OpCall
     decoder: Decoder | None = None
+    bare: Callable[[int], DilatedModule] | None = None
+    share: Fraction = Fraction(0)
 
     @property
     def period(self) -> int:
@@ -187,6 +192,9 @@ def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Gr
     sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
     moments, hidden = _counted(subject, depths, sizes, graphs)
+    if subject.bare is not None:
+        bare, _ = _counted(replace(subject, make=subject.bare), depths, sizes, graphs)
+        moments = [_mixed(x, y, subject.share, depths) for x, y in zip(moments, bare, strict=True)]
     inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
     return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
 
@@ -216,6 +224,19 @@ def _counted(
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
         moments.append(Moment(key, one, held, (one.static, three.static)))
     return moments, tapes[0][0].hidden
+
+
+def _mixed(moment: Moment, bare: Moment, share: Fraction, depths: tuple[int, int]) -> Moment:
+    """A moment of a model of which a share of the layers saves what layers without positions save.
+
+    The layer that runs is counted with positions, in whose backward it holds more.
+    """
+    run = depths[1] - depths[0]
+    saved, less = ([(high - low) / run for low, high in zip(*m.held, strict=True)] for m in (moment, bare))
+    off = [float(share) * (x - y) for x, y in zip(saved, less, strict=True)]
+    held = tuple(tuple(round(n - depth * x) for n, x in zip(row, off, strict=True))
+                 for depth, row in zip(depths, moment.held, strict=True))  # fmt: skip
+    return replace(moment, held=held)
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:

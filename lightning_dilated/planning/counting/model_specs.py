@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -58,9 +59,12 @@ def subject_of(
     decoder = None
     for name, stack in others:
         decoder = Decoder(name, len(stack.blocks), call(stack), _parameters(stack.blocks[0]))
+    bases = getattr(model, "rotary_bases", None) or (None,)
+    share = Fraction(bases.count(None), len(bases))
+    bare = partial(_copy, model, positions=False) if 0 < share < 1 else None
     return Subject(
         partial(_copy, model), partial(_batch, model, dtype), precision, memory or MemorySettings(), bool(compiled),
-        call(main[1]), decoder,
+        call(main[1]), decoder, bare, share,
     )  # fmt: skip
 
 
@@ -112,15 +116,13 @@ def _call(stack: DilatedTransformer, dtype: torch.dtype, capability: tuple[int, 
     )  # fmt: skip
 
 
-def _copy(model: DilatedModule, depth: int) -> DilatedModule:
-    """The model with another number of layers, which all have positions where some of the model's have.
-
-    A layer saves as much with positions as without; while it runs, and in its backward, it holds more.
-    """
+def _copy(model: DilatedModule, depth: int, positions: bool = True) -> DilatedModule:
+    """The model with another number of layers, of one kind where some of the model's have positions and others none."""
     made = model.planning_copy(depth)
-    bases = getattr(made, "rotary_bases", None) or ()
-    if None in bases and (usual := next((base for base in model.rotary_bases if base is not None), None)):
-        made.rotary_bases = [usual if base is None else base for base in bases]
+    bases = getattr(model, "rotary_bases", None) or (None,)
+    if 0 < bases.count(None) < len(bases):
+        usual = next(base for base in bases if base is not None) if positions else None
+        made.rotary_bases = [usual and (base or usual) for base in made.rotary_bases]
     return made
 
 
