@@ -76,6 +76,10 @@ def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int 
     tokens, precision = tokens or _tokens(trainer), str(trainer.precision)
     if not isinstance(pl_module, DilatedModule) or precision not in PRECISIONS or not tokens:
         return None
+    if type(pl_module).example_batch is DilatedModule.example_batch or not isinstance(
+        getattr(pl_module, "depth", None), int
+    ):
+        return None
     compiled = bool(getattr(pl_module, "compile_blocks", False))
     now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
     return Question(pl_module, tokens, precision, compiled, now, _gpu(trainer), _setup(trainer, pl_module))
