@@ -1,4 +1,4 @@
-"""The options of `plan`, completed by what a recipe says.
+"""The options of `plan`, completed by a recipe.
 
 Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
 """
@@ -49,7 +49,7 @@ def parser() -> argparse.ArgumentParser:
         description="Memory, bytes, time and the longest sequence of a run, without a GPU. Numbers may end in K, M or G "
         "(powers of 1024).",
     )
-    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; other options override it")
     _model(p.add_argument_group("model"))
     _machine(p.add_argument_group("machine"))
     _memory(p.add_argument_group("memory settings (default: all are compared, and one is recommended)"))

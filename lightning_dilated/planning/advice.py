@@ -107,7 +107,7 @@ def answer(question: Question) -> str | None:
 def _run(folder: Path) -> None:
     """Run the process; it and all that it started have ended afterwards."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    with (folder / "said").open("w") as out:
+    with (folder / "output").open("w") as out:
         process = subprocess.Popen(
             [*COMMAND, str(folder / "question"), str(folder / "answer")],
             env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
@@ -121,7 +121,7 @@ def _run(folder: Path) -> None:
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if code or not (folder / "answer").is_file():
-        lines = (folder / "said").read_text(errors="replace").strip().splitlines()
+        lines = (folder / "output").read_text(errors="replace").strip().splitlines()
         raise RuntimeError(f"the process that plans ended with exit code {code}: {lines[-1] if lines else 'no output'}")
 
 

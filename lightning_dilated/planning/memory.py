@@ -267,8 +267,8 @@ def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
-        back, beside = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
-        left = min(left, group - beside) if back else min(left, group) - 1
+        back, fetched = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
+        left = min(left, group - fetched) if back else min(left, group) - 1
     return max(0, left) * size
 
 

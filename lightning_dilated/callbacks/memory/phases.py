@@ -118,14 +118,14 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 
 
 class Watch:
-    """Follows a module's blocks through forwards and backwards; `enter` tells it the rest.
+    """Follows a module's blocks through forwards and backwards; `enter` marks the other phases.
 
     A block's call is followed from outside of what torch.compile compiles, so nothing is compiled again. Its backward is
     taken to begin when the gradient of a result of it is there, and to end when that of its input is, or another begins.
 
     Attributes:
         phase: the present one.
-        on: whether a training batch is being computed; nothing is followed else.
+        on: whether a training batch is being computed; otherwise nothing is followed.
         border: called with the phase that ends.
     """
 
@@ -156,7 +156,7 @@ class Watch:
         self._hooks.clear()
 
     def enter(self, stage: str, block: int | None = None) -> None:
-        """From now on this is computed."""
+        """A phase begins."""
         phase = Phase(stage, block)
         if not self.on or phase == self.phase:
             return

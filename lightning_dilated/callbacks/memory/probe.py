@@ -112,7 +112,7 @@ class Snapshots:
             self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
 
     def write(self, path: Path) -> bool:
-        """Write what is known, and record no more; False where there is no allocator that tells."""
+        """Write the history and stop recording; False without CUDA's allocator."""
         if self.device.type != "cuda" or not records_memory():
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ Point = tuple[float, dict[str, int]]
 
 @dataclass
 class Span:
-    """A phase as it was: from when to when, and its peaks in bytes (reserved: None without an allocator that tells).
+    """A phase that ended: its times, and its peaks in bytes (reserved: None on the CPU).
 
     `kinds` are those of what was allocated at the peak, and add up to it.
     """
@@ -332,7 +332,7 @@ class CudaProbe:
             self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
-        """What is allocated now beside the known kinds, above what it was when the batch began."""
+        """What is allocated now outside of the known kinds, above that at the batch's start."""
         return self._held - sum(self._known.values()) - sum(self._grads.values()) - self._other
 
     def _saved(self) -> int:
@@ -348,7 +348,7 @@ class CudaProbe:
         return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # someone may have cleared them
 
     def _keeps(self, block: int | None) -> bool:
-        """Whether what a block received is kept for its backward."""
+        """Whether a block saves what it received for its backward."""
         plan = getattr(self.sequence, "plan", None)
         again = block is not None and getattr(self.watch.blocks[block], "recompute", "none") == "block"
         return not again and getattr(plan, "exchange", None) != "ring"

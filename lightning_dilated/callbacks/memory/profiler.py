@@ -75,7 +75,7 @@ class Shortage:
 
     @property
     def missing(self) -> int | None:
-        """Bytes by which there was too little, at least; None where that is not said, or was not so."""
+        """The least number of missing bytes; None where it is unknown, or none were missing."""
         if self.asked is None or self.room is None or self.asked <= self.room:
             return None
         return self.asked - self.room
@@ -181,8 +181,8 @@ class MemoryProfiler(pl.Callback):
     `planning.Meter`: exact to a byte but for what a kernel takes and gives back, slower, and blocks that were compiled
     run uncompiled in measured steps. Kinds: see `CpuProbe` and `CudaProbe`; what is not known is temporary.
 
-    Where memory runs out, the rank that it happened to says in a warning in which phase, how much was missing, what held the
-    memory and what would help; then the error goes on. No other rank is asked.
+    A rank that runs out of memory reports in a warning the phase, the missing bytes, what held the memory and what would
+    help; then the error is raised. No other rank takes part.
 
     Args:
         every_n_steps: of so many steps one is measured: the second, and every so many after it; with 1 all.
@@ -347,7 +347,7 @@ class MemoryProfiler(pl.Callback):
             self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """End the batch, and the step if an optimizer stepped; log earlier ones that all ranks have told of by now."""
+        """End the batch, and the step if an optimizer stepped; log earlier ones that all ranks have reported by now."""
         self._watch.stop()
         if self._measuring:
             self._probe.pause(self._watch.phase, trainer.optimizers)
@@ -356,7 +356,7 @@ class MemoryProfiler(pl.Callback):
         self._read(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A batch that someone broke off is forgotten, with its step."""
+        """Forget a batch that was aborted, with its step."""
         if self._watch.on:
             self._watch.stop()
             self._probe.drop()
@@ -384,7 +384,7 @@ class MemoryProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log steps that every rank has told of; `last`: wait for them."""
+        """Log steps that every rank has reported; `last`: wait for them."""
         while self._asked and (last or self._asked[0][1].done()):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))
@@ -402,7 +402,7 @@ class MemoryProfiler(pl.Callback):
 
     # -- where memory ran out ----------------------------------------------------------------------------------------
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Say what is known of memory that ran out, asking no other rank; and follow nothing any more."""
+        """Report an error of memory, without other ranks; and stop following."""
         error = find_shortage(exception)
         if error is not None and self._watch is not None:
             self._probe.drop()  # what follows is not to be counted
@@ -413,7 +413,7 @@ class MemoryProfiler(pl.Callback):
         self._let_go()
 
     def _message(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
-        """The message, and the snapshot beside it."""
+        """The message; also writes the snapshot."""
         where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"

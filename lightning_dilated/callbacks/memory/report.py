@@ -322,7 +322,7 @@ def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
 
 
 def _axes(top: float, name: str, seconds: float, heights: Sequence[float]) -> list[str]:
-    """The numbers beside the picture, quarters of the top at these heights, and below it."""
+    """The labels of both axes; those of quarters of the top at these heights."""
     text = lambda x, y, said, more="": f"<text x='{x:.0f}' y='{y:.1f}'{more}>{said}</text>"  # noqa: E731
     right, below = " text-anchor='end'", HEIGHT + 18
     marks = [text(MARGIN - 6, y + 4, f"{n * top / 4:.3g}", right) for n, y in enumerate(heights)]

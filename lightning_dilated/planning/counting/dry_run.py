@@ -2,7 +2,7 @@
 
 The fake tensors are the CPU's, and run as a GPU's would: on machines without a GPU fake ones of a GPU have no backward.
 What torch and the models do otherwise on a GPU is replaced for the whole process while a step is counted, so this runs in
-processes of its own: `lightning-dilated plan`, and `planning.advice` beside a training.
+processes of its own: `lightning-dilated plan`, and `planning.advice` next to a training.
 
 Shape letters: B batch, L tokens of a rank, E embedding dim.
 """
@@ -111,7 +111,7 @@ def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Ones(TorchDispatchMode):
-    """Within, a number that is read off a fake tensor is 1."""
+    """Within, a number that is read from a fake tensor is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
@@ -158,7 +158,7 @@ LOOPS = [
 
 
 class _Marked(nn.Module):
-    """A block that tells the tape when its forward and its backward begin; `stack` is the name of its stack."""
+    """A block that marks on the tape when its forward and its backward begin; `stack` is the name of its stack."""
 
     def __init__(self, block: TransformerBlock, number: int, tape: Tape, stack: str) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ class _Marked(nn.Module):
         self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        if self.tape.returning:  # computed again
+        if self.tape.returning:  # recomputed
             return self.block(x, **options)
         if self.number == 0:
             self.tape.hidden[self.stack] = x.nbytes
@@ -189,14 +189,14 @@ def step(
     memory: MemorySettings,
     graphs: Graphs | None = None,
 ) -> Tape:
-    """What a step held, with the gradients of the step before, without the optimizer's states.
+    """Count a step that begins with the gradients of the step before, without the optimizer's states.
 
     Args:
         make: the model, not yet built and not compiled; of any depth.
         batch: its batch, made under fake tensors.
         precision: the Trainer's.
-        memory: settings; `offload` is not looked at.
-        graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+        memory: settings; `offload` is ignored.
+        graphs: cache of compiled blocks; None: blocks run uncompiled.
 
     Raises:
         RuntimeError: within `torch.device(...)`.
@@ -231,7 +231,7 @@ def step(
 
 
 def stacks(model: DilatedModule) -> dict[str, DilatedTransformer]:
-    """The stacks of blocks of a model that is built, by name."""
+    """The stacks of blocks of a built model, by name, in the order of their making."""
     return {name: m for name, m in model.named_children() if isinstance(m, DilatedTransformer)}
 
 
@@ -275,7 +275,7 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _tiles_apart(tape: Tape) -> Iterator[None]:
-    """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
+    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
         for module in (token_chunks, chunked_loss):
             stack.enter_context(replaced(module, "cuts", _few))
@@ -291,7 +291,7 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Within, nothing of a run that goes on meanwhile is noticed: its sequence, its gradients' mode."""
+    """Within, the sequence and the gradient mode of a surrounding run have no effect."""
     with (
         replaced(group, "_active", []),
         replaced(group, "_groups", {}),
@@ -302,8 +302,8 @@ def _alone() -> Iterator[None]:
 
 
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
-    """Within, modules stay as they are made, in the default dtype: torch cannot move those of fake tensors, as peft asks to
-    where updates and their weights are alike already."""
+    """Within, `Module.to` does nothing: torch cannot move modules of fake tensors, and peft calls it where updates have the
+    dtype and device of their weights already."""
     return replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 

@@ -126,7 +126,7 @@ class Footprint:
     inner: int = 0
 
     def held(self, moment: Moment, depth: int, tokens: int) -> int:
-        """Bytes beside parameters and gradients."""
+        """Bytes without parameters and gradients."""
         low, high = (_line(self.sizes, x, tokens) for x in moment.held)
         return round(_line(self.depths, (low, high), depth))
 

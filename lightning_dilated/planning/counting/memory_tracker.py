@@ -42,10 +42,10 @@ class _Held:
 
 
 class Meter(TorchDispatchMode):
-    """Within, every storage that an operation reads or makes is counted once, from when it is first seen until it is freed.
+    """Within, every storage that an operation reads or makes is counted once, from its first use until it is freed.
 
     Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage that
-    is freed after the meter was left is still taken off; new ones are seen only within. Storages that were there before are
+    is freed after the meter was left is still subtracted; new ones are seen only within. Storages that were there before are
     counted from the first operation that reads them, or from `track` on.
 
     Not seen: memory that an operator written in C++ takes and gives back within a call, `UntypedStorage.resize_` until an
@@ -55,8 +55,8 @@ class Meter(TorchDispatchMode):
     Args:
         device: count tensors of this device type only ("cuda" for fake tensors that claim to lie there); None: all.
         round_to: sizes are rounded up to a multiple, as an allocator does (512 on CUDA); 1: not.
-        record: keep `events`, so that kinds at the peak can be told later.
-        labels: called after each operation with (operator, its tensors, its results); gives (tensor, kind) pairs, for
+        record: keep `events`, for the kinds at the peak.
+        labels: called after each operation with (operator, its tensors, its results); returns (tensor, kind) pairs, for
             tensors that have no kind yet, or one by `mark`.
 
     Attributes:
@@ -83,9 +83,9 @@ class Meter(TorchDispatchMode):
         self._since = 0  # the first event after `reset_peak`
         self._lock = threading.RLock()  # storages are freed in other threads, too
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
     def reset_peak(self) -> None:
-        """`peak` starts anew from what lives now."""
+        """Restart `peak` from what lives now."""
         self.peak, self._since = self.live, len(self.events)
 
     def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
@@ -140,7 +140,7 @@ class Meter(TorchDispatchMode):
             yield number, seconds, total, held
 
     def restart(self, keep: Sequence[str] = ()) -> None:
-        """Begin anew from nothing, but for living storages of the kinds to keep, which count as there before."""
+        """Restart from nothing, except living storages of the kinds to keep, which count as adopted."""
         with self._lock:
             self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
             kept = {x.serial: x.size for x in self._held.values()}
@@ -150,7 +150,7 @@ class Meter(TorchDispatchMode):
             self.reset_peak()
 
     def close(self) -> None:
-        """Follow nothing any more; the numbers stay."""
+        """Stop tracking; the numbers stay."""
         with self._lock:
             self._held.clear()
 
@@ -250,7 +250,7 @@ class Piece:
 
     Attributes:
         part: of the step, such as ("forward", 0) for the first block's.
-        peak: the most bytes at once, without what the op holds beside its results.
+        peak: the most bytes at once, without the op's workspace.
         static: bytes of parameters and gradients when it began.
         op: FORWARD or BACKWARD where the piece is one call of the op, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
@@ -285,7 +285,7 @@ class Tape(Meter):
         self.part = part or self.part
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` as a piece of its own, so that what a loop over tiles holds is told from what is held around it."""
+        """`run` as a piece of its own, which separates what a loop over tiles holds from what is held around it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.enter()
@@ -321,7 +321,7 @@ class Tape(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, results are not counted, until `count` is told of them."""
+        """Within, results are not counted; `count` counts them afterwards."""
         before, self._paused = self._paused, True
         try:
             yield

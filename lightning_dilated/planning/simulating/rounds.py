@@ -195,7 +195,7 @@ def reached(problem: Problem) -> Array:
 def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple[Array, Array]:
     """(pairs, batches), (rounds, R) each: computed after the round that brings the last of their rows.
 
-    In the hierarchical forms a rank has a branch's rows a round sooner than said here where all are in its own share.
+    In the hierarchical forms a rank has a branch's rows a round sooner than this if all are in its own share.
     """
     ranks = problem.shard.ranks
     pairs, batches = np.zeros((rounds, ranks)), np.zeros((rounds, ranks))
@@ -209,7 +209,7 @@ def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple
 
 
 def _different(found: list[Reach]) -> NDArray:
-    """How many sizes of (queries, keys) each rank has: wants of one size are one call."""
+    """The number of different sizes of (queries, keys) on each rank: requests of one size are one call."""
     codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in found]), 0)
     new = np.concatenate([np.ones_like(codes[:1], dtype=bool), codes[1:] != codes[:-1]]) & (codes > 0)
     return new.sum(0)
