@@ -33,17 +33,8 @@ ORDER = (
 FOLDER, PACKAGE = 15, 180
 #: files that still use private names of other packages; the list may only become shorter
 PRIVATE = (
-    *("attention/op.py", "attention/backends/sdpa.py", "callbacks/memory/phases.py", "callbacks/memory/probe.py"),
-    *("callbacks/memory/profiler.py", "cli/generate.py", "memory/chunked_loss.py", "memory/recompute.py"),
-    *(
-        "memory/token_chunks.py",
-        "models/blocks.py",
-        "models/module.py",
-        "models/pooled_model.py",
-        "models/transformer.py",
-    ),
-    *("planning/counting/compiled.py", "planning/counting/dry_run.py", "planning/counting/memory_tracker.py"),
-    *("planning/gpus.py", "sequence/consensus.py", "sequence/group.py"),
+    *("callbacks/memory/phases.py", "planning/counting/compiled.py", "planning/counting/dry_run.py"),
+    *("planning/counting/memory_tracker.py", "planning/gpus.py"),
 )
 #: names that begin with an underscore, and are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")

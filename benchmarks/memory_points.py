@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 
-from lightning_dilated import DilatedPattern
+from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.cli.find_max import Trials, longest
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.planning.counting.model_specs import language_model, subject_of
+from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.estimate import Case, Facts, in_words
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
@@ -46,7 +46,7 @@ WORDS = {"vocab_size": 128256, "tie_embeddings": False}
 
 @dataclass(frozen=True)
 class Point:
-    """A model, how much of it is kept, and tokens of each GPU."""
+    """A model, its memory settings, and tokens of each GPU."""
 
     name: str
     sizes: dict[str, Any]
@@ -133,7 +133,7 @@ def strategy_of(point: Point, args: argparse.Namespace) -> str:
 def case_of(point: Point, args: argparse.Namespace) -> Case:
     """The point's model, planned."""
     gpu = find_gpu(args.gpu)
-    model = language_model(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
+    model = LongNetLM(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
     subject = subject_of(model, point.precision, None, True, gpu.capability)
     setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
     return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)
@@ -150,7 +150,7 @@ class Planned:
 
 
 def planned_of(point: Point, args: argparse.Namespace) -> Planned:
-    """What `lightning-dilated plan` reckons with."""
+    """The case that `lightning-dilated plan` computes."""
     torch.set_num_threads(1)
     case, tokens = case_of(point, args), tokens_of(point, args)
     memory, longest = case.memory(point.settings, tokens), case.longest(point.settings)
@@ -164,9 +164,9 @@ def tokens_of(point: Point, args: argparse.Namespace) -> int:
 
 def trials_of(point: Point, args: argparse.Namespace) -> Trials:
     """The point's model, to be run."""
-    told = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
+    callback = {"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": vars(point.settings)}
     words = ["--config", str(Path(__file__).parent.parent / "recipes" / "longest.yaml")]
-    words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([told])]
+    words += ["--trainer.precision", point.precision, "--trainer.callbacks", json.dumps([callback])]
     words += ["--model.pattern", json.dumps(point.pattern), "--model.shift_layers", point.shift]
     if point.optimizer == "adamw8bit":
         eight = {"class_path": "torchao.optim.AdamW8bit", "init_args": {"lr": 1e-4, "weight_decay": 0.1}}
@@ -206,7 +206,7 @@ def main() -> None:
     """Print the table."""
     args = options()
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    lines = [f"{name}, torch {torch.__version__}, bf16-mixed where not said, compiled blocks, AdamW", ""]
+    lines = [f"{name}, torch {torch.__version__}, bf16-mixed unless stated, compiled blocks, AdamW", ""]
     lines += ["| # | model | GPUs | tokens | settings | planned GiB | measured | off | planned s | measured | off "
               "| tokens/s | planned host GiB | page-locked | resident | longest, planned | measured |",
               "| --- " * 17 + "|"]  # fmt: skip

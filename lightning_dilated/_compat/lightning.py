@@ -242,3 +242,6 @@ def load_to_cpu_by_name(strategy: Any) -> None:
     if type(io) is TorchCheckpointIO:
         load: Any = TorchCheckpointIO.load_checkpoint  # Lightning declares map_location as a function only
         io.load_checkpoint = functools.partial(load, io, map_location="cpu")  # type: ignore[method-assign]
+
+
+# -- the memory profiler -----------------------------------------------------------------------------------------------

@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint._nested_dict import set_element
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules import batchnorm, conv, instancenorm, pooling
+from torch.nn.utils.stateless import _reparametrize_module
 from torch.serialization import _get_layout
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader
 
 # -- meshes, modules and loaders; all of it holds for torch 2.11 to 2.13 -------------------------------------------------
@@ -271,3 +276,148 @@ def cpu_flash_attention_backward(
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, causal, scale=scale
     )
+
+
+__all__ = ["TorchDispatchMode"]
+
+# -- planning and the memory profiler ----------------------------------------------------------------------------------
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def bare_copy(module: Module) -> Module:
+    """A shallow copy without parameters, buffers and hooks, and without the children that have parameters.
+
+    Takes what `nn.Module.__init__` sets from a new module (a shallow copy would share it), and `Module._modules` without
+    some. Known to hold for torch 2.11 to 2.13.
+    """
+    made = copy.copy(module)
+    children = {n: m for n, m in module._modules.items() if m is None or next(m.parameters(), None) is None}
+    made.__dict__.update({**nn.Module().__dict__, "_modules": children})
+    return made
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Within, an attribute of a module or class is another one, for every thread of the process.
+
+    For functions of torch that no public hook reaches under fake tensors; only in processes that plan, never in one that
+    trains. A function that torch renames is an AttributeError here.
+    """
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def fake_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within, tensors have sizes but no memory: `torch._subclasses.FakeTensorMode`. Known to hold for 2.11 to 2.13."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode()
+
+
+def real_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Within, tensors have values, also under `fake_tensors` and other dispatch modes.
+
+    Uses `torch.utils._python_dispatch._disable_current_modes`. Known to hold for torch 2.11 to 2.13.
+    """
+    return _disable_current_modes()
+
+
+def function_modes() -> int:
+    """How many TorchFunctionModes are active: `torch._C._len_torch_function_stack`. Known to hold for 2.11 to 2.13."""
+    return torch._C._len_torch_function_stack()
+
+
+def in_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is active: `torch.utils._python_dispatch`. Known to hold for torch 2.11 to 2.13."""
+    return _get_current_dispatch_mode() is not None
+
+
+def is_traced() -> bool:
+    """Whether a graph is being made of what runs: `torch._C._get_dispatch_mode`. Known to hold for torch 2.11 to 2.13."""
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+
+
+def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
+    """Run an operator's own function for a device type, so that modes see the operations within it.
+
+    Uses `OpOverload.redispatch` and `torch._C._dispatch_key_for_device`. Known to hold for torch 2.11 to 2.13.
+    """
+    key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(device))
+    return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+
+
+def storage_key(storage: torch.UntypedStorage) -> int:
+    """A number that tells living storages apart: `UntypedStorage._cdata`. Known to hold for torch 2.11 to 2.13."""
+    return storage._cdata
+
+
+def with_parameters(module: nn.Module, tensors: Mapping[str, Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Within, the module has these parameters: `torch.nn.utils.stateless`, as `functional_call` does it for one call.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    return _reparametrize_module(module, dict(tensors))
+
+
+def ahead_of_time(
+    function: Callable[..., Any], compiler: Callable[..., Any], partition: Callable[..., Any], parameters: int
+) -> Callable[..., Any]:
+    """The function by its forward and backward graphs, as `torch.compile` with Inductor makes them.
+
+    Uses AOTAutograd's `aot_function` and Inductor's table of decompositions. Known to hold for torch 2.11 to 2.13.
+
+    Args:
+        compiler: of a graph and its inputs, to a function.
+        partition: cuts the joint graph in two.
+        parameters: how many of the function's first arguments are parameters.
+    """
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
+
+    return aot_function(function, compiler, compiler, partition, select_decomp_table(), num_params_buffers=parameters)
+
+
+def min_cut(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """(forward, backward) graphs as Inductor cuts them: `min_cut_rematerialization_partition`. Known for 2.11 to 2.13."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+
+def plain_call(module: nn.Module) -> Callable[..., Any]:
+    """Hooks and forward, uncompiled: `Module._call_impl`. Known to hold for torch 2.11 to 2.13."""
+    return module._call_impl
+
+
+def record_memory(entries: int | None) -> None:
+    """Keep a history of CUDA's allocator, or with None end it: `torch.cuda.memory._record_memory_history`.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    torch.cuda.memory._record_memory_history(**({"enabled": None} if entries is None else {"max_entries": entries}))
+
+
+def dump_memory(path: str) -> None:
+    """Write that history for pytorch.org/memory_viz: `torch.cuda.memory._dump_snapshot`. Known for 2.11 to 2.13."""
+    torch.cuda.memory._dump_snapshot(path)
+
+
+def records_memory() -> bool:
+    """Whether this build of torch has both."""
+    return hasattr(torch.cuda.memory, "_record_memory_history") and hasattr(torch.cuda.memory, "_dump_snapshot")
+
+
+# -- traced tensors ----------------------------------------------------------------------------------------------------
+def is_fake(x: object) -> bool:
+    """Whether a tensor has no data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`; 2.11 to 2.13."""
+    return isinstance(x, FakeTensor)
+
+
+def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
+    """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13."""
+    return tree_map(function, tree)

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.cpython import with_room
+from lightning_dilated._compat.torch import is_fake
 from lightning_dilated.attention.resolve import resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import spans
@@ -154,7 +154,7 @@ def attention_pairs(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Te
     batch, seq_len, own, _ = q.shape
     first, heads, kv_heads = spec.window or (0, own, k.shape[2])
     window = first, first + own
-    lengths, cu_seqlens = (None if isinstance(x, FakeTensor) else x for x in (lengths, cu_seqlens))
+    lengths, cu_seqlens = (None if is_fake(x) else x for x in (lengths, cu_seqlens))
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:
         documents = spans(batch, seq_len, lengths, cu_seqlens)

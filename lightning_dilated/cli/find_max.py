@@ -1,28 +1,17 @@
-"""The longest sequence that really trains on the devices that are here: true steps, each in processes of its own.
+"""`lightning-dilated plan --find-max`: the longest sequence that really trains on the devices of this machine.
 
-Doubling and halving for the largest number that fits; knows nothing of what is tried.
+`longest` doubles and bisects; each trial (`Trials`) starts a process for every rank, so that a rank out of memory leaves no
+others waiting and the next trial finds memory free. A process runs `python -m lightning_dilated.cli.find_max JSON --config
+RECIPE ...`: the recipe's model, strategy and memory settings for two steps on the model's `example_batch`.
 
-One trial: ranks of a job train two steps of so many tokens, and say whether that fitted, what it took and how long.
-
-Each trial has processes of its own, so that a rank which runs out of memory leaves no others waiting for it, and the next
-trial finds memory as it was.
-
-Random samples of one length for the models of this package, equal on all ranks.
-
-A rank of a trial: the recipe's model, strategy and memory settings on random samples, two steps.
-
-Run by `find_max.trials`: python -m lightning_dilated.cli.find_max JSON --config RECIPE ...
-
-`lightning-dilated plan --find-max`: options, a line for each trial, and what to write into the recipe.
-
-Shape letters: N tokens, F features, C classes, P pixels of a patch's side.
+Shape letters: N tokens.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
+import operator
 import os
 import signal
 import socket
@@ -39,31 +28,32 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dilated._device import expandable_segments
 from lightning_dilated._validation import integer
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.callbacks.memory.probe import host_memory
-from lightning_dilated.models import DilatedModule, TokenModel
-from lightning_dilated.models.longnet.classifier import LongNetClassifier
-from lightning_dilated.models.longvit.model import LongViT
-from lightning_dilated.models.slides.encoder import SlideEncoder
-from lightning_dilated.models.slides.mae import SlidePretrainer
+from lightning_dilated.models import DilatedModule
+from lightning_dilated.planning.counting.model_specs import example_of
 
 GIB = 2**30
-#: what a recipe says of a length
-LINE = "data.init_args.seq_len: {}"
-#: lines of a failed rank's output that are shown
+#: last lines of a failed rank's output that an error shows
 SHOWN = 15
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a trial: whether it fitted; the most bytes that a rank had allocated and reserved (0 where unknown); seconds of the
-    second step; who ran out of memory and how, if one did; what a recipe says of a length, {} standing for it; the most
-    bytes of the host that a rank had resident, libraries' with them; those page-locked in the end."""
+    """A trial's result.
+
+    Attributes:
+        fits: whether no rank ran out of memory.
+        allocated, reserved: the most bytes of a GPU on any rank, 0 where unknown.
+        seconds: of the second step.
+        message: which rank ran out of memory, and how.
+        line: what a recipe sets for a length of {}.
+        host, pinned: the most bytes of a rank's process resident on the host, libraries included, and pinned at the end.
+    """
 
     tokens: int
     fits: bool
@@ -71,7 +61,7 @@ class Outcome:
     reserved: int = 0
     seconds: float = 0.0
     message: str = ""
-    line: str = LINE
+    line: str = DilatedModule.length_setting
     host: int = 0
     pinned: int = 0
 
@@ -92,10 +82,10 @@ class Trials:
     """Trials of a recipe.
 
     Args:
-        arguments: of `fit`: --config and options.
-        ranks: processes, each with a device of its own.
+        arguments: those of `fit`, --config and options.
+        ranks: processes, each with its own device.
         timeout: seconds that a trial may take.
-        limit: GiB of memory that each process may have (of the host's; for a CPU); None: all.
+        limit: GiB of host memory that each process may use, to try on a CPU; None: no limit.
     """
 
     arguments: Sequence[str]
@@ -107,14 +97,14 @@ class Trials:
         """Train two steps.
 
         Raises:
-            RuntimeError: where a rank ends with anything else than success or lack of memory, with its last lines.
-            TimeoutError: where the ranks take too long.
+            RuntimeError: if a rank fails for another reason than memory, with its last lines.
+            TimeoutError: if the ranks take too long.
         """
         with tempfile.TemporaryDirectory() as folder:
             ranks: list[subprocess.Popen] = []
             try:
                 port = _free_port()
-                for rank in range(self.ranks):  # one may fail to start, or be interrupted, with others there already
+                for rank in range(self.ranks):  # one may fail to start after others have
                     ranks.append(self._start(Path(folder), tokens, rank, port))
                 return self._watch(Path(folder), tokens, ranks)
             finally:
@@ -124,7 +114,7 @@ class Trials:
                     process.wait()
 
     def _start(self, folder: Path, tokens: int, rank: int, port: int) -> subprocess.Popen:
-        told = {
+        job = {
             "folder": str(folder),
             "tokens": tokens,
             "limit": self.limit,
@@ -134,32 +124,34 @@ class Trials:
         env = dict(os.environ)
         expandable_segments(env)
         if self.ranks > 1:  # as torchrun sets them, so that Lightning starts no further processes
-            own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": self.ranks}
-            own |= {"LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            env |= {name: str(value) for name, value in own.items()} | {"TORCHELASTIC_RUN_ID": "find-max"}
+            variables = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "WORLD_SIZE": self.ranks}
+            variables |= {"LOCAL_WORLD_SIZE": self.ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            env |= {name: str(value) for name, value in variables.items()} | {"TORCHELASTIC_RUN_ID": "find-max"}
         out = (folder / f"{rank}.txt").open("w")
-        command = [sys.executable, "-m", "lightning_dilated.cli.find_max", json.dumps(told), *self.arguments]
+        command = [sys.executable, "-m", "lightning_dilated.cli.find_max", json.dumps(job), *self.arguments]
         return subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
 
     def _watch(self, folder: Path, tokens: int, ranks: list[subprocess.Popen]) -> Outcome:
         end = time.monotonic() + self.timeout
         while time.monotonic() < end:
-            found = [_read(folder / f"{rank}.json") for rank in range(self.ranks)]
-            for rank, said in enumerate(found):
-                if said and "missing" in said:
-                    return Outcome(tokens, False, message=f"rank {rank}: {said['missing']}")
-            if all(found):
+            reports = [_read(folder / f"{rank}.json") for rank in range(self.ranks)]
+            for rank, report in enumerate(reports):
+                if report and "missing" in report:
+                    return Outcome(tokens, False, message=f"rank {rank}: {report['missing']}")
+            if all(reports):
                 names = ("allocated", "reserved", "seconds", "host", "pinned")
-                most = {name: max(said[name] for said in found) for name in names}
-                return Outcome(tokens, True, **most, line=found[0]["line"])
-            # a killed rank's connections end the others with errors of their own: it is looked for before these
-            gone = [process.poll() for process in ranks]
-            silent = [rank for rank, code in enumerate(gone) if code is not None and not _read(folder / f"{rank}.json")]
-            killed = [rank for rank in silent if gone[rank] == -signal.SIGKILL]
+                most = {name: max(report[name] for report in reports) for name in names}
+                return Outcome(tokens, True, **most, line=reports[0]["line"])
+            # a killed rank breaks the others' connections, so it is looked for before their errors
+            codes = [process.poll() for process in ranks]
+            silent = [
+                rank for rank, code in enumerate(codes) if code is not None and not _read(folder / f"{rank}.json")
+            ]
+            killed = [rank for rank in silent if codes[rank] == -signal.SIGKILL]
             if killed:
                 return Outcome(tokens, False, message=f"rank {killed[0]}: killed, as by a host without memory left")
             if silent and not any("missing" in (_read(folder / f"{rank}.json") or {}) for rank in range(self.ranks)):
-                raise RuntimeError(self._failed(folder, tokens, silent[0], gone[silent[0]]))
+                raise RuntimeError(self._failed(folder, tokens, silent[0], codes[silent[0]]))
             time.sleep(0.1)
         raise TimeoutError(
             f"a trial of {tokens:,} tokens took more than {self.timeout:g} s. Allow more by --timeout, or begin with fewer."
@@ -174,7 +166,7 @@ class Trials:
 
 
 def _read(path: Path) -> dict | None:
-    """What a rank said; it renames the file into its place."""
+    """A rank's report, None before it wrote one."""
     return json.loads(path.read_text()) if path.is_file() else None
 
 
@@ -186,7 +178,7 @@ def _free_port() -> int:
 
 @dataclass(frozen=True)
 class Tried:
-    """What a search found: the most tokens that fit, the fewest that did not (None: never met), and how many were tried."""
+    """A search's result: the most tokens that fit, the fewest that do not (None: none failed), the number of trials."""
 
     fits: int
     fails: int | None
@@ -200,17 +192,17 @@ def longest(
     within: float = 0.03,
     most: int | None = None,
 ) -> Tried:
-    """The largest multiple of `multiple` that fits, to a part of `within`: doubles (or halves) from `start`, then bisects.
+    """The largest multiple of `multiple` that fits, to a fraction `within`: doubles or halves from `start`, then bisects.
 
     Args:
-        fits: whether so many tokens fit; more never fit where fewer do not.
-        start: first tried; rounded up to a multiple.
-        multiple: of all that is tried.
-        within: bound of the found gap, as a part of what fits; 0: to the last multiple.
-        most: never try more.
+        fits: whether so many tokens fit; monotone.
+        start: tried first, rounded up to a multiple.
+        multiple: of every length that is tried.
+        within: the largest gap that remains, as a fraction of what fits; 0: exact.
+        most: the upper bound of what is tried.
 
     Raises:
-        ValueError: for numbers that are not positive, or where even `multiple` tokens do not fit.
+        ValueError: for numbers that are not positive, or if even `multiple` tokens do not fit.
     """
     for name, value in (("start", start), ("multiple", multiple), ("most", most)):
         if value is not None:
@@ -243,79 +235,28 @@ def longest(
 
 
 class Samples(Dataset):
-    """Two samples of N tokens: of a text, rows of a slide (its tiles, behind one for the class token), patches of an image.
-
-    Args:
-        model: of a recipe.
-        tokens: N.
-
-    Raises:
-        ValueError: for a model whose batches are not known, or that is not trained.
-    """
+    """Two batches of one random sequence of N tokens, as the model's `example_batch` makes them, alike on all ranks."""
 
     def __init__(self, model: DilatedModule, tokens: int) -> None:
         self.model, self.tokens = model, tokens
-        if not isinstance(model, (TokenModel, LongNetClassifier, SlideEncoder, SlidePretrainer, LongViT)):
-            raise ValueError(
-                "--find-max makes random samples for LongNetLM, LongNetMLM, LongNetClassifier, SlideEncoder, "
-                f"SlidePretrainer and LongViT, not for {type(model).__name__}. Run fit with ever longer data of your own."
-            )
-        if getattr(model, "task", "some") is None:
-            raise ValueError(f"this {type(model).__name__} has no task, so it is not trained: give it one.")
-
-    @property
-    def line(self) -> str:
-        """What a recipe says of a length, {} standing for N."""
-        if isinstance(self.model, (SlideEncoder, SlidePretrainer)):
-            return "data.init_args.max_tiles: {}, less 1 for the class token's row"
-        return "images of at most {} patches" if isinstance(self.model, LongViT) else LINE
 
     def __len__(self) -> int:
-        return 2
+        return STEPS
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        made, model, n = torch.Generator().manual_seed(index), self.model, self.tokens
-        words = lambda size, kinds: torch.randint(0, kinds, size, generator=made)  # noqa: E731
-        rows = lambda width: torch.randn(n, width, generator=made)  # noqa: E731
-        if isinstance(model, TokenModel):
-            text = words((n + 1,), model.vocab_size)
-            return {"tokens": text[:-1], "labels": text[1:], "index": index}
-        label = {} if isinstance(model, SlidePretrainer) else {"label": self._label(made)}
-        if isinstance(model, LongViT):
-            columns = next(x for x in range(math.isqrt(n), 0, -1) if n % x == 0)
-            patches = rows(model.in_channels * model.patch_size**2)
-            return {"patches": patches, "grid": torch.tensor([n // columns, columns]), "index": index, **label}
-        if isinstance(model, LongNetClassifier):
-            many = {"tokens": words((n,), model.width)} if model.input == "tokens" else {"features": rows(model.width)}
-            return {**many, "index": index, **label}
-        place = torch.arange(n - 1)
-        cells = torch.stack([place % model.grid, place // model.grid % model.grid], 1) * model.tile_size
-        coords = torch.cat([torch.full((1, 2), -1), cells])
-        return {"features": rows(model.feature_dim), "coords": coords, "lengths": n, "index": index, **label}
-
-    def _label(self, made: torch.Generator) -> Tensor:
-        """() int64 of classes, or (C,) targets."""
-        count = self.model.num_classes or 1
-        return (
-            torch.randn(count, generator=made)
-            if self.model.task == "regression"
-            else torch.randint(0, count, (), generator=made)
-        )
+        return example_of(self.model, self.tokens, index)
 
 
-__all__ = ["Outcome", "Trials", "Tried", "longest"]
-
-
-#: tokens of each rank that a search begins with, and that lengths are multiples of
+#: tokens of a rank that a search begins with, and whose multiples it tries
 START, MULTIPLE = 65536, 1024
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options; all others are those of fit."""
+    """The options of the search; all others are those of fit."""
     p = argparse.ArgumentParser(
         "lightning-dilated plan --find-max",
-        description="Trains two steps of ever longer sequences of random tokens (or of slides or images, as the recipe's "
-        "model takes them) on the GPUs that are here, until they do not fit, and bisects. Options that are not listed "
+        description="Trains two steps of ever longer random sequences (of the recipe's model) on the GPUs of this "
+        "machine until they do not fit, and bisects. Options that are not listed "
         "(--model.dim 768, --trainer.strategy ring_dilated) go to fit.",
         allow_abbrev=False,
     )
@@ -349,7 +290,7 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
     """The options with their defaults.
 
     Raises:
-        ValueError: where there is nothing that could run out of memory, or are fewer GPUs than asked for.
+        ValueError: without a GPU or a limit of memory, or for more GPUs than there are.
     """
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not here and args.limit is None:
@@ -367,24 +308,23 @@ def checked(args: argparse.Namespace) -> argparse.Namespace:
 
 
 def run(argv: list[str]) -> None:
-    """Search, and print what was found."""
     args, others = parser().parse_known_args(argv)
     args = checked(args)
     arguments = [word for path in args.config for word in ("--config", path)] + others
     trials, best = Trials(arguments, args.gpus, args.timeout, args.limit), []
     start, multiple = args.tokens or START * args.gpus, args.multiple * args.gpus
     try:
-        found = longest(_told(trials, best), start, multiple, args.within, args.most)
+        result = longest(_printed(trials, best), start, multiple, args.within, args.most)
     except (RuntimeError, TimeoutError) as error:
         print(error, file=sys.stderr)
         raise SystemExit(1) from None
-    end = "not tried beyond" if found.fails is None else f"{found.fails:,} do not fit"
+    end = "not tried beyond" if result.fails is None else f"{result.fails:,} do not fit"
     most = max(best, key=lambda outcome: outcome.tokens)
-    print(f"\nlongest: {found.fits:,} tokens on {args.gpus} rank(s) ({end}; {found.times} trials)\n{most}")
-    print(f"in the recipe: {most.line.format(found.fits)}")
+    print(f"\nlongest: {result.fits:,} tokens on {args.gpus} rank(s) ({end}; {result.times} trials)\n{most}")
+    print(f"in the recipe: {most.line.format(result.fits)}")
 
 
-def _told(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
+def _printed(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
     def fits(tokens: int) -> bool:
         outcome = trials(tokens)
         print(outcome, flush=True)
@@ -395,7 +335,7 @@ def _told(trials: Trials, best: list[Outcome]) -> Callable[[int], bool]:
     return fits
 
 
-#: how torch, CUDA, NCCL and cuBLAS say, besides by torch.OutOfMemoryError, that a GPU's or the host's memory is at its end
+#: how torch, CUDA, NCCL and cuBLAS report a lack of memory, other than by torch.OutOfMemoryError
 WORDS = (
     "can't allocate memory",
     "cannot allocate memory",
@@ -403,27 +343,25 @@ WORDS = (
     "out of memory",
     "alloc_failed",
 )
-#: of a trial: the first has no optimizer states yet
+#: of a trial: in the first there are no optimizer states yet
 STEPS = 2
 
 
 class _Steps(pl.Callback):
-    """Seconds of each step; on a GPU they wait for the device. After the second, or where memory is at its end, the process
-    leaves: past Lightning's teardown, which moves model, gradients and optimizer states to the host.
+    """Times each step, waiting for the GPU. After the second step, or an error of memory, the process exits without
+    Lightning's teardown, which moves model, gradients and optimizer states to the host.
 
     Args:
-        leave: is told how it went.
+        leave: called with the result.
     """
 
     def __init__(self, leave: Callable[[dict[str, Any]], None]) -> None:
         self.leave = leave
 
     def on_train_batch_start(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """The clock starts."""
         self.began = time.perf_counter()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
-        """The clock stops."""
         on_gpu = trainer.strategy.root_device.type == "cuda"
         if on_gpu:
             torch.cuda.synchronize()
@@ -431,20 +369,19 @@ class _Steps(pl.Callback):
         if trainer.global_step < STEPS:
             return
         host = host_memory()
-        found = {"seconds": seconds, "host": host["host_peak"], "pinned": host["pinned"] or 0}
-        found |= {"allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}
-        found |= {"reserved": torch.cuda.max_memory_reserved() if on_gpu else 0}
-        trainer.strategy.barrier()  # a rank that is gone would end those which still compute
-        self.leave(found)
+        result = {"seconds": seconds, "host": host["host_peak"], "pinned": host["pinned"] or 0}
+        result |= {"allocated": torch.cuda.max_memory_allocated() if on_gpu else 0}
+        result |= {"reserved": torch.cuda.max_memory_reserved() if on_gpu else 0}
+        trainer.strategy.barrier()  # an exit would break the connections of ranks that still compute
+        self.leave(result)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Say what was missing."""
         if (words := _missing(exception)) is not None:
             self.leave({"missing": words})
 
 
-def train(told: dict[str, Any], arguments: list[str]) -> None:
-    """Two steps; what they took, and what a recipe says of the length, is left in a file."""
+def train(job: dict[str, Any], arguments: list[str]) -> None:
+    """Train two steps, and write the result to a file."""
     from lightning_dilated.cli.lightning_cli import DilatedCLI
 
     options = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
@@ -456,38 +393,37 @@ def train(told: dict[str, Any], arguments: list[str]) -> None:
         "limit_train_batches": None,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
-        "devices": told["ranks"],
+        "devices": job["ranks"],
     }
 
     class Attempt(DilatedCLI):
-        """The recipe's classes, its Trainer with these options and no other callbacks than those of memory."""
+        """The recipe's model and Trainer, with these options and no callbacks but those of memory."""
 
         def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-            """Without what writes files."""
             callbacks = self._get(self.config_init, "trainer", default={}).get("callbacks") or []
-            kept = [c for c in callbacks if isinstance(c, ActivationRecompute)]
-            return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [steps, *kept]})
+            of_memory = [c for c in callbacks if isinstance(c, ActivationRecompute)]
+            return super().instantiate_trainer(**{**kwargs, **options, "callbacks": [steps, *of_memory]})
 
         def check_data(self) -> None:
-            """The recipe's own are not read, and may be too short for its sequences."""
+            """The recipe's data are not read, and may be too short."""
 
-    steps = _Steps(lambda said: _leave(told, {"line": data.line, **said}))
+    steps = _Steps(lambda result: _leave(job, {"line": cli.model.length_setting, **result}))
     cli = Attempt(run=False, args=arguments, save_config_callback=None)
-    data = Samples(cli.model, told["tokens"])
-    cli.trainer.fit(cli.model, DataLoader(data, batch_size=1))
+    data = Samples(cli.model, job["tokens"])
+    cli.trainer.fit(cli.model, DataLoader(data, batch_size=1, collate_fn=operator.itemgetter(0)))
 
 
-def _leave(told: dict[str, Any], said: dict[str, Any]) -> None:
-    """Leave a file that says how it went, and this process."""
-    place = Path(told["folder"]) / f"{os.environ.get('RANK', 0)}.json"
-    place.with_suffix(".part").write_text(json.dumps(said))
+def _leave(job: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write the result and exit."""
+    place = Path(job["folder"]) / f"{os.environ.get('RANK', 0)}.json"
+    place.with_suffix(".part").write_text(json.dumps(result))
     place.with_suffix(".part").rename(place)
     sys.stdout.flush()
-    os._exit(0)  # past destructors that would wait for ranks which are no longer there
+    os._exit(0)  # without destructors, which would wait for ranks that are gone
 
 
 def _missing(error: BaseException) -> str | None:
-    """What an error says of memory at its end; None of any other."""
+    """The message of an error of memory; None for other errors."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return str(error).splitlines()[0] if str(error) else type(error).__name__
     if isinstance(error, RuntimeError) and any(words in str(error).lower() for words in WORDS):
@@ -496,47 +432,46 @@ def _missing(error: BaseException) -> str | None:
 
 
 def _where(error: BaseException) -> str:
-    """The last line of ours that an error passed: torch's own words do not say what was being done."""
+    """The last line of this package that an error passed, since torch's message does not say what was running."""
     frames = traceback.extract_tb(error.__traceback__)
-    mine = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
-    return f"{Path(mine[-1].filename).name}:{mine[-1].lineno}, {mine[-1].name}"
+    package = [f for f in frames if "lightning_dilated" in Path(f.filename).parts] or frames
+    return f"{Path(package[-1].filename).name}:{package[-1].lineno}, {package[-1].name}"
 
 
 def _free() -> str:
-    """What the GPU had left; torch's allocator says so by itself, others do not."""
+    """The free memory of the GPU, which only torch's allocator names in its errors."""
     if not torch.cuda.is_initialized():
         return ""
     try:
         free, held = torch.cuda.mem_get_info()[0] / 2**30, torch.cuda.memory_reserved() / 2**30
-    except RuntimeError:  # after some errors CUDA answers nothing but the same error
+    except RuntimeError:  # after some errors every CUDA call fails
         return ""
     return f"; {free:.2f} GiB of the GPU were free, {held:.2f} GiB were with torch's allocator"
 
 
 def _end_with(parent: int) -> None:
-    """Leave when the process that started this one is gone, however it went: a GPU would stay full for nobody."""
+    """Exit when the process that started this one is gone, so that the GPU is freed."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def main(told: dict[str, Any], arguments: list[str]) -> None:
-    """Train; a file says how it went."""
-    if told["limit"] is not None:
+def main(job: dict[str, Any], arguments: list[str]) -> None:
+    if job["limit"] is not None:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_DATA, (int(told["limit"] * 2**30),) * 2)
+        resource.setrlimit(resource.RLIMIT_DATA, (int(job["limit"] * 2**30),) * 2)
     try:
-        train(told, arguments)
+        train(job, arguments)
     except (RuntimeError, MemoryError) as error:
         if (words := _missing(error)) is None:
             raise
-        _leave(told, {"missing": words})
+        _leave(job, {"missing": words})
     raise RuntimeError(f"training ended before {STEPS} steps were done.")
 
 
 if __name__ == "__main__":
-    given, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI is told its arguments, and warns of any others
-    asked = json.loads(given[1])
-    threading.Thread(target=_end_with, args=(asked["parent"],), daemon=True).start()
-    main(asked, given[2:])
+    argv, sys.argv = sys.argv, sys.argv[:1]  # LightningCLI gets its arguments by name, and warns of any others
+    job = json.loads(argv[1])
+    threading.Thread(target=_end_with, args=(job["parent"],), daemon=True).start()
+    main(job, argv[2:])

@@ -1,7 +1,5 @@
 """`lightning-dilated plan`: memory, bytes, time and the longest sequence of a run, before anything is started.
 
-The report is made of tables, the lines of a recipe, and what all of it rests on.
-
 Shape letters: N tokens of the sequence, R ranks.
 """
 
@@ -10,12 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lightning_dilated.cli.find_max import run as find_max
-from lightning_dilated.cli.plan_request import Asked, parser, settled
+from lightning_dilated.cli.plan_request import Request, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
-from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longvit.model import LongViT
-from lightning_dilated.models.slides.encoder import SlideEncoder
-from lightning_dilated.models.slides.mae import SlidePretrainer
 from lightning_dilated.models.transformer import advice
 from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.planning.counting.footprint import Exchanged, lighter
@@ -35,63 +29,81 @@ from lightning_dilated.planning.estimate import (
     yaml_lines,
 )
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
-from lightning_dilated.planning.memory import GIB, Bar, Memory, Setup, memory_plot, moved_as_fit_ends
+from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.planning.simulating.rounds import EXACT
 
-#: the option that has true steps run
+#: another layout is named where the busiest rank computes longer than the average by this share of a step
+UNEVEN = 0.1
+#: the option for `find_max`
 FIND_MAX = {"--find-max", "--find_max"}
 
 
 def run(argv: list[str]) -> None:
-    """Parse, estimate, print, and draw if asked to; with --find-max train on the devices that are here instead."""
+    """Parse, estimate, print, and plot on request; with --find-max train on this machine's devices instead."""
     if FIND_MAX & set(argv):
         find_max([word for word in argv if word not in FIND_MAX])
         return
     args = parser().parse_args(argv)
-    told = report(settled(args))
-    print("\n".join(told.lines))
+    plan = report(settled(args))
+    print("\n".join(plan.lines))
     if args.plot is not None:
         args.plot.parent.mkdir(parents=True, exist_ok=True)
-        memory_plot(told.bars, told.limit, args.plot, told.title, told.caption)
+        memory_plot(plan.bars, plan.limit, args.plot, plan.title, plan.caption)
         print(f"\nplot: {args.plot}")
 
 
-def assumptions(asked: Asked, case: Case) -> list[str]:
-    """What the numbers rest on."""
+def layout_hint(request: Request, time: Time | None) -> str | None:
+    """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank."""
+    if request.layout != "contiguous":
+        return f"planned for layout='contiguous': with the recipe's {request.layout!r} ranks compute and exchange otherwise."
+    if time is None or time.step.uneven < UNEVEN * time.seconds:
+        return None
+    return (
+        f"the last rank sees most keys and computes {time.step.uneven:.3g} s a step longer than the average rank: "
+        "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part, so that a step of "
+        f"{time.seconds:.3g} s takes up to so much less."
+    )
+
+
+def assumptions(request: Request, case: Case, time: Time | None = None) -> list[str]:
+    """What the numbers rest on; `time` is that of the recommended setting."""
     base, setup = measured_machine(), case.setup
-    own = asked.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
+    own = request.gpu.name == "H200" and (case.facts.dim, case.facts.depth) == (base.dim, base.depth)
     notes = [
         "memory: the model's own step is run under fake tensors for two depths and two lengths, and what it holds is "
-        "counted; the op's room follows from its own stretches. Compiled blocks keep what Inductor's partitioner says; its "
-        "kernels are modelled.",
+        "counted; the op's workspace follows from its own chunks. Compiled blocks save what Inductor's partitioner decides; "
+        "its kernels are modelled.",
         f"{CONTEXT / GIB:.1f} GiB are left for CUDA ({NCCL / GIB:.1f} more for NCCL with several GPUs) and {MARGIN:.0%}, 1 "
         "GiB at least, for fragments; lengths that nearly fill the GPU need PYTORCH_ALLOC_CONF=expandable_segments:True, "
         "which the command line sets.",
         f"time: {'measured parts' if own else 'scaled, an estimate,'} of {base.name} ({base.dim} x {base.depth}, compiled): "
         "products by FLOPs, norms and sums by width, attention by pairs times head dim, another GPU by its bf16 FLOP/s.",
     ]
-    notes += _counted(asked.model)
+    notes += request.model.planning_notes()
     if not case.facts.whole:
         notes.append(
-            "weights that stay as they are have neither gradients nor states; low-rank updates are added to what their "
-            "layers give by passes over it, at the speed of the GPU's memory: reckoned, not measured."
+            "weights that stay as they are have neither gradients nor states; low-rank updates are added to their "
+            "layers' outputs by passes at the speed of the GPU's memory: estimated, not measured."
         )
     if setup.ranks > 1:
-        sums = f" Gradients are summed {setup.bucket_cap_mb} MiB at a time beside the backward; its slowing is not planned."
+        sums = (
+            f" Gradients are summed {setup.bucket_cap_mb} MiB at a time during the backward, which that may slow down."
+        )
         sums = sums if setup.bucket_cap_mb is not None else ""
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
-    if asked.tokens and (found := advice(asked.model, asked.tokens)):
-        notes.append(f"what the pattern cannot do, whatever the GPUs: {found}")
+        notes += [hint] if (hint := layout_hint(request, time)) else []
+    if request.tokens and (hints := advice(request.model, request.tokens)):
+        notes.append(f"what the pattern cannot do, whatever the GPUs: {hints}")
     if lighter(case.subject.call, setup.ranks) != case.subject.call:
         notes.append("exchanges of so many ranks are counted for fewer and wider heads, of as many bytes and FLOPs.")
     if setup.strategy == "ring_dilated_fsdp":
         notes.append(
-            "sharded parameters: two blocks are whole at a time, gathered twice a step beside other blocks' work."
+            "sharded parameters: two blocks are whole at a time, gathered twice a step during other blocks' work."
         )
-    if asked.batch > 1:
+    if request.batch > 1:
         notes.append(
-            f"one sequence is planned, and the recipe's batches hold {asked.batch} on each data rank: for their memory give "
-            f"--tokens {asked.batch} times as many, or set data.init_args.batch_size: 1."
+            f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "
+            f"give --tokens {request.batch} times as many, or set data.init_args.batch_size: 1."
         )
     if setup.cpu_offload:
         notes.append(
@@ -99,34 +111,18 @@ def assumptions(asked: Asked, case: Case) -> list[str]:
             f"rank's part a step at {HOST_LINK / 1e9:.0f} GB/s; AdamW(fused=True) on the host is an assumption: a node's "
             f"memory gives it {HOST_MEMORY / 1e9:.0f} GB/s. As training begins each rank has the whole model on the host."
         )
-    if asked.host:
+    if request.host:
         notes.append(
-            f"host memory: {asked.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, beside the computation."
+            f"host memory: {request.host:.0f} GiB a rank, {HOST_LINK / 1e9:.0f} GB/s each way, during the computation."
         )
     if not case.subject.compile_blocks:
         notes.append("time is that of compiled blocks, and of their model's loss; uncompiled ones take longer.")
     return notes
 
 
-def _counted(model: DilatedModule) -> list[str]:
-    """What a count of the model takes for granted."""
-    if isinstance(model, SlidePretrainer):
-        return [
-            f"as many tiles are hidden as in the mean, mask_ratio={model.hiding.p:g}; what the decoder's blocks keep is "
-            "told as temporary."
-        ]
-    if isinstance(model, LongViT):
-        cells = model.image_size // model.patch_size
-        return [
-            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
-            "they are for images of another size."
-        ]
-    return []
-
-
 @dataclass(frozen=True)
-class Told:
-    """What is printed, and what is drawn."""
+class Report:
+    """The report: lines to print, and bars to draw."""
 
     lines: list[str]
     bars: list[Bar]
@@ -137,7 +133,7 @@ class Told:
 
 @dataclass(frozen=True)
 class Row:
-    """A setting: the longest sequence, and memory and time at the length asked for (or at the longest)."""
+    """A setting: the longest sequence, and memory and time at the requested length (or at the longest)."""
 
     settings: MemorySettings
     longest: int
@@ -147,42 +143,41 @@ class Row:
     fits: bool
 
 
-def report(asked: Asked) -> Told:
-    """Plan all of it.
+def report(request: Request) -> Report:
+    """Plan a run.
 
     Raises:
-        ValueError: for a model that cannot be counted, or an exchange that does not serve.
+        ValueError: for a model that cannot be counted, or an exchange that cannot run its pattern.
     """
-    subject = subject_of(asked.model, asked.precision, None, asked.compile_blocks, asked.gpu.capability)
-    facts = Facts.of(asked.model, subject)
-    case = Case(subject, facts, asked.setup(strategy_of(asked, facts)), asked.gpu, asked.host)
-    wanted = [asked.settings] if asked.settings else candidates(facts.windows, case.room, facts.depth)
-    rows = [row_of(case, x, asked.tokens) for x in wanted]
-    best = recommended(case, wanted, asked.tokens)
+    subject = subject_of(request.model, request.precision, None, request.compile_blocks, request.gpu.capability)
+    facts = Facts.of(request.model, subject)
+    case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
+    settings = [request.settings] if request.settings else candidates(facts.windows, case.room, facts.depth)
+    rows = [row_of(case, x, request.tokens) for x in settings]
+    best = recommended(case, settings, request.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
-    lines = [*_head(asked, case), "", *_table(rows, best, asked.tokens)]
+    lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
     if chosen is not None and chosen.memory is not None:
         lines += ["", *_details(case, chosen), "", "in the recipe:", ""]
-        lines += [f"  {line}" for line in yaml_lines(best, case.setup, asked.residual)]
+        lines += [f"  {line}" for line in yaml_lines(best, case.setup, request.residual)]
     else:
-        lines += ["", _nothing(case, rows, asked)]
-    notes = assumptions(asked, case)
+        lines += ["", _nothing(case, rows, request)]
+    notes = assumptions(request, case, chosen and chosen.time)
     lines += ["", *(f"  - {note}" for note in notes)]
-    title = f"{asked.tokens:,} tokens" if asked.tokens else "each at its longest sequence"
+    title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
-    return Told(lines, bars, asked.gpu.usable(asked.ranks), f"memory of a rank, {title}", _caption(asked, case))
+    return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
 
 
-def strategy_of(asked: Asked, facts: Facts) -> str:
-    """The strategy asked for, else DDP unless parameters, gradients and states would take half a GPU."""
-    if asked.strategy is not None:
-        return asked.strategy
-    each = 20 if asked.precision.endswith("mixed") or asked.precision == "32-true" else 10
-    return "ring_dilated_fsdp" if facts.parameters * each > asked.gpu.memory / 2 else "ring_dilated"
+def strategy_of(request: Request, facts: Facts) -> str:
+    """The requested strategy, else DDP unless parameters, gradients and states would take half a GPU."""
+    if request.strategy is not None:
+        return request.strategy
+    each = 20 if request.precision.endswith("mixed") or request.precision == "32-true" else 10
+    return "ring_dilated_fsdp" if facts.parameters * each > request.gpu.memory / 2 else "ring_dilated"
 
 
 def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
-    """A row of the table."""
     longest = case.longest(settings)
     at = tokens or longest
     if not at:
@@ -190,20 +185,20 @@ def row_of(case: Case, settings: MemorySettings, tokens: int | None) -> Row:
     return Row(settings, longest, at, case.memory(settings, at), case.time(settings, at), case.fits(settings, at))
 
 
-def _head(asked: Asked, case: Case) -> list[str]:
+def _head(request: Request, case: Case) -> list[str]:
     facts, setup, call = case.facts, case.setup, case.subject.call
     kv = "" if call.kv_heads == call.heads else f" ({call.kv_heads} kv)"
-    many = f"{setup.ranks:,} x {asked.gpu.name}"
+    many = f"{setup.ranks:,} x {request.gpu.name}"
     nodes = f", {setup.ranks // setup.per_node:,} nodes" if setup.ranks > setup.per_node else ""
     offload = " with cpu_offload" if setup.cpu_offload else ""
+    meaning = f"; a token is {request.model.token_meaning}" if request.model.token_meaning else ""
     return [
-        f"model: {type(asked.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
-        f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {asked.precision}, blocks "
+        f"model: {type(request.model).__name__}, {in_numbers(facts.parameters)} parameters{_trained(facts)}, "
+        f"{facts.depth} blocks of {facts.dim}, {call.heads} heads{kv} of {call.head_dim}, {request.precision}, blocks "
         f"{'compiled' if case.subject.compile_blocks else 'not compiled'}{_decoder(facts)}",
-        f"pattern: {_patterns(call, facts.depth)}, "
-        f"{'causal' if call.causal else 'both directions'}{token_of(asked.model)}",
+        f"pattern: {_patterns(call, facts.depth)}, {'causal' if call.causal else 'both directions'}{meaning}",
         f"machine: {many}{nodes}, {setup.strategy}{offload}, {setup.optimizer}; "
-        f"{asked.gpu.usable(setup.ranks) / GIB:.1f} GiB of {asked.gpu.memory / GIB:.1f} are planned with",
+        f"{request.gpu.usable(setup.ranks) / GIB:.1f} GiB of {request.gpu.memory / GIB:.1f} are planned with",
     ]
 
 
@@ -216,15 +211,6 @@ def _decoder(facts: Facts) -> str:
     return f"; decoder: {x.depth} x {x.dim}, heads of {x.call.head_dim}" if x else ""
 
 
-def token_of(model: DilatedModule) -> str:
-    """What a token is, where it is none of a text."""
-    if isinstance(model, (SlideEncoder, SlidePretrainer)):
-        return "; a token is a row of a slide: a tile, or the class token's"
-    if isinstance(model, LongViT):
-        return f"; a token is a patch of {model.patch_size} x {model.patch_size} pixels of an image"
-    return ""
-
-
 def in_numbers(n: int) -> str:
     """85M, 7.9B, 1.0T."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
@@ -234,7 +220,6 @@ def in_numbers(n: int) -> str:
 
 
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
-    """Settings, and how far they go."""
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
     head = (
         "",
@@ -259,7 +244,7 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 
 
 def _details(case: Case, row: Row) -> list[str]:
-    """Memory by kind and the exchange, of the recommended setting."""
+    """Memory and time by kind, and the exchange, of the recommended setting."""
     x, t = row.memory, row.time
     parts = " ".join(map(str, x.moment))
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
@@ -280,10 +265,10 @@ def _details(case: Case, row: Row) -> list[str]:
             lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
         elif t.step.compute.get(kind):
             lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
-    told = sum(t.step.compute.values()) + t.exposed
-    told -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
-    if t.seconds - told > 5e-5:
-        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - told) * 1e3:>9.1f} ms")
+    named = sum(t.step.compute.values()) + t.exposed
+    named -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if t.seconds - named > 5e-5:
+        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - named) * 1e3:>9.1f} ms")
     lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
     return [*lines, *_exchange(case, x, t)]
 
@@ -299,29 +284,28 @@ def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
     lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
-        near, far = t.step.bytes(run)
-        if near + far:
-            seconds = near / case.setup.links.near + far / case.setup.links.far
-            lines.append(
-                f"  {name:<22}{(near + far) / 1e6:>11,.1f} MB ({far / 1e6:,.1f} MB), {seconds * 1e3:,.2f} ms of the links"
-            )
+        intra, inter = t.step.bytes(run)
+        if intra + inter:
+            seconds = intra / case.setup.links.near + inter / case.setup.links.far
+            mb = f"{(intra + inter) / 1e6:>11,.1f} MB ({inter / 1e6:,.1f} MB)"
+            lines.append(f"  {name:<22}{mb}, {seconds * 1e3:,.2f} ms of the links")
     return lines + [line for who, y in crossing for line in _prices(who, y)]
 
 
 def _patterns(call: OpCall, depth: int) -> str:
-    """The pattern of all layers, or each with the number of layers that take it."""
+    """The pattern of all layers, or each pattern with its number of layers."""
     calls = call.layers(depth)
     return "; ".join(f"{layers} layers of {x.pattern}" for x, layers in calls) if len(calls) > 1 else str(call.pattern)
 
 
 def _layers(x: Exchanged, depth: int) -> list[tuple[str, Exchanged]]:
-    """Of which layers, and what their calls exchange; layers whose exchanges have one plan are one entry."""
+    """(which layers, what their calls exchange), an entry for layers with the same plan."""
     if not x.others:
         return [("a layer's", x)]
-    found: dict[Exchanged, list[int]] = {}
+    numbers: dict[Exchanged, list[int]] = {}
     for layer, one in enumerate(in_turns(x.cycle, depth)):
-        found.setdefault(replace(one, others=()), []).append(layer)
-    return [(f"of layers {_few(layers)}", one) for one, layers in found.items()]
+        numbers.setdefault(replace(one, others=()), []).append(layer)
+    return [(f"of layers {_few(layers)}", one) for one, layers in numbers.items()]
 
 
 def _few(numbers: list[int]) -> str:
@@ -329,7 +313,7 @@ def _few(numbers: list[int]) -> str:
 
 
 def _prices(who: str, x: Exchanged) -> list[str]:
-    """The plan of a layer's call."""
+    """The exchanges' prices for a layer's call."""
     if x.plan is None:
         return []
     lines = []
@@ -342,14 +326,14 @@ def _prices(who: str, x: Exchanged) -> list[str]:
     return lines
 
 
-def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
-    """What to change where nothing fits."""
-    tokens = asked.tokens
-    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in asked.model.hparams else ""
+def _nothing(case: Case, rows: list[Row], request: Request) -> str:
+    """What to change if nothing fits."""
+    tokens = request.tokens
+    narrow = "--residual_dtype bfloat16, " if "residual_dtype" in request.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
-        dealt = case.setup.strategy == "ring_dilated_fsdp"
-        hint = f" Take {'--cpu_offload' if dealt else '--strategy ring_dilated_fsdp'}."
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        hint = f" Take {'--cpu_offload' if sharded else '--strategy ring_dilated_fsdp'}."
         states = best.memory.states if best.memory else 0
         if case.host and states > case.host * GIB:
             return (
@@ -367,8 +351,5 @@ def _nothing(case: Case, rows: list[Row], asked: Asked) -> str:
     )
 
 
-def _caption(asked: Asked, case: Case) -> str:
-    return "; ".join([*_head(asked, case)[::2], "counted under fake tensors; red: what may be planned with."])
-
-
-__all__ = ["Row", "Setup", "Told", "report", "row_of", "strategy_of"]
+def _caption(request: Request, case: Case) -> str:
+    return "; ".join([*_head(request, case)[::2], "counted under fake tensors; red: what may be planned with."])

@@ -1,4 +1,4 @@
-"""What is asked of `plan`: its options, and what a recipe says where they do not.
+"""The options of `plan`, completed by a recipe.
 
 Shape letters: N tokens of the sequence, H query heads, K kv heads, R ranks.
 """
@@ -17,7 +17,7 @@ from lightning_dilated.cli.explain import class_of, made_model, seq_len_of
 from lightning_dilated.memory.recompute import POLICIES
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
-from lightning_dilated.models.longnet.lm import LongNetLM, TokenModel
+from lightning_dilated.models.longnet.lm import LongNetLM
 from lightning_dilated.models.transformer_model import options_of
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
@@ -25,9 +25,10 @@ from lightning_dilated.planning.gpus import GPUS, Gpu, find_gpu
 from lightning_dilated.planning.memory import OPTIMIZERS, STRATEGIES, Setup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.links import Links
+from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-#: the pattern of the measurements, where neither options nor a recipe have one
+#: the default pattern, that of the measurements
 SEGMENTS, DILATIONS = [2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16]
 #: GPUs of a node
 NODE = 8
@@ -43,13 +44,12 @@ def number(text: str) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The options."""
     p = argparse.ArgumentParser(
         "lightning-dilated plan",
         description="Memory, bytes, time and the longest sequence of a run, without a GPU. Numbers may end in K, M or G "
         "(powers of 1024).",
     )
-    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; what is given beside it wins")
+    p.add_argument("--config", "-c", type=Path, help="take everything from a recipe; other options override it")
     _model(p.add_argument_group("model"))
     _machine(p.add_argument_group("machine"))
     _memory(p.add_argument_group("memory settings (default: all are compared, and one is recommended)"))
@@ -112,23 +112,25 @@ def _memory(p: Any) -> None:
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
 
 
+#: strategies that can be planned, by their names for the Trainer
+OURS = {"ring_dilated_fsdp": RingDilatedFSDPStrategy, "ring_dilated": RingDilatedStrategy}
 CALLBACK = "ActivationRecompute"
-#: options that are called otherwise than the argument of a model
+#: options whose names differ from the model's arguments
 OPTIONS = {"num_heads": "--heads", "num_kv_heads": "--kv_heads", "vocab_size": "--vocab"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is to be planned.
+class Request:
+    """The request.
 
     Attributes:
         model: with its depth and sizes, not built.
         tokens: N; None: as many as fit.
-        settings: the only ones to look at; None: all.
+        settings: the only ones to plan; None: several are compared.
         host: GiB of host memory of a rank.
-        strategy: None: to be chosen.
-        batch: sequences of the recipe's batches; one is planned.
-        cpu_offload, bucket_cap_mb: of the strategy.
+        strategy: None: the plan chooses.
+        batch: sequences in a batch of the recipe; one is planned.
+        cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
     """
 
     model: DilatedModule
@@ -148,34 +150,34 @@ class Asked:
     batch: int = 1
     cpu_offload: bool = False
     bucket_cap_mb: int | None = None
+    layout: str = "contiguous"
 
     def setup(self, strategy: str) -> Setup:
-        """How it is run with a strategy."""
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
         return Setup(
             strategy, self.ranks, self.per_node, self.optimizer, self.exchange, self.links, self.cpu_offload, bucket
         )  # fmt: skip
 
 
-def settled(args: argparse.Namespace) -> Asked:
-    """The options, and over nothing said the recipe's values.
+def settled(args: argparse.Namespace) -> Request:
+    """The options, completed by the recipe's values.
 
     Raises:
-        ValueError, OSError: naming the option that is missing or cannot be.
+        ValueError, OSError: naming an option that is missing or invalid.
     """
     config = _recipe(args.config)
     trainer = config.get("trainer") or {}
     model = _from_recipe(args, config) if config else _from_sizes(args, args.tokens)
     tokens = args.tokens or (_tokens(args.config, model, config.get("data")) if config else None)
-    strategy, exchange, offload, bucket = _strategy(trainer.get("strategy"))
+    strategy, exchange, offload, bucket, layout = _strategy(args.config, trainer.get("strategy"))
     ranks, per_node = _ranks(args, trainer)
-    given = args.strategy or strategy
-    offload = offload and given == strategy if args.cpu_offload is None else args.cpu_offload
-    if given is None and (offload or ranks == 1):
-        given = "ring_dilated_fsdp" if offload else "single"
-    if offload and given != "ring_dilated_fsdp":
-        raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {given}.")
-    if given == "single" and ranks > 1:
+    chosen = args.strategy or strategy
+    offload = offload and chosen == strategy if args.cpu_offload is None else args.cpu_offload
+    if chosen is None and (offload or ranks == 1):
+        chosen = "ring_dilated_fsdp" if offload else "single"
+    if offload and chosen != "ring_dilated_fsdp":
+        raise ValueError(f"--cpu_offload goes with --strategy ring_dilated_fsdp only, not with {chosen}.")
+    if chosen == "single" and ranks > 1:
         raise ValueError(f"--strategy single is for one GPU, not for {ranks}. Use ring_dilated or ring_dilated_fsdp.")
     compiled = getattr(model, "compile_blocks", False) if config else True
     if not 0 <= args.host_memory < float("inf"):
@@ -184,14 +186,14 @@ def settled(args: argparse.Namespace) -> Asked:
     if precision not in PRECISIONS:
         raise ValueError(f"--precision must be one of {', '.join(PRECISIONS)}; the recipe has {precision!r}.")
     gpu = find_gpu(args.gpu, args.gpu_memory)
-    return Asked(
+    return Request(
         model, tokens, gpu, ranks, per_node, precision,
         compiled if args.compile is None else args.compile, _settings(args, trainer.get("callbacks")),
-        args.host_memory / per_node, given, args.optimizer, args.exchange or exchange,
+        args.host_memory / per_node, chosen, args.optimizer, args.exchange or exchange,
         Links.load(args.links) if args.links else gpu.links,
         getattr(getattr(model, "options", None), "residual_dtype", None),
         _batch(config.get("data")),
-        offload, bucket,
+        offload, bucket, layout,
     )  # fmt: skip
 
 
@@ -205,61 +207,61 @@ def _recipe(path: Path | None) -> dict[str, Any]:
 
 
 def _from_recipe(args: argparse.Namespace, config: dict[str, Any]) -> DilatedModule:
-    """The recipe's model, with the sizes given.
+    """The recipe's model, with the sizes of the options.
 
     Raises:
         ValueError: naming an option that the model has no argument for.
     """
-    of = config["model"]
-    cls = class_of(args.config, of.get("class_path", "LongNetLM"), "lightning_dilated")
+    config_of_model = config["model"]
+    cls = class_of(args.config, config_of_model.get("class_path", "LongNetLM"), "lightning_dilated")
     takes = options_of(cls)
-    given = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
-    given |= {
+    options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
+    options |= {
         "causal": args.causal,
         "ffn_dim": args.ffn_dim,
         "vocab_size": args.vocab,
         "residual_dtype": args.residual_dtype,
     }
-    given = {k: v for k, v in given.items() if v is not None}
-    for name, value in given.items():
+    options = {k: v for k, v in options.items() if v is not None}
+    for name, value in options.items():
         if name not in takes:
             raise ValueError(
                 f"{OPTIONS.get(name, '--' + name)} {value}: a {cls.__name__} has no {name}. Leave the option out."
             )
-    changed = {**(of.get("init_args") or {}), **given}
+    arguments = {**(config_of_model.get("init_args") or {}), **options}
     if args.segments or args.dilations or args.geometric:
-        changed |= _branches(args, cls, "segment_lengths" not in takes)
-    return made_model(args.config, {**of, "init_args": changed}, seq_len_of(args.config, config.get("data")))
+        arguments |= _branches(args, cls, "segment_lengths" not in takes)
+    return made_model(
+        args.config, {**config_of_model, "init_args": arguments}, seq_len_of(args.config, config.get("data"))
+    )
 
 
 def _branches(args: argparse.Namespace, cls: type, whole: bool) -> dict[str, Any]:
-    """The pattern of the options as arguments of a model: `whole`, or of one with offsets of its own as two lists."""
+    """The pattern of the options as a model's arguments: whole, or as two lists for a model with fixed offsets."""
     pattern = _pattern(args, args.tokens)
     if whole:
         return {"pattern": pattern.to_dict()}
     if args.offsets:
         raise ValueError(f"--offsets {args.offsets}: a {cls.__name__}'s are fixed, as its releases' are. Leave it out.")
     lists = {"segment_lengths": "segment_length", "dilation_rates": "dilation_rate"}
-    found = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
-    return found | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})
+    lists_of_branches = {name: [getattr(b, of) for b in pattern.branches] for name, of in lists.items()}
+    return lists_of_branches | ({"max_wsi_size": None} if "max_wsi_size" in options_of(cls) else {})
 
 
 def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
-    """N of the recipe's data; of slides with a limit, the rows of the longest. Without data a model of text has the usual
-    one's."""
-    if not data and not isinstance(model, TokenModel):
+    """N of the recipe's data, of slides the rows of the longest; of a model of text without data the default's."""
+    if not data and "labels" not in getattr(model.sequence_spec, "dims", ()):
         return None
     most = (data.get("init_args") or {}).get("max_tiles") if isinstance(data, dict) else None
     return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
 
 
 def _batch(data: Any) -> int:
-    found = (data.get("init_args") or {}).get("batch_size") if isinstance(data, dict) else None
-    return found if isinstance(found, int) and found > 0 else 1
+    size = (data.get("init_args") or {}).get("batch_size") if isinstance(data, dict) else None
+    return size if isinstance(size, int) and size > 0 else 1
 
 
 def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
-    """A LongNetLM of the sizes."""
     missing = [f"--{name}" for name in ("dim", "depth", "heads") if getattr(args, name) is None]
     if missing:
         raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
@@ -285,21 +287,27 @@ def _pattern(args: argparse.Namespace, tokens: int | None) -> DilatedPattern:
     return DilatedPattern.longnet(args.segments or SEGMENTS, args.dilations or DILATIONS, **offsets)
 
 
-def _strategy(found: Any) -> tuple[str | None, str, bool, int | None]:
-    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket) of a Trainer's."""
-    given = (found.get("init_args") or {}) if isinstance(found, dict) else {}
-    name = str(found.get("class_path") if isinstance(found, dict) else found or "")
-    kind = "ring_dilated_fsdp" if "FSDP" in name or name == "ring_dilated_fsdp" else None
-    kind = kind or ("ring_dilated" if name.startswith("ring_dilated") or "RingDilated" in name else None)
-    offload = given.get("cpu_offload", False) is not False
-    return kind, given.get("exchange", "auto"), offload, given.get("bucket_cap_mb")
+def _strategy(path: Path, strategy: Any) -> tuple[str | None, str, bool, int | None, str]:
+    """(one of STRATEGIES or None, exchange, whether parameters are on the host, MiB of a bucket, layout) of a Trainer's."""
+    options = (strategy.get("init_args") or {}) if isinstance(strategy, dict) else {}
+    name = str(strategy.get("class_path") if isinstance(strategy, dict) else strategy or "")
+    cls = class_of(path, name, "lightning_dilated") if "." in name or name[:1].isupper() else None
+    ours = (
+        kind
+        for kind, base in OURS.items()
+        if name.startswith(kind) or (isinstance(cls, type) and issubclass(cls, base))
+    )
+    kind = next(ours, None)
+    offload = options.get("cpu_offload", False) is not False
+    layout = options.get("layout", "contiguous")
+    return kind, options.get("exchange", "auto"), offload, options.get("bucket_cap_mb"), layout
 
 
 def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]:
     """(R, ranks of a node)."""
     devices, nodes = trainer.get("devices"), trainer.get("num_nodes", 1)
-    here = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
-    ranks = args.gpus or here * (nodes if isinstance(nodes, int) else 1)
+    local = devices if isinstance(devices, int) and devices > 0 else len(devices) if isinstance(devices, list) else 1
+    ranks = args.gpus or local * (nodes if isinstance(nodes, int) else 1)
     nodes = args.nodes or -(-ranks // NODE)
     if ranks % nodes:
         raise ValueError(f"--nodes {nodes} must divide --gpus {ranks}, which counts the GPUs of all nodes.")
@@ -307,13 +315,13 @@ def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]
 
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
-    """Those of the options, else None; options go over those of a recipe's callback."""
-    given = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks")}
-    given = {k: v for k, v in given.items() if v is not None}
-    if not given:
+    """Those of the options, which override those of the recipe's callback; None without options."""
+    options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks")}
+    options = {k: v for k, v in options.items() if v is not None}
+    if not options:
         return None
-    for found in callbacks if isinstance(callbacks, list) else []:
-        if isinstance(found, dict) and str(found.get("class_path", "")).endswith(CALLBACK):
-            given = {**(found.get("init_args") or {}), **given}
-    usual = {"policy": "block"} if {"every", "offload"} & set(given) else {}
-    return MemorySettings(**{**usual, **given})
+    for callback in callbacks if isinstance(callbacks, list) else []:
+        if isinstance(callback, dict) and str(callback.get("class_path", "")).endswith(CALLBACK):
+            options = {**(callback.get("init_args") or {}), **options}
+    defaults = {"policy": "block"} if {"every", "offload"} & set(options) else {}
+    return MemorySettings(**{**defaults, **options})

@@ -30,6 +30,7 @@ from lightning_dilated._compat.lightning import (
     read_remote,
     restricted_classmethod,
 )
+from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
@@ -42,6 +43,7 @@ from lightning_dilated.models.transformer import (
     stored_bases,
 )
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
@@ -191,6 +193,54 @@ class DilatedModule(Pretrained, pl.LightningModule):
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+
+    # -- what planning asks: a subclass with `example_batch` can be planned, and searched by `plan --find-max` -----------
+    #: what a token is, where it is not one of a text
+    token_meaning: str | None = None
+    #: what a recipe sets for sequences of {} tokens
+    length_setting = "data.init_args.seq_len: {}"
+
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A batch of one sequence of N random tokens on the CPU, with all that training needs.
+
+        `plan` runs it under fake tensors, which have no values: a tensor that the model reads on the host is made by
+        `host_tensor`. It asks further that `build` makes `self.transformer`, a `DilatedTransformer` of `self.depth` blocks
+        with `self.patterns`, and compiles it only where `self.compile_blocks` is true.
+        """
+        raise TypeError(
+            f"{type(self).__name__} must define example_batch(tokens), which returns a batch of one sequence of so many "
+            "random tokens, to be planned or searched for its longest sequence."
+        )
+
+    @staticmethod
+    def host_tensor(values: Any) -> Tensor:
+        """A tensor of numbers on the CPU that has its values while planning, too."""
+        with real_tensors():
+            return torch.tensor(values)
+
+    def planning_copy(self, depth: int) -> Self:
+        """The model with another number of blocks, without layers, pretrained weights and compilation; `build` makes them.
+
+        Redefine it where the loss reads values of tensors, which fake tensors do not have.
+        """
+        made = bare_copy(self)
+        made._built, made._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
+        changed = {"depth": depth, "pretrained": None, "compile_blocks": False}
+        if bases := getattr(self, "rotary_bases", None):
+            made.rotary_bases = in_turns(bases, depth)
+        made.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
+        return made
+
+    def token_features(self) -> tuple[int, ...]:
+        """Features of a token that linear layers outside of the blocks read or write, for each stack of blocks; of the
+        built model. By default those of the linear layers that the model itself holds, in one stack."""
+        width = self.transformer.blocks[0].ffn.fc1.in_features
+        numbers = sum(layer.weight.numel() for layer in self.children() if isinstance(layer, nn.Linear))
+        return (max(1, numbers // width),)
+
+    def planning_notes(self) -> list[str]:
+        """What a plan of this model takes for granted, for its reader."""
+        return []
 
     # -- what Lightning calls ------------------------------------------------------------------------------------------
     def configure_model(self) -> None:

@@ -135,6 +135,19 @@ class PooledModule(TransformerModel):
         """(B, E) pooled embeddings of a batch, on every rank of the sequence."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
+    def example_label(self) -> dict[str, Tensor]:
+        """The part of `example_batch` that tells what to predict of one sample.
+
+        Raises:
+            ValueError: for a model that only makes embeddings.
+        """
+        if self.task is None:
+            raise ValueError(
+                f"this {type(self).__name__} has no task, so it is not trained: give it a task to plan for."
+            )
+        count = self.num_classes or 1
+        return {"label": torch.randn(1, count) if self.task == "regression" else torch.randint(0, count, (1,))}
+
     # -- building ------------------------------------------------------------------------------------------------------
     def _make_head(self) -> nn.Module | None:
         return None if self.task is None else make_head(self.task, self.dim, self.num_classes, self.regression_loss)

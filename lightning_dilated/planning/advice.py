@@ -1,8 +1,21 @@
-"""Advice: which settings would make a run fit, from the Trainer's model, the sequence's length and the strategy."""
+"""Which settings would make a run fit, from its model, the sequence's length and the strategy.
+
+A plan replaces functions of torch while it counts (see `planning.counting.dry_run`), so it is made in a process of its own,
+which gets the question as a pickle without tensors: `python -m lightning_dilated.planning.advice QUESTION ANSWER`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import contextlib
+import io
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -16,35 +29,131 @@ from lightning_dilated.planning.estimate import Case, Facts, candidates, in_word
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
 
+#: what the process runs, and seconds that it may take; half a minute is usual
+COMMAND = (sys.executable, "-m", "lightning_dilated.planning.advice")
+TIMEOUT = 120.0
+
+
+@dataclass(frozen=True)
+class Question:
+    """A run that is to fit: a model without weights, its tokens and settings, and what it runs on."""
+
+    model: DilatedModule
+    tokens: int
+    precision: str
+    compile_blocks: bool
+    settings: MemorySettings
+    gpu: Gpu
+    setup: Setup
+
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
-    """Settings of ActivationRecompute (and more GPUs, where none do) with which a step would fit; None where that cannot be
-    told: for models that are not counted, and lengths that nobody named. Takes up to half a minute, and no GPU.
+    """Settings of ActivationRecompute (and more GPUs, where none do) with which a step would fit.
+
+    Takes up to half a minute in a process of its own, without a GPU. None for lengths that nobody named, for models that
+    cannot be planned, and where all fits already.
 
     Args:
         trainer: of the run.
         pl_module: its module.
         tokens: of a sequence; None: the longest that the strategy has seen, or the data's `seq_len`.
+
+    Raises:
+        RuntimeError, TimeoutError: where the process fails, as for a class that it cannot import, or takes too long.
     """
-    tokens = tokens or _tokens(trainer)
-    precision = str(trainer.precision)
+    question = question_of(trainer, pl_module, tokens)
+    if question is None:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        (place / "question").write_bytes(_pickled(question))
+        _run(place)
+        return pickle.loads((place / "answer").read_bytes())
+
+
+def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> Question | None:
+    """The question of a run; None where it cannot be planned."""
+    tokens, precision = tokens or _tokens(trainer), str(trainer.precision)
     if not isinstance(pl_module, DilatedModule) or precision not in PRECISIONS or not tokens:
         return None
-    gpu, setup = _gpu(trainer), _setup(trainer, pl_module)
-    try:
-        subject = subject_of(pl_module, precision, capability=gpu.capability)
-    except ValueError:  # no model that can be counted
+    if type(pl_module).example_batch is DilatedModule.example_batch or not isinstance(
+        getattr(pl_module, "depth", None), int
+    ):
         return None
-    case = Case(subject, Facts.of(pl_module, subject), setup, gpu)
+    compiled = bool(getattr(pl_module, "compile_blocks", False))
     now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
+    return Question(pl_module, tokens, precision, compiled, now, _gpu(trainer), _setup(trainer, pl_module))
+
+
+def answer(question: Question) -> str | None:
+    """What `advise` returns; counts in this process."""
+    model, tokens, now = question.model, question.tokens, question.settings
+    try:
+        subject = subject_of(model, question.precision, None, question.compile_blocks, question.gpu.capability)
+    except (TypeError, ValueError):  # a model that cannot be planned
+        return None
+    case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
     able = candidates(case.facts.windows, 0.0, case.facts.depth)
-    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first, and none is counted in vain
+    best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first; no more are counted than needed
     needs = case.memory(now, tokens).peak / GIB
-    said = f"planned: {tokens:,} tokens on {setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
+    usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
     if best is not None and best != now:
         peak = case.memory(best, tokens).peak / GIB
-        return f"{said}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
-    return f"{said}.{_otherwise(case, able, now, tokens, pl_module)}" if best is None else None
+        return f"{usage}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
+    return f"{usage}.{_otherwise(case, able, now, tokens, model)}" if best is None else None
+
+
+# -- the process -------------------------------------------------------------------------------------------------------
+def _run(folder: Path) -> None:
+    """Run the process; it and all that it started have ended afterwards."""
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    with (folder / "output").open("w") as out:
+        process = subprocess.Popen(
+            [*COMMAND, str(folder / "question"), str(folder / "answer")],
+            env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(TIMEOUT)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"no plan was ready after {TIMEOUT:g} s") from None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    if code or not (folder / "answer").is_file():
+        lines = (folder / "output").read_text(errors="replace").strip().splitlines()
+        raise RuntimeError(f"the process that plans ended with exit code {code}: {lines[-1] if lines else 'no output'}")
+
+
+class _Pickler(pickle.Pickler):
+    """Refuses tensors: those of a GPU that is full cannot be copied, and none is needed."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, torch.Tensor):
+            raise pickle.PicklingError("a tensor")
+        return NotImplemented
+
+
+def _dumped(value: Any) -> bytes | None:
+    """The value's pickle; None where it has none, or holds tensors."""
+    out = io.BytesIO()
+    try:
+        _Pickler(out).dump(value)
+    except Exception:  # whatever a class raises that was not made to be pickled
+        return None
+    return out.getvalue()
+
+
+def _pickled(question: Question) -> bytes:
+    """The question, its model without layers, Trainer, optimizer, and attributes that cannot be sent."""
+    model = DilatedModule.planning_copy(question.model, question.model.depth)
+    for name, value in [*model.named_children(), *vars(model).items()]:
+        if _dumped(value) is None and name != "_modules":
+            delattr(model, name)
+    pickled = _dumped(replace(question, model=model))
+    if pickled is None:
+        raise RuntimeError(f"{type(question.model).__name__} cannot be pickled, so no other process can plan it")
+    return pickled
 
 
 def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, tokens: int, model: DilatedModule) -> str:
@@ -52,16 +161,16 @@ def _otherwise(case: Case, able: list[MemorySettings], now: MemorySettings, toke
     if now.offload and replace(case, host=float("inf")).fits(now, tokens):
         return " By the plan that fits, if the host has room for the block inputs."
     longest = {x: case.longest(x) for x in able}
-    most = max(longest, key=longest.__getitem__)
-    if not longest[most]:
-        dealt = case.setup.strategy == "ring_dilated_fsdp"
-        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if dealt else "strategy='ring_dilated_fsdp', or"
+    best = max(longest, key=longest.__getitem__)
+    if not longest[best]:
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        take = "RingDilatedFSDPStrategy(cpu_offload=True), or" if sharded else "strategy='ring_dilated_fsdp', or"
         return f" Parameters and states alone do not fit: take {'' if case.setup.cpu_offload else f'{take} '}more GPUs."
-    ways = [f"about {-(-tokens * case.setup.ranks // longest[most])} GPUs", *_by_host(case, able, tokens)]
-    narrow = model.hparams.get("residual_dtype", "bfloat16") is None
+    remedies = [f"about {-(-tokens * case.setup.ranks // longest[best])} GPUs", *_by_host(case, able, tokens)]
+    wide = model.hparams.get("residual_dtype", "bfloat16") is None
     return (
-        f" At most {longest[most]:,} fit, with ActivationRecompute({_arguments(most)}). Take {' or '.join(ways)}."
-        f"{' Less is needed with residual_dtype=bfloat16 of the model.' if narrow else ''}"
+        f" At most {longest[best]:,} fit, with ActivationRecompute({_arguments(best)}). Take {' or '.join(remedies)}."
+        f"{' Less is needed with residual_dtype=bfloat16 of the model.' if wide else ''}"
     )
 
 
@@ -79,18 +188,17 @@ def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
 
 
 def _arguments(settings: MemorySettings) -> str:
-    usual = MemorySettings()
+    defaults = MemorySettings()
     names = ("every", "tile", "head_chunks", "offload")
-    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(usual, n)]
+    more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
     return ", ".join([repr(settings.policy), *more])
 
 
 def _tokens(trainer: pl.Trainer) -> int | None:
-    """The sequence's length."""
     agreed = getattr(_sequence(trainer), "agreed", None)
     data: Any = getattr(trainer, "datamodule", None)
-    found = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
-    return found if isinstance(found, int) and found > 0 else None
+    tokens = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
+    return tokens if isinstance(tokens, int) and tokens > 0 else None
 
 
 def _sequence(trainer: pl.Trainer) -> Any:
@@ -106,13 +214,12 @@ def _gpu(trainer: pl.Trainer) -> Gpu:
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return GPUS["H200"]
-    found = torch.cuda.get_device_properties(device)
-    known = next((g for g in GPUS.values() if g.name.split("-")[0] in found.name.replace(" ", "")), GPUS["H200"])
-    return Gpu(found.name, found.total_memory, known.flops, (found.major, found.minor))
+    properties = torch.cuda.get_device_properties(device)
+    known = next((g for g in GPUS.values() if g.name.split("-")[0] in properties.name.replace(" ", "")), GPUS["H200"])
+    return Gpu(properties.name, properties.total_memory, known.flops, (properties.major, properties.minor))
 
 
 def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
-    """How the Trainer runs it."""
     sequence = _sequence(trainer)
     shares = hasattr(type(trainer.strategy), "sequence")
     ranks = sequence.ranks if sequence is not None else trainer.world_size if shares else 1
@@ -126,3 +233,7 @@ def _setup(trainer: pl.Trainer, module: pl.LightningModule) -> Setup:
         "adamw8bit" if any("8bit" in x for x in optimizers) else "adamw",
         cpu_offload=deals and getattr(trainer.strategy, "_offload", None) is not None,
     )
+
+
+if __name__ == "__main__":
+    Path(sys.argv[2]).write_bytes(pickle.dumps(answer(pickle.loads(Path(sys.argv[1]).read_bytes()))))

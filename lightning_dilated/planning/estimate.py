@@ -1,12 +1,10 @@
-"""Longest: the most tokens that fit with each memory setting, and the setting to take.
+"""Seconds of a step of any model on any number of GPUs, the longest sequence that fits, and the settings to take.
 
-Estimate: seconds of a step of any model on any number of GPUs, from the one machine that was measured.
-
-What was measured (`h200.json`, by benchmarks/step_parts.py) is scaled: linear layers by their products, 2 FLOPs a parameter
-and token; attention by its counted pairs times head dim; embedding, last norm and loss by the width; a wider output
-projection, or one of features, by its products, and its loss by the passes over the logits; the optimizer by parameters; a
-second stack of blocks likewise. Another GPU is taken to be as much slower as its products in bf16 are. Communication is
-simulated, see `planning.simulating.simulation`. Compiled blocks were measured.
+The only measurements are of one H200 (`h200.json`, by benchmarks/step_parts.py), of compiled blocks. They are scaled: linear
+layers by their products, 2 FLOPs a parameter and token; attention by its counted pairs times head dim; embedding, last norm
+and loss by the width; a wider output projection, or one of features, by its products, and its loss by the passes over the
+logits; the optimizer by parameters; a second stack of blocks likewise. Another GPU is assumed to be slower by the ratio of
+its bf16 FLOP/s. Communication is simulated, see `planning.simulating.simulation`.
 
 Shape letters: N tokens of the sequence, R ranks, K kv heads, L tokens of a rank, E embedding dim, V vocabulary, D head
 dim.
@@ -33,24 +31,24 @@ from lightning_dilated.planning.simulating.simulation import Step, measured_patt
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
-#: bytes/s that a node's memory gives to AdamW(fused=True) of all its ranks together: assumed, of two sockets with DDR5
+#: bytes/s of a node's memory for AdamW(fused=True) of all its ranks together: assumed, for two sockets with DDR5
 HOST_MEMORY = 200e9
 #: numbers that AdamW reads and writes a parameter
 ADAMW_PASSES = 7
 #: bytes/s of an H200's memory, as copies reach it
 BANDWIDTH = 4.1e12
-#: the part of a block without attention that is passes over hidden states (norms, gates, sums, casts) and no products, of
-#: the measured machine, by a trace of its step: those grow with the width, and products with its square
+#: the share of a block without attention that is passes over hidden states (norms, gates, sums, casts), on the measured
+#: machine, by a trace of its step; passes grow with the width, products with its square
 PASSES = 0.28
-#: passes over the logits, in their own dtype, that the loss takes beside products, forward and backward: as many as times of
-#: the compiled loss on an H200 show, benchmarks/results/2026-11-23_h200_one_gpu.md
+#: passes over the logits, in their own dtype, that the loss needs in addition to products, forward and backward; from times
+#: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes that adding up a weight's gradient moves for each number and tile of the loss; more where it comes in 16 bits
+#: bytes moved for each element and tile of the loss to sum a weight's gradient, and more where it is in 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
-#: passes over the hidden states of a block: of a window's norm and products, of their gradients; and what windows of heads,
-#: and tiles, took beside on an H200, by benchmarks/results/2026-11-22_h200_longest.md
+#: passes over the hidden states of a block: for a window's norm and products, for their gradients; and what windows of
+#: heads, and tiles, took in addition on an H200, by benchmarks/results/2026-11-22_h200_longest.md
 WINDOW_FORWARD, WINDOW_BACKWARD, WINDOWS, TILES = 4, 8, 17, 53
-#: fields of a Machine whose seconds follow from heads
+#: fields of a Machine whose seconds scale with heads
 LINES = ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward")
 FILE = Path(__file__).with_name("h200.json")
 
@@ -66,11 +64,11 @@ class Time:
     """Seconds of a step.
 
     Attributes:
-        step: what was simulated.
-        seconds: with what the memory settings compute again or wait for, and what sharded parameters add.
-        hidden: seconds of copies to the host and back that go beside the computation.
+        step: the simulation.
+        seconds: with what the memory settings recompute or wait for, and what sharded parameters add.
+        hidden: seconds of copies to and from the host that overlap with computation.
         exposed: seconds that computation waits: for other ranks, for parameters, for the host.
-        flops: of the model, forward and backward, on a rank; what is computed again does not count.
+        flops: of the model, forward and backward, on a rank, without recomputation.
         peak: FLOP/s of the GPU.
         optimizer: seconds of the optimizer, where it runs on the host.
     """
@@ -116,7 +114,7 @@ def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: 
     attention = of(call.heads, call.kv_heads, call.causal) / of(base.heads, base.kv_heads, base.causal) * wide
     width = facts.dim / base.dim * slower
     head = _head(facts, base, parts, slower)
-    each = tokens * _size(facts) / BANDWIDTH * slower  # of a number a token that updates read or write
+    each = tokens * _size(facts) / BANDWIDTH * slower  # of one element a token that updates read or write
     return replace(
         parts,
         attention_forward=parts.attention_forward * attention,
@@ -129,8 +127,8 @@ def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: 
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[float, float]:
-    """Seconds, forward and backward, of what a projection is wider than the measured one: its products at the speed of a
-    block's, which has passes beside, and the loss's passes over the logits."""
+    """Seconds, forward and backward, of what a projection is wider than the measured one: products at the speed of a block's
+    products, and the loss's passes over the logits."""
     more = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
     each = more * parts.tokens * _size(facts) / BANDWIDTH * slower * facts.logits
@@ -150,23 +148,23 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
         ValueError: for an exchange that does not serve, or is not simulated for so many ranks.
     """
     stacks = [replace(x, call=lighter(x.call, setup.ranks)) for x in facts.stacks]
-    machines, own = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks)
+    machines, tokens_here = [scaled(x, gpu) for x in stacks], -(-tokens // setup.ranks)
     parameters, trained = facts.parameters, facts.trained_parameters
     facts = stacks[0]
     fsdp = setup.strategy == "ring_dilated_fsdp"
     rows = of_call(facts.call, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
     names = [x.name or setup.exchange for x in rows.cycle]
     run = functools.partial(
-        simulate, machines[0], facts.call.cycle, own, setup.ranks, exchange=names,
+        simulate, machines[0], facts.call.cycle, tokens_here, setup.ranks, exchange=names,
         ranks_per_node=min(setup.per_node, setup.ranks), links=setup.links, average=not fsdp,
         bucket_cap_mb=setup.bucket_cap_mb,
         inner=machines[1] if len(machines) > 1 else None,
     )  # fmt: skip
     step = run(recompute=memory.policy)
     plain = step if memory.policy == "none" else run(recompute="none")
-    again = _grouped(machines, memory, own, step.seconds - plain.seconds)
-    again += sum(_again(x, m, memory, own) for x, m in zip(stacks, machines, strict=True))
-    again += sum(_windowed(x, memory, own, gpu) for x in stacks) + _summed(facts, memory, own, gpu)
+    again = _grouped(machines, memory, tokens_here, step.seconds - plain.seconds)
+    again += sum(_again(x, m, memory, tokens_here) for x, m in zip(stacks, machines, strict=True))
+    again += sum(_windowed(x, memory, tokens_here, gpu) for x in stacks) + _summed(facts, memory, tokens_here, gpu)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(stacks, machines[0].parameter_size, setup, busy) if fsdp else 0.0
     copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
@@ -183,8 +181,8 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
 
 
 def _grouped(machines: list[Machine], memory: MemorySettings, own: int, recomputed: float) -> float:
-    """Seconds of all but the last block of each group, which run before they are recomputed one by one; of `recomputed`
-    seconds of all blocks."""
+    """Seconds of all but the last block of each group, which are recomputed as a group before they are one by one;
+    `recomputed` are the seconds of recomputing every block once."""
     parts = [machine.at(own) for machine in machines]
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
@@ -193,29 +191,29 @@ def _grouped(machines: list[Machine], memory: MemorySettings, own: int, recomput
 
 
 def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> float:
-    """Seconds of what tiles and head chunks compute once more."""
+    """Seconds that tiles and head chunks recompute."""
     rest = facts.depth * machine.at(own).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
-    found = 0.0
+    total = 0.0
     if memory.tile is not None and memory.policy == "none":
-        found += share(facts.feed_forward)
+        total += share(facts.feed_forward)
     if memory.head_chunks > 1:
-        found += share(facts.projection)
-    return found
+        total += share(facts.projection)
+    return total
 
 
 def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
-    """Seconds of what tiles, and each window of heads, read and write once more of all hidden states."""
+    """Seconds that tiles and windows of heads take to read and write all hidden states again."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
     passes = TILES if memory.tile is not None and memory.tile < own else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
-    slower = GPUS["H200"].flops / gpu.flops  # their memory is not known; as much slower as their products
+    slower = GPUS["H200"].flops / gpu.flops  # bandwidth is unknown; assumed slower by the same ratio as products
     return facts.depth * passes * own * facts.dim * _size(facts) / BANDWIDTH * slower
 
 
 def _summed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
-    """Seconds of adding up the gradient of the output projection, tile after tile of the loss."""
+    """Seconds of summing the gradient of the output projection over tiles of the loss."""
     tile = loss_tile(memory.tile, facts.vocab)
     if not (facts.logits and facts.whole) or tile is None or tile >= own:
         return 0.0
@@ -229,8 +227,8 @@ def _size(facts: Facts) -> int:
 
 
 def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) -> float:
-    """Seconds that sharded parameters and gradients are on their way and nothing is left to compute: of each block they are
-    gathered twice, and its gradients are dealt out once, beside another block's computation."""
+    """Seconds of waiting for sharded parameters and gradients: each block's are gathered twice, and its gradients are
+    reduce-scattered once, concurrently with another block's computation."""
     ranks, links = setup.ranks, setup.links
     speed = links.near if ranks <= setup.per_node else min(links.near, links.far * setup.per_node)
     part = (ranks - 1) / max(1, ranks) / speed
@@ -249,13 +247,13 @@ def _flops(facts: Facts, tokens: int) -> float:
     return 2.0 * linear * tokens + 14.0 * call.head_dim * attended
 
 
-#: tokens of a tile that plans reckon with
+#: tokens of a tile in candidates
 TILE = 16384
-#: windows of heads that plans reckon with, at most
+#: most windows of heads in candidates
 SEARCH_WINDOWS = 6
-#: lengths are told in multiples of this many tokens a rank
+#: longest lengths are multiples of this many tokens a rank
 GRAIN = 1024
-#: no length beyond this is looked for, a rank
+#: the longest length that is tried, tokens a rank
 MOST = 1 << 30
 
 
@@ -265,12 +263,12 @@ class Case:
 
     Attributes:
         subject: the model, without settings.
-        facts: what its time follows from.
+        facts: the numbers that its time is computed from.
         setup: how it is run.
         gpu: of each rank.
-        host: GiB of host memory that a rank may take, for block inputs and what `cpu_offload` keeps there; 0: no block
-            inputs wait there, and the rest is not limited.
-        counted, graphs: footprints by settings and graphs of compiled blocks, kept.
+        host: GiB of host memory that a rank may use, for block inputs and what `cpu_offload` keeps there; 0: no block
+            inputs are offloaded, and the rest is not limited.
+        counted, graphs: caches of footprints by settings and of graphs of compiled blocks.
     """
 
     subject: Subject
@@ -282,21 +280,19 @@ class Case:
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
     def found(self, settings: MemorySettings) -> Footprint:
-        """The footprint with these settings."""
-        bare = replace(settings, offload=0.0)  # which the count does not look at
+        bare = replace(settings, offload=0.0)  # which counting ignores
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
         one = self.counted[bare]
         return replace(one, subject=replace(one.subject, memory=settings))
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
-        """What a rank holds with N tokens; `rows`: what the exchange takes, where it is known."""
+        """What a rank holds with N tokens; `rows`: the exchange's memory, where it is known."""
         return memory(self.found(settings), self.facts.depth, tokens, self.setup, rows)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Seconds of a step of N tokens."""
-        found = self.found(settings)
-        away = on_host(found, self.facts.depth, -(-tokens // self.setup.ranks))
+        counted = self.found(settings)
+        away = on_host(counted, self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
@@ -307,26 +303,26 @@ class Case:
 
     @property
     def room(self) -> float:
-        """GiB of host memory that are left for block inputs."""
+        """GiB of host memory left for block inputs."""
         states = states_on_host(self.found(MemorySettings()), self.facts.depth, self.setup)
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
-        """The most tokens N that fit, a multiple of GRAIN R; 0 where none do."""
+        """The most tokens N that fit, a multiple of GRAIN * R; 0 where none do."""
         unit = GRAIN * self.setup.ranks
         up_to = lambda rows: last_true(lambda n: self.fits(settings, n * unit, rows), MOST // GRAIN)  # noqa: E731
-        found = up_to(Exchanged())
-        while found and self.setup.ranks > 1:  # an exchange is priced once for each guess
-            rows = self.memory(settings, found * unit).exchange
-            less = min(found, up_to(rows))
-            if less == found or self.fits(settings, less * unit):
-                return less * unit
-            found = less * 99 // 100
-        return found * unit
+        units = up_to(Exchanged())
+        while units and self.setup.ranks > 1:  # an exchange is priced once for each guess
+            rows = self.memory(settings, units * unit).exchange
+            fewer = min(units, up_to(rows))
+            if fewer == units or self.fits(settings, fewer * unit):
+                return fewer * unit
+            units = fewer * 99 // 100
+        return units * unit
 
 
 def last_true(holds: Callable[[int], bool], most: int) -> int:
-    """The largest n in 1..most that a rule holds for, which holds up to some n; 0 where there is none."""
+    """The largest n in 1..most for which a monotone condition holds; 0 where there is none."""
     low, high = 0, 1
     while high <= most and holds(high):
         low, high = high, 2 * high
@@ -338,9 +334,9 @@ def last_true(holds: Callable[[int], bool], most: int) -> int:
 
 
 def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TILE) -> list[MemorySettings]:
-    """Settings to choose from; those with host memory only where there is some."""
+    """Settings to choose from; with offload only where there is host memory."""
     chunks = max(c for c in range(1, SEARCH_WINDOWS + 1) if kv_heads % c == 0)
-    found = [
+    settings = [
         MemorySettings(),
         MemorySettings("attention-kept"),
         MemorySettings("block"),
@@ -350,13 +346,13 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
     ]
     if host > 0:
         budget = max(host, 1.0 + 1e-9)  # up to 1 it would be a fraction
-        found += [replace(x, offload=budget) for x in found[3:]]
-    fitting = [x for x in found if x.every <= depth]
+        settings += [replace(x, offload=budget) for x in settings[3:]]
+    fitting = [x for x in settings if x.every <= depth]
     return list(dict.fromkeys(fitting))
 
 
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
-    """The fastest settings with which N tokens fit, the first of equals; without N, those that take most; else None."""
+    """The fastest settings with which N tokens fit, or without N those that fit most; None if none fit."""
     if tokens is None:
         best = max(settings, key=lambda x: case.longest(x), default=None)
         return best if best is not None and case.longest(best) else None
@@ -365,7 +361,7 @@ def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | No
 
 
 def in_words(settings: MemorySettings) -> str:
-    """Settings as a short text."""
+    """Settings in a few words."""
     parts = ["all kept" if settings.policy == "none" else settings.policy]
     parts += [f"every={settings.every}"] * (settings.every > 1)
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
@@ -379,7 +375,7 @@ def _budget(x: float) -> str:
 
 
 def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = None) -> list[str]:
-    """Lines of a recipe that have these settings."""
+    """The lines of a recipe for these settings."""
     return list(_yaml(settings, setup, residual))
 
 
@@ -400,13 +396,13 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
     if settings != MemorySettings():
         yield "  callbacks:"
         yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
-        given = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
-        given |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
-        usual = MemorySettings("block")
-        given = {name: value for name, value in given.items() if value != getattr(usual, name)}
-        if given:
+        options = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
+        options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
+        defaults = MemorySettings("block")
+        options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
+        if options:
             yield "      init_args:"
-        for name, value in given.items():
+        for name, value in options.items():
             yield f"        {name}: {round(value, 2) if isinstance(value, float) else value}"
     if residual is not None or setup.optimizer == "adamw8bit":
         yield "model:"

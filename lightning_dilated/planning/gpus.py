@@ -1,6 +1,4 @@
-"""GPUs by name: the memory that a process can have of them, their dense products in 16 bits, and the links between them.
-
-Time and peak memory of a call on this machine, and the yardstick: dense attention of the same FLOPs.
+"""GPUs by name (memory, dense FLOP/s in 16 bits, links), and time and peak memory of a call on this machine's GPU.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -23,11 +21,11 @@ from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import DEFAULTS
 
 GIB = 2**30
-#: share of a GPU's memory that is left free, and bytes at least (see `allocator.ROOM`): fragments of the allocator, what a
-#: count does not see
+#: share of a GPU's memory that is left free, and its least bytes (see `_device.ROOM`): the allocator's fragments, and what
+#: counting does not see
 MARGIN, LEAST = 0.03, ROOM
-#: what CUDA and its libraries hold of a GPU outside of torch's allocator, and NCCL where several ranks talk; on two H200
-#: both together held 2.85 GiB when training began, and 3.02 later
+#: memory of CUDA and its libraries outside of torch's allocator, and of NCCL with several ranks; on two H200 both together
+#: held 2.85 GiB when training began, and 3.02 later
 CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 
 
@@ -35,9 +33,9 @@ CONTEXT, NCCL = GIB // 2, 5 * GIB // 2
 #: (600 GB/s both ways, its data sheet), and 16 lanes of PCIe 4.0 (16 GT/s a lane, 128b/130b; 64 GB/s both ways in the data
 #: sheets of L40S and A10)
 NVLINK4, NVLINK3, PCIE4 = 450e9, 300e9, 31.5e9
-#: the share of that which an all-to-all reached on H200, 259 GB/s; taken for other links, too
+#: the share of that which an all-to-all reached on H200, 259 GB/s; assumed for other links, too
 REACHED = DEFAULTS.near / NVLINK4
-#: bytes/s of a network adapter that a GPU is taken to have to itself: 200 Gb/s of a DGX A100 (eight for its eight GPUs, its
+#: bytes/s of a network adapter, assumed to be one a GPU: 200 Gb/s of a DGX A100 (eight for its eight GPUs, its
 #: data sheet), and 100 Gb/s, a guess, in nodes without NVLink
 ADAPTER200, ADAPTER100 = 25e9, 12.5e9
 _MEASURE = "a guess; `lightning-dilated bench links` measures, --links FILE takes it"
@@ -50,7 +48,7 @@ def _nvlink(stated: float, far: float, what: str) -> Links:
 
 
 def _pcie(staged: bool, without: str = "no NVLink") -> Links:
-    """Of cards without NVLink; `staged`: through the host's memory, since the driver lets no card reach another."""
+    """Of cards without NVLink; `staged`: through the host's memory, where the driver has no peer access."""
     near = round(PCIE4 * REACHED / (2 if staged else 1) / 1e9) * 1e9
     how = (
         f"half of {REACHED:.0%} of it, through the host's memory"
@@ -66,10 +64,10 @@ class Gpu:
     """One GPU.
 
     Attributes:
-        memory: bytes that the driver gives out.
-        flops: FLOP/s of dense products in bf16, as its maker states them.
+        memory: bytes that the driver reports.
+        flops: FLOP/s of dense products in bf16, from the data sheet.
         capability: compute capability.
-        links: what a plan takes for the speeds between them, and (its source) where they come from.
+        links: the speeds between them that a plan assumes, with their source.
     """
 
     name: str
@@ -79,7 +77,7 @@ class Gpu:
     links: Links = DEFAULTS
 
     def usable(self, ranks: int = 1) -> int:
-        """Bytes that a step may take by torch's allocator."""
+        """Bytes of torch's allocator that a step may use."""
         return self.memory - max(LEAST, int(self.memory * MARGIN)) - CONTEXT - (NCCL if ranks > 1 else 0)
 
 
@@ -109,14 +107,14 @@ GPUS = {
 
 
 def find_gpu(name: str, gib: float | None = None) -> Gpu:
-    """The GPU of a name (capitals and signs do not matter), with `gib` of memory if given.
+    """The GPU of a name (without regard to case and punctuation), with another memory of `gib`.
 
     Raises:
-        ValueError: for another name, with those there are; for memory that cannot be.
+        ValueError: for an unknown name, listing the known ones; for impossible memory.
     """
     plain = lambda x: "".join(c for c in x.lower() if c.isalnum())  # noqa: E731
-    found = {plain(x): gpu for x, gpu in GPUS.items()} | {"a100": GPUS["A100-80GB"], "h10080gb": GPUS["H100"]}
-    gpu = found.get(plain(name))
+    known = {plain(x): gpu for x, gpu in GPUS.items()} | {"a100": GPUS["A100-80GB"], "h10080gb": GPUS["H100"]}
+    gpu = known.get(plain(name))
     if gpu is None:
         raise ValueError(
             f"--gpu must be one of {', '.join(GPUS)}; got {name!r}. Another one: the nearest of these and --gpu-memory GIB."
@@ -124,28 +122,28 @@ def find_gpu(name: str, gib: float | None = None) -> Gpu:
     if gib is None:
         return gpu
     if not 1 <= gib < 10000:
-        raise ValueError(f"--gpu-memory must be GiB of one GPU, from 1 on; got {gib!r}.")
+        raise ValueError(f"--gpu-memory must be GiB of one GPU, at least 1; got {gib!r}.")
     return replace(gpu, name=f"{gpu.name} with {gib:g} GiB", memory=int(gib * GIB))
 
 
 def seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Median seconds of `run` after a warm-up; on a GPU each sample is of as many runs, one after another, as fill 20 ms."""
+    """Median seconds of `run` after a warm-up; on a GPU each sample is of as many consecutive runs as fill 20 ms."""
     run()
     if device.type != "cuda":
-        found = []
+        samples = []
         for _ in range(repeats):
             begin = time.perf_counter()
             run()
-            found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+            samples.append(time.perf_counter() - begin)
+        return statistics.median(samples)
     with torch.cuda.device(device):
         times = max(1, round(0.02 / on_gpu(run, 1)))
         return statistics.median(on_gpu(run, times) for _ in range(repeats))
 
 
 def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """As `seconds_of`, but on a GPU the time of its kernels alone: they begin once the calls have been asked for, as in a
-    step whose host is ahead."""
+    """As `seconds_of`, but on a GPU the time of the kernels alone: they begin after all launches, as in a step whose host
+    runs ahead."""
     if device.type != "cuda":
         return seconds_of(run, device, repeats)
     run()
@@ -155,12 +153,12 @@ def device_seconds_of(run: Callable[[], object], device: torch.device, repeats: 
         return statistics.median(on_gpu(run, times, min(2 * times * each, 0.05)) for _ in range(repeats))
 
 
-#: cycles a second of a GPU's clock, about
+#: approximate cycles a second of a GPU's clock
 CLOCK = 2e9
 
 
 def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
-    """Seconds of a call, of `times` of them; the GPU is kept busy for `ahead` seconds before."""
+    """Mean seconds of `times` calls; the GPU is kept busy for `ahead` seconds before."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:
@@ -174,7 +172,7 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
 
 
 def peak_memory(run: Callable[[], object], device: torch.device) -> float:
-    """GiB above what is held before `run`, at its highest; NaN where the system does not say."""
+    """Peak GiB of `run` above what was held before; NaN where the system does not report it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -185,7 +183,7 @@ def peak_memory(run: Callable[[], object], device: torch.device) -> float:
     if sys.platform != "linux":
         return float("nan")
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # the resident peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the resident peak
     except OSError:
         return float("nan")
     before = _resident("VmRSS")
@@ -209,7 +207,7 @@ def dense_yardstick(
 ) -> Callable[[], None]:
     """Torch's own attention, forward and backward, over contiguous tensors with the sizes of a pattern's blocks.
 
-    As many segments, heads and rows, with no dilation, no merge and no joint backward: what the FLOPs alone cost.
+    The same segments, heads and rows, without dilation, merge and joint backward: the cost of the FLOPs alone.
     """
     sizes = [(b.segments, b.heads, b.rows, head_dim) for b in blocks(pattern, seq_len, heads, heads)]
     make = lambda size: torch.randn(size, device=device, dtype=dtype)  # noqa: E731

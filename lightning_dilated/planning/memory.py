@@ -1,6 +1,4 @@
-"""A picture of a plan: what a rank holds by kind, a bar for each setting, and the longest sequences beside.
-
-Memory: what each rank of a run holds at the highest moment of a step, by kind.
+"""The memory of a rank at the highest moment of a step, by kind, and a plot that compares settings.
 
 Shape letters: N tokens of the sequence, L of a rank, R ranks.
 """
@@ -107,7 +105,7 @@ def short(tokens: float) -> str:
 
 
 def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
-    """Stacked bars; those far beyond the limit are cut, and say so."""
+    """Stacked bars; those far beyond the limit are cut off and labelled."""
     totals = [sum((bar.kinds or {}).values()) / GIB for bar in bars]
     end = max(1.6 * limit / GIB, 1.05 * min((t for t in totals if t), default=0))
     end = min(end, 1.15 * max([limit / GIB, *totals]))
@@ -127,12 +125,12 @@ def _memory(axes: Axes, bars: Sequence[Bar], limit: int) -> None:
     axes.set_xlabel("GiB of a rank")
 
 
-#: bytes of optimizer states for each byte of parameters: AdamW has two of the parameters' dtype
+#: bytes of optimizer states for each byte of parameters: AdamW keeps two in the parameters' dtype
 ADAMW = 2.0
-#: bytes of states of a parameter with 8-bit AdamW: two numbers, and fp32 maxima of blocks of 256
+#: bytes of states of a parameter with 8-bit AdamW: two elements, and fp32 maxima of blocks of 256
 ADAMW_8BIT = 2 + 2 * 4 / 256
 OPTIMIZERS = ("adamw", "adamw8bit")
-#: what cuBLAS takes for good on a GPU of capability 9.0, and on others: in the forward's thread and in the backward's
+#: cuBLAS workspaces on a GPU of capability 9.0, and on others: of the forward's thread and of the backward's
 CUBLAS = {(9, 0): 2 * (32 << 20)}
 CUBLAS_ELSEWHERE = 2 * (8 << 20)
 STRATEGIES = ("single", "ring_dilated", "ring_dilated_fsdp")
@@ -147,10 +145,10 @@ class Setup:
         ranks, per_node: R GPUs, which all share each sequence; of a node.
         optimizer: one of OPTIMIZERS.
         exchange: as the strategy takes it.
-        links: what "auto" reckons with.
+        links: speeds that "auto" decides by.
         cpu_offload: whether parameters, gradients and optimizer states are on the host; of ring_dilated_fsdp.
         bucket_cap_mb: MiB of a bucket of gradients, of ring_dilated; None: as the strategy has it. All buckets together are
-            as large as the gradients, whatever it is: memory does not follow from it.
+            as large as the gradients, so memory does not depend on it.
     """
 
     strategy: str = "single"
@@ -182,8 +180,8 @@ class Memory:
     Attributes:
         kinds: by kind of memory; they add up to `peak`.
         host: pinned host memory of the rank, for block inputs.
-        moment: the part of the step in which that is, such as ("backward", "last", 0): the last block's backward.
-        exchange: what rows of other ranks take.
+        moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward.
+        exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
     """
 
@@ -204,38 +202,38 @@ def memory(
 ) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
-    What a second stack keeps is counted as temporary.
+    What a second stack saves is counted as temporary.
 
     Args:
         found: of the model and its memory settings.
         depth: its layers.
         tokens: N.
-        rows: what the exchange takes, where it is known.
+        rows: memory of the exchange, where it is known.
 
     Raises:
-        ValueError: for an exchange that does not serve.
+        ValueError: for an exchange that cannot run this pattern.
     """
     setup = setup or Setup()
     subject = found.subject
     rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
-    own = -(-tokens // setup.ranks)
-    size = found.hidden * own
+    tokens_here = -(-tokens // setup.ranks)
+    size = found.hidden * tokens_here
     away = _away(found, depth, size)
-    of_rank = [sharded(subject.call, tokens, setup.ranks, rows)]
+    calls = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
-        of_rank.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
-    at = functools.partial(_at, found, depth=depth, tokens=own, calls=of_rank, setup=setup, rows=rows, size=size)
-    made = [at(moment, host=away * size) for moment in found.moments]
+        calls.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
+    at = functools.partial(_at, found, depth=depth, tokens=tokens_here, calls=calls, setup=setup, rows=rows, size=size)
+    moments = [at(moment, host=away * size) for moment in found.moments]
     groups = -(-depth // found.subject.period)
     if away > 1 and groups > 2:  # the second group has all later ones' gradients, and two inputs as the last one
         later = [moment for moment in found.moments if moment.part[:2] == ("backward", "last")]
-        made += [at(moment, host=groups * size, second=True) for moment in later]
-    best = max(made, key=lambda x: sum(x[0].values()))
-    return Memory(best[0], on_host(found, depth, own), best[1], rows, states_on_host(found, depth, setup))
+        moments += [at(moment, host=groups * size, second=True) for moment in later]
+    best = max(moments, key=lambda x: sum(x[0].values()))
+    return Memory(best[0], on_host(found, depth, tokens_here), best[1], rows, states_on_host(found, depth, setup))
 
 
 def on_host(found: Footprint, depth: int, tokens: int) -> int:
-    """Bytes of block inputs that wait on the host, with L tokens; each stack has a budget of its own."""
+    """Bytes of offloaded block inputs, with L tokens; each stack has a budget of its own."""
     settings, decoder = found.subject.memory, found.subject.decoder
     inner = found.inner * tokens
     there = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
@@ -243,13 +241,13 @@ def on_host(found: Footprint, depth: int, tokens: int) -> int:
 
 
 def _away(found: Footprint, depth: int, size: int) -> int:
-    """How many block inputs of the first stack wait on the host."""
+    """The number of offloaded block inputs of the first stack."""
     return offloaded(found.subject.memory, depth, size, found.first_kept)
 
 
 def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
-    """How many block inputs of so many bytes wait on the host, as `models.offload.Host` chooses them; none of the first
-    `first_kept`, which no gradient goes to."""
+    """The number of block inputs of `size` bytes that are offloaded, as `memory.offload.Host` chooses them; not the first
+    `first_kept`, which need no gradient."""
     groups = -(-depth // settings.every)
     if settings.offload <= 1:
         return max(0, round(settings.offload * groups) - first_kept)
@@ -257,8 +255,8 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
 
 
 def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
-    """Bytes of the second stack's block inputs that are not on the GPU at a moment: as `models.offload.Host` has it, but for
-    the last one that left, the one that is used, and the one before it on its way back."""
+    """Bytes of the second stack's block inputs that are only on the host at a moment: those that `memory.offload.Host` sends
+    there, except the last one sent, the one in use, and the one being fetched."""
     decoder, settings = found.subject.decoder, found.subject.memory
     if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
         return 0
@@ -268,15 +266,15 @@ def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
-        back, beside = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
-        left = min(left, group - beside) if back else min(left, group) - 1
+        back, fetched = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
+        left = min(left, group - fetched) if back else min(left, group) - 1
     return max(0, left) * size
 
 
 def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
-    """Bytes of host memory that a rank's part of parameters, gradients and optimizer states takes; 0 without cpu_offload.
+    """Bytes of host memory for a rank's shard of parameters, gradients and optimizer states; 0 without cpu_offload.
 
-    Parameters and gradients are page-locked, in buffers that torch rounds up to powers of two, each by itself.
+    Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
     """
     if not setup.cpu_offload:
         return 0
@@ -298,10 +296,10 @@ def moved_as_fit_ends(found: Footprint, depth: int, setup: Setup) -> int:
 @functools.cache
 def _shapes(make: Callable[[int], DilatedModule]) -> tuple[list[tuple[torch.Size, bool]], ...]:
     """Of the parameters of a block of the first stack, and of all others; and whether they are trained."""
-    found: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
+    shapes: tuple[list[tuple[torch.Size, bool]], ...] = ([], [])
     for name, p in blank(make).named_parameters():
-        found[not name.startswith(f"{MAIN}.blocks.")].append((p.shape, p.requires_grad))
-    return found
+        shapes[not name.startswith(f"{MAIN}.blocks.")].append((p.shape, p.requires_grad))
+    return shapes
 
 
 def _power_of_two(size: int) -> int:
@@ -326,7 +324,7 @@ def _at(
     size: int,
     second: bool = False,
 ) -> tuple[dict[str, int], tuple]:
-    """Bytes by kind at a moment; `second`: at that of the second group of blocks, which is told of the last."""
+    """Bytes by kind at a moment; `second`: at that of the second group of blocks, derived from the last group's."""
     held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
     if found.kept(moment, tokens) > 0 and host:
         less = max(0, host - _beside(found, moment, depth, host // size) * size)
@@ -347,13 +345,15 @@ def _at(
 
 
 def _beside(found: Footprint, moment: Moment, depth: int, away: int) -> int:
-    """How many block inputs are on the GPU, too, of those that wait on the host."""
+    """The number of offloaded block inputs that are on the GPU as well."""
     period, first = found.subject.period, found.first_kept
-    last = away >= -(-depth // period) - first  # the last group's is away: it is let go in the backward only
-    if moment.part[0] == "backward":  # the next comes beside a group's first block
+    last = (
+        away >= -(-depth // period) - first
+    )  # the last group's input is offloaded: its GPU copy is freed in the backward only
+    if moment.part[0] == "backward":  # the next one is fetched during a group's first block
         return last + (moment.part[2] == 0)
     blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
-    return last + (blocks and not first)  # who called the blocks holds what went into the first
+    return last + (blocks and not first)  # the caller of the blocks holds the first one's input
 
 
 def _static(
@@ -370,26 +370,29 @@ def _static(
     inner = decoder.parameters * found.parameter_size if decoder else 0  # of a block of the second stack
     edge = parameters - depth * block - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
-    # whole: this block's and the next one's, and what is in no block; and gradients on their way to their owners
+    # whole: this block's and the next one's, and what is in no block; and gradients that are being reduce-scattered
     widest = max(block, inner)
     whole = 2 * widest + edge
     learns = max(trained - found.trained(depth - 1), inner)
     leaving = 2 * learns if moment.phase in ("backward", "first", "after") else 0
-    if leaving:  # what the output projection and the last norm have got is whole until all is done
+    if leaving:  # gradients of the output projection and the last norm stay whole until the backward is done
         last = next(m for m in found.moments if m.part[:2] == ("backward", "last"))
         of_edge = max(0, found.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
         leaving += of_edge if setup.cpu_offload else of_edge - share(of_edge)
-    if setup.cpu_offload:  # and a block's parts on their way from the host and to it
+    if setup.cpu_offload:  # and a block's shards that are being copied from and to the host
         return {PARAMETERS: whole + share(widest), GRADIENTS: leaving + (share(learns) if leaving else 0), OPTIMIZER: 0}
     return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
 
 
 def _exchange(found: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
-    """Rows of other ranks: those that layers keep, and those of a call under way."""
+    """Rows of other ranks: those that layers save, and those of the running call."""
     keeps = found.subject.memory.policy != "block"
     layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
     kept, decoder, inner = 0, found.subject.decoder, rows.decoder or Exchanged()
-    if moment.decoding or moment.part in (("between",), ("head",)):  # all of the first stack, and at most of the second
+    if moment.decoding or moment.part in (
+        ("between",),
+        ("head",),
+    ):  # all of the first stack, and at most all of the second
         layers = depth
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
     kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)

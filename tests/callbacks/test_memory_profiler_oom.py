@@ -221,7 +221,7 @@ def test_another_error_is_not_told(tmp_path):
 
 def test_trouble_while_telling(tmp_path, monkeypatch):
     """The run's own error goes on."""
-    monkeypatch.setattr(MemoryProfiler, "_told", mock.Mock(side_effect=KeyError("lost")))
+    monkeypatch.setattr(MemoryProfiler, "_message", mock.Mock(side_effect=KeyError("lost")))
     assert "could not say what filled the memory: KeyError('lost')" in fails(tmp_path, MemoryProfiler(1), Forward(0))
 
 

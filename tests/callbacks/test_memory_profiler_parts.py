@@ -52,8 +52,11 @@ def test_which_blocks():
 
 
 def test_words():
-    assert Phase(BACKWARD, 6).told(12) == "backward of block 7 of 12" and Phase(FORWARD).told(12) == "forward, other"
-    assert [Phase(x).told(0) for x in (FORWARD, OPTIMIZING, REST)] == ["forward", "optimizer", "rest of the step"]
+    assert (
+        Phase(BACKWARD, 6).in_words(12) == "backward of block 7 of 12"
+        and Phase(FORWARD).in_words(12) == "forward, other"
+    )
+    assert [Phase(x).in_words(0) for x in (FORWARD, OPTIMIZING, REST)] == ["forward", "optimizer", "rest of the step"]
     assert phases(2) == [
         *(
             Phase(FORWARD),

@@ -14,7 +14,6 @@ import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
 from lightning_dilated.cli import find_max
@@ -104,23 +103,22 @@ def test_samples(name):
     """What each model trains on, alike on all ranks, of the length asked for."""
     model = getattr(ld, name)(**MODELS[name])
     found = Samples(model, 96)
-    batch, again = (next(iter(DataLoader(x, batch_size=1))) for x in (found, Samples(model, 96)))
+    batch, again, other = found[0], Samples(model, 96)[0], found[1]
     assert len(found) == 2 and all(torch.equal(batch[k], again[k]) for k in batch)
+    assert any(not torch.equal(batch[k], other[k]) for k in batch)
     model.configure_model()
     loss, count = model.token_mean(batch)
     loss.backward()
     assert loss.isfinite() and count > 0
     assert model.sequence_spec._seq_len(batch) == 96
-    assert "{}" in found.line
+    assert "{}" in model.length_setting
 
 
 def test_samples_refuse():
-    with pytest.raises(
-        ValueError, match=r"random samples for LongNetLM, .* not for DilatedModule. Run fit with ever longer"
-    ):
-        Samples(ld.DilatedModule(), 64)
+    with pytest.raises(TypeError, match=r"DilatedModule must define example_batch\(tokens\)"):
+        Samples(ld.DilatedModule(), 64)[0]
     with pytest.raises(ValueError, match="this SlideEncoder has no task, so it is not trained"):
-        Samples(ld.SlideEncoder(), 64)
+        Samples(ld.SlideEncoder(), 64)[0]
 
 
 @pytest.mark.parametrize("name, ranks", [
@@ -133,7 +131,7 @@ def test_slides_and_images(tmp_path, name, ranks):
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
     more = [] if ranks == 1 else ["--trainer.strategy=ring_dilated"]
     found = Trials(["--config", str(tmp_path / "it.yaml"), *more], ranks, timeout=120)(512)
-    assert found.fits and found.line == Samples(getattr(ld, name)(**MODELS[name]), 512).line
+    assert found.fits and found.line == getattr(ld, name)(**MODELS[name]).length_setting
 
 
 def test_two_ranks_share_a_sequence(recipe):

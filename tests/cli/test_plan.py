@@ -118,6 +118,22 @@ def test_whole_parameters_stay_on_the_gpu(cli, strategy):
     assert result.code == 2 and f"--strategy ring_dilated_fsdp only, not with {strategy}" in result.err
 
 
+def test_names_the_layout_that_balances_ranks(cli, tmp_path):
+    """Where the last of the ranks computes clearly longer than the others."""
+    dense = ["--dim", 64, "--depth", 2, "--heads", 4, "--segments", "1M", "--dilations", 1, "--no-compile", *BLOCK]
+    plan = [*dense, "--tokens", "256K", "--gpus", 4, "--exchange", "gather"]
+    hint = "RingDilatedStrategy(layout='zigzag') gives every rank an early and a late part"
+    for causal, named in (("--causal", True), ("--no-causal", False)):
+        result = cli("plan", *plan, causal)
+        assert result.code == 0 and (hint in result.out) == named, result.err
+    (tmp_path / "x.yaml").write_text(yaml.safe_dump({
+        "model": {"class_path": "LongNetLM", "init_args": {"pattern": {"segment_lengths": [64], "dilation_rates": [1]}}},
+        "trainer": {"strategy": {"class_path": "lightning_dilated.RingDilatedStrategy", "init_args": {"layout": "zigzag"}}},
+    }))  # fmt: skip
+    result = cli("plan", "--config", "x.yaml", "--gpus", 4, "--tokens", "64K", *BLOCK)
+    assert result.code == 0 and hint not in result.out and "with the recipe's 'zigzag' ranks" in result.out, result.err
+
+
 def test_many_gpus(cli):
     """512 GPUs of 64 nodes."""
     result = cli("plan", *SIZES[:6], "--geometric", "2K", "--no-compile", *BLOCK, "--tokens", "32M", "--gpus", 512)
@@ -237,7 +253,7 @@ REFUSED = {
     "sizes": ([*SIZES[:5], 3], "num_heads=3 must divide dim=64"),
     "no recipe": (["--config", "nowhere.yaml"], "no such file, and no recipe of that name"),
     "no model": (["--config", "empty.yaml"], "has no model with a class_path"),
-    "no counting": (["--config", "other.yaml"], "memory is counted for LongNetLM"),
+    "no counting": (["--config", "other.yaml"], "DilatedModule must define example_batch(tokens)"),
     "true steps": (["--config", "quickstart.yaml", "--find-max"], "--find-max trains on GPUs until their memory ends"),
     "links": ([*SIZES, "--links", "nowhere.json"], "nowhere.json"),
 }

@@ -1,16 +1,12 @@
 """Seconds of a step, scaled from the measured machine: beside measured steps, and what has to follow from what."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
-import lightning.pytorch as pl
 import pytest
-import torch
 
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.planning.advice import _by_host, _otherwise, advise
 from lightning_dilated.planning.counting.footprint import lighter
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import OpCall
@@ -21,7 +17,6 @@ from lightning_dilated.planning.estimate import (
     HOST_MEMORY,
     LOSS_FORWARD,
     PASSES,
-    Case,
     Facts,
     estimate,
     measured_machine,
@@ -29,7 +24,6 @@ from lightning_dilated.planning.estimate import (
 )
 from lightning_dilated.planning.gpus import GPUS
 from lightning_dilated.planning.memory import Setup
-from lightning_dilated.sequence import group
 from lightning_dilated.sequence.planner import DEFAULTS
 
 pytestmark = pytest.mark.full
@@ -227,57 +221,6 @@ def test_many_ranks():
     assert less.heads * less.head_dim == 64 * 128 and less.kv_heads * less.head_dim == 8 * 128
 
 
-# -- advice ------------------------------------------------------------------------------------------------------------
-def trainer(**options):
-    made = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
-    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **made)
-
-
-def test_advice():
-    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    run = trainer(precision="bf16-mixed")
-    assert advise(run, model, 1 << 16) is None  # it fits as it is
-    said = advise(run, model, 1 << 20)
-    assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
-    assert "ActivationRecompute('attention-kept')" in said
-
-
-@pytest.mark.slow
-def test_advice_of_block_inputs_on_the_host():
-    """Where nothing fits without."""
-    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    said = advise(trainer(precision="bf16-mixed"), model, 5 << 20)
-    assert (
-        "Take about 2 GPUs or ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for"
-        in said
-    )
-    assert "Less is needed with residual_dtype=bfloat16 of the model." in said
-
-
-def test_block_inputs_on_the_host():
-    """Six of them stay there, of 5M tokens of 768 numbers in fp32."""
-    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    subject = subject_of(model)
-    case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 2)]
-    (said,) = _by_host(case, able, 5 << 20)
-    assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=2, offload=1.0), for which")
-    assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
-    assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
-    now = replace(able[0], offload=1.0)  # what is advised is in use
-    assert _otherwise(case, able, now, 5 << 20, model) == (
-        " By the plan that fits, if the host has room for the block inputs."
-    )
-
-
-def test_advice_takes_the_datas_length_and_the_strategy():
-    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
-    run = trainer(precision="bf16-mixed", strategy="ring_dilated")
-    assert advise(run, model) is None
-    run._data_connector._datahook_selector = None
-    run.datamodule = SimpleNamespace(seq_len=1 << 20)
-    assert "1,048,576 tokens" in advise(run, model)
-
-
 def test_both_stacks_step_on_the_host():
     """A decoder's parameters, too, are copied and stepped there."""
     model = ld.SlidePretrainer(depth=1, dim=96, num_heads=4, decoder_dim=192, decoder_depth=3)
@@ -286,28 +229,3 @@ def test_both_stacks_step_on_the_host():
     found = estimate(of, MemorySettings(), 4096, setup, H200).optimizer
     assert found == pytest.approx(ADAMW_PASSES * of.parameters * 4 / HOST_MEMORY)
     assert of.parameters > 3 * of.depth * of.block_parameters
-
-
-@pytest.mark.slow
-def test_advice_of_parameters_on_the_host():
-    """They no longer count against the GPU."""
-    model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
-    strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
-    said = [advise(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
-    assert "do not fit: take RingDilatedFSDPStrategy(cpu_offload=True), or more GPUs" in said[0]
-    assert "GiB" in said[1] and "do not fit" not in said[1]
-
-
-def test_advice_amid_a_step(monkeypatch):
-    """As the profiler asks for it: while ranks share a sequence, without gradients."""
-    model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
-    wanted = advise(trainer(precision="bf16-mixed"), model, 1 << 24)
-    monkeypatch.setattr(group, "_active", [SimpleNamespace(ranks=2, name="other")])
-    with torch.no_grad():
-        assert advise(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
-
-
-def test_no_advice():
-    assert advise(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
-    assert advise(trainer(), pl.LightningModule(), 4096) is None
-    assert advise(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train

@@ -12,6 +12,7 @@ from dataclasses import replace
 import pytest
 
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import blocks
 from lightning_dilated.planning.simulating import simulation
 from lightning_dilated.planning.simulating.machine import Line
 from lightning_dilated.planning.simulating.simulation import simulate
@@ -233,6 +234,29 @@ def test_later_ranks_have_more_to_do_where_causal():
     step = simulate(model, geometric(4), 64, 4, exchange="gather", average=False)
     # heads x (queries x keys before): branch (128, 8) 8 x 8 on rank 3, branch (256, 16) 4 x 12
     assert step.compute["arrivals"] == pytest.approx(2 * 2 * (2 * (8 * 8 + 4 * 12)) * 1e-6)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_step_lasts_as_long_as_the_busiest_ranks(causal):
+    """Dense and causal, rank 3 of 4 computes the keys of three others, and ranks on the mean those of one and a half."""
+    line, none = Line(0.0, 1e-6), Line(0.0, 0.0)
+    model = machine(causal=causal, arrive_forward=line, arrive_backward=line, pack=none, add=none)
+    step = simulate(model, DilatedPattern.dense(), 64, 4, exchange="gather", links=FREE, average=False)
+    blocks = 2 * 2 * 2 * 64 * 64 * 1e-6  # a block of keys, in both layers and heads, forward and backward
+    assert step.compute["arrivals"] == pytest.approx(3 * blocks)
+    assert step.uneven == pytest.approx(1.5 * blocks if causal else 0.0)
+    assert step.seconds >= sum(step.compute.values())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_own_pairs_are_those_of_the_rank_with_most(ranks):
+    """Segments that end within ranks leave them unlike numbers of pairs."""
+    pattern = DilatedPattern.longnet([100], [1]).shifted(0.3)
+    every = [
+        sum(x.pairs(True) for x in blocks(pattern, 64 * ranks, 2, 2, (64 * r, 64 * (r + 1)))) for r in range(ranks)
+    ]
+    most = simulation._most_pairs(pattern, 64, ranks, (2, 2), True)
+    assert most in every and most >= sum(every) / ranks
 
 
 def test_own_pairs_of_a_dense_pattern():

@@ -286,7 +286,7 @@ def test_longest_fits_and_no_more(kind):
 # -- refused -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model, says", [
     (lambda: vit(task=None, num_classes=None), "this LongViT has no task"),
-    (lambda: vit(freeze_encoder=True), "a LongViT with freeze_encoder trains only some .* Leave freeze_encoder out"),
+    (lambda: vit(freeze_encoder=True), "the blocks of this LongViT are frozen.* Leave freeze_encoder out"),
 ])  # fmt: skip
 def test_models_that_cannot_be_counted(model, says):
     with pytest.raises(ValueError, match=says):

@@ -1,4 +1,4 @@
-"""What executors share: the call that they compute, the `Executor` protocol, and the log-sum-exp merge in torch.
+"""What executors share: the call that they compute, the `Executor` protocol, and the state that a merge begins with.
 
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple, Protocol, Self
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.pattern import DilatedPattern
 
@@ -70,24 +70,12 @@ class Executor(Protocol):
         """
 
 
-# -- the log-sum-exp merge ---------------------------------------------------------------------------------------------
 def empty_state(q: Tensor) -> tuple[Tensor, Tensor]:
     """(out, lse) of no branch at all: zeros (B, N, H, D) and -inf (B, H, N), in fp32 (fp64 for float64 inputs)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     batch, seq_len, heads, _ = q.shape
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
     return out, torch.full((batch, heads, seq_len), -torch.inf, dtype=dtype, device=q.device)
-
-
-def merge(lse: Tensor, part_lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(merged lse, weight of the result so far, weight of the part), (...) each; weights of rows without a key are 0.
-
-    With out = out * weight + part * part_weight this is one softmax over the keys of both.
-    """
-    part_lse = part_lse.to(lse.dtype)
-    total = torch.logaddexp(lse, part_lse)
-    least = total.masked_fill(total == -torch.inf, 0.0)
-    return total, torch.exp(lse - least), torch.exp(part_lse - least)
 
 
 def attend_pads(part: Tensor, part_lse: Tensor, pads: int) -> tuple[Tensor, Tensor]:

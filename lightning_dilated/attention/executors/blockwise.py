@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention.backends import for_rows
-from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
-from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state, merge
+from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
 from lightning_dilated.pattern.rows import Block, blocks
 

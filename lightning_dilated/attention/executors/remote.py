@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_dilated import kernels
 from lightning_dilated.attention.backends import ENGINES, for_rows
 from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
-from lightning_dilated.attention.executors.base import merge as log_sum_exp
 from lightning_dilated.sequence.exchange import row_ops
 from lightning_dilated.sequence.exchange.head_parallel import HeadGroup, Windows
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart

@@ -1,7 +1,4 @@
-"""What tensors belong to a kind of memory: parameters, gradients, optimizer states, batch, what exchanges read and write.
-
-Which part of a training step is being computed: forward or backward of which block, or the optimizer.
-"""
+"""Which phase of a training step runs (the forward or backward of a block, the optimizer), and the bytes of each kind."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from lightning_dilated._compat.torch import compiled_call, in_backward, plain_call, set_compiled_call, storage_key
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -35,18 +33,16 @@ def weights(module: nn.Module) -> list[Tensor]:
 
 
 def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Those that are there."""
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
     """The tensors that optimizers keep."""
-    found = (getattr(x, "state", {}) for x in optimizers)
-    return [t for state in found for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
+    all_states = (getattr(x, "state", {}) for x in optimizers)
+    return [t for state in all_states for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    """The tensors of a batch."""
     return [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
 
 
@@ -57,25 +53,25 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
         for part in parts(t):
             if part.device == device:
                 storage = part.untyped_storage()
-                sizes[storage._cdata] = storage.nbytes()
+                sizes[storage_key(storage)] = storage.nbytes()
     return sum(sizes.values())
 
 
-def exchanged(func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
+def exchanged(func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterator[tuple[Tensor, str]]:
     """The tensors that a collective reads or writes, and the rows that attention keeps of those it received."""
     if func.namespace == "c10d":
-        yield from ((t, EXCHANGE) for t in (*given, *made))
-    elif func.name() == "lightning_dilated::attention" and made[RECEIVED].numel():
-        yield made[RECEIVED], EXCHANGE
+        yield from ((t, EXCHANGE) for t in (*inputs, *results))
+    elif func.name() == "lightning_dilated::attention" and results[RECEIVED].numel():
+        yield results[RECEIVED], EXCHANGE
 
 
 def shares(total: int, known: Mapping[str, int]) -> dict[str, int]:
     """`total` bytes by kind: what is known, as far as there is room, and the rest as temporary."""
-    found, left = {}, total
+    sizes, left = {}, total
     for kind in (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, EXCHANGE, ACTIVATIONS):
-        found[kind] = max(0, min(known.get(kind, 0), left))
-        left -= found[kind]
-    return {**found, TEMPORARY: left}
+        sizes[kind] = max(0, min(known.get(kind, 0), left))
+        left -= sizes[kind]
+    return {**sizes, TEMPORARY: left}
 
 
 FORWARD, BACKWARD, OPTIMIZING, REST = "forward", "backward", "optimizer", "rest"
@@ -87,7 +83,7 @@ class Phase(NamedTuple):
     stage: str
     block: int | None = None
 
-    def told(self, blocks: int) -> str:
+    def in_words(self, blocks: int) -> str:
         """In words; blocks are counted from 1."""
         if self.stage not in (FORWARD, BACKWARD):
             return {OPTIMIZING: "optimizer", REST: "rest of the step"}[self.stage]
@@ -106,8 +102,8 @@ def phases(blocks: int) -> list[Phase]:
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Its TransformerBlocks, or else the children of its ModuleLists (the outermost)."""
-    found = [m for m in module.modules() if isinstance(m, TransformerBlock)]
-    return found or list(dict.fromkeys(_listed(module)))
+    blocks = [m for m in module.modules() if isinstance(m, TransformerBlock)]
+    return blocks or list(dict.fromkeys(_listed(module)))
 
 
 def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
@@ -122,14 +118,14 @@ def _listed(module: nn.Module, inside: bool = False) -> Iterator[nn.Module]:
 
 
 class Watch:
-    """Follows a module's blocks through forwards and backwards; `enter` tells it the rest.
+    """Follows a module's blocks through forwards and backwards; `enter` marks the other phases.
 
     A block's call is followed from outside of what torch.compile compiles, so nothing is compiled again. Its backward is
     taken to begin when the gradient of a result of it is there, and to end when that of its input is, or another begins.
 
     Attributes:
         phase: the present one.
-        on: whether a training batch is being computed; nothing is followed else.
+        on: whether a training batch is being computed; otherwise nothing is followed.
         border: called with the phase that ends.
     """
 
@@ -140,33 +136,27 @@ class Watch:
         self._hooks: list[Any] = []
 
     def attach(self) -> None:
-        """Follow the blocks' calls."""
         for i, block in enumerate(self.blocks):
-            block.__dict__["_compiled_call_impl"] = _Call(self, i, block, block._compiled_call_impl)
+            set_compiled_call(block, _Call(self, i, block, compiled_call(block)))
 
     def detach(self) -> None:
-        """Leave the blocks as they were."""
         self.stop()
         for block in self.blocks:
-            call = block.__dict__.get("_compiled_call_impl")
+            call = compiled_call(block)
             if isinstance(call, _Call):
-                del block.__dict__["_compiled_call_impl"]
-                if call.before is not None:
-                    block.__dict__["_compiled_call_impl"] = call.before
+                set_compiled_call(block, call.before)
 
     def start(self) -> None:
-        """A training batch begins."""
         self.phase, self.on = Phase(FORWARD), True
 
     def stop(self) -> None:
-        """It ended."""
         self.on, self.border = False, None
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def enter(self, stage: str, block: int | None = None) -> None:
-        """From now on this is computed."""
+        """A phase begins."""
         phase = Phase(stage, block)
         if not self.on or phase == self.phase:
             return
@@ -198,14 +188,14 @@ class _Call:
         self.watch, self.index, self.block, self.before = watch, index, block, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = self.block._call_impl if self.before is None else self.before
+        run = plain_call(self.block) if self.before is None else self.before
         if torch.compiler.is_compiling() or not self.watch.on:
             return run(*args, **kwargs)
         return self._followed(run, args, kwargs)
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if torch._C._current_graph_task_id() != -1:  # the caller recomputes it in the backward
+        if in_backward():  # the caller recomputes it in the backward
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

@@ -1,8 +1,6 @@
-"""The memory of this process on the host: resident now, resident at most, and pinned.
+"""Peak memory of the phases of a training step by kind: by CUDA's allocator, or on the CPU by counting tensors.
 
-Snapshots of CUDA's allocator for pytorch.org/memory_viz: of some steps with their history, or where memory ran out.
-
-What a training step's phases need at their peak, by kind: by CUDA's allocator, or on the CPU by counting tensors.
+Also the host memory of this process, and snapshots of CUDA's allocator for pytorch.org/memory_viz.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_dilated._compat.torch import dump_memory, record_memory, records_memory
 from lightning_dilated.callbacks.memory.phases import (
     BACKWARD,
     FORWARD,
@@ -67,8 +66,8 @@ def host_memory(status: Path = STATUS) -> dict[str, int | None]:
 def _pinned() -> int | None:
     if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
         return None
-    of_torch = torch.cuda.host_memory_stats().get("allocated_bytes.current")
-    return None if of_torch is None else of_torch + pinned_bytes()
+    allocator = torch.cuda.host_memory_stats().get("allocated_bytes.current")
+    return None if allocator is None else allocator + pinned_bytes()
 
 
 #: allocations and frees that a history holds, the latest
@@ -95,7 +94,7 @@ class Snapshots:
     """The history of steps start, ..., stop - 1 of this rank."""
 
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
-        if steps is not None and (device.type != "cuda" or not hasattr(torch.cuda.memory, "_record_memory_history")):
+        if steps is not None and (device.type != "cuda" or not records_memory()):
             raise ValueError(
                 f"snapshot_steps={steps} needs CUDA's allocator and a torch that records its history; this run is on "
                 f"{device} with torch {torch.__version__}. Leave snapshot_steps out: the timeline works on the CPU, too."
@@ -103,31 +102,28 @@ class Snapshots:
         self.steps, self.device, self.recording = steps, device, False
 
     def begin(self, step: int) -> None:
-        """A step begins."""
         if self.steps is not None and not self.recording and self.steps[0] <= step < self.steps[1]:
-            torch.cuda.memory._record_memory_history(max_entries=ENTRIES)
+            record_memory(ENTRIES)
             self.recording = True
 
     def end(self, step: int, folder: Path, rank: int) -> None:
-        """A step ended."""
         if self.recording and step >= self.steps[1] - 1:
             first, stop = self.steps
             self.write(folder / f"memory_steps_{first}_to_{stop - 1}_rank_{rank}.pickle")
 
     def write(self, path: Path) -> bool:
-        """Write what is known, and record no more; False where there is no allocator that tells."""
-        if self.device.type != "cuda" or not hasattr(torch.cuda.memory, "_dump_snapshot"):
+        """Write the history and stop recording; False without CUDA's allocator."""
+        if self.device.type != "cuda" or not records_memory():
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
-        torch.cuda.memory._dump_snapshot(str(path))
+        dump_memory(str(path))
         self.stop()
         return True
 
     def stop(self) -> None:
-        """Record no more."""
         if self.recording:
             self.recording = False
-            torch.cuda.memory._record_memory_history(enabled=None)
+            record_memory(None)
 
 
 #: (seconds, bytes by kind from then on)
@@ -136,7 +132,7 @@ Point = tuple[float, dict[str, int]]
 
 @dataclass
 class Span:
-    """A phase as it was: from when to when, and its peaks in bytes (reserved: None without an allocator that tells).
+    """A phase that ended: its times, and its peaks in bytes (reserved: None on the CPU).
 
     `kinds` are those of what was allocated at the peak, and add up to it.
     """
@@ -159,7 +155,6 @@ class Measured:
 
     @property
     def top(self) -> Span:
-        """Where its peak is."""
         return max(self.spans, key=lambda x: x.allocated)
 
 
@@ -178,12 +173,10 @@ class CpuProbe:
         self._meter = Meter("cpu", record=True, labels=exchanged)
 
     def start(self) -> None:
-        """A step begins."""
         self._meter.restart(keep=[EXCHANGE])  # DDP's buckets: nothing reads them before the backward
         self._spans: list[tuple[Span, int, int]] = []
 
     def resume(self, batch: Any, optimizers: Iterable[Any]) -> None:
-        """A batch of the step begins."""
         self._meter.track(weights(self.module), PARAMETERS)
         self._meter.track(tensors_of(batch), BATCH)
         self.gradients()
@@ -197,29 +190,24 @@ class CpuProbe:
         self._meter.reset_peak()
 
     def border(self, ended: Phase) -> None:
-        """A phase ended, another begins."""
         span = Span(ended, self._start, now := time.perf_counter(), self._meter.peak)
         self._spans.append((span, self._first, len(self._meter.events)))
         self.overall = (max(self.overall[0], span.allocated), None)
         self._begin(now)
 
     def saved(self) -> None:
-        """A backward is about to begin."""
         self._meter.mark(ACTIVATIONS)
 
     def gradients(self) -> None:
-        """Gradients are there."""
         self._meter.track(gradients(self.module.parameters()), GRADIENTS)
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
-        """The batch ended."""
         self.drop()
         self.border(ended)
         self.gradients()
         self._meter.track(states(optimizers), OPTIMIZER)
 
     def drop(self) -> None:
-        """Count nothing any more, also in the middle of a batch."""
         if self._inside:
             self._inside = False
             self._meter.__exit__(None, None, None)
@@ -232,11 +220,10 @@ class CpuProbe:
         self.gradients()
         if self.watch.phase.stage == FORWARD:
             self.saved()
-        found = self._meter.by_kind()
-        return {kind: found[kind] for kind in KINDS if kind in found}
+        sizes = self._meter.by_kind()
+        return {kind: sizes[kind] for kind in KINDS if kind in sizes}
 
     def finish(self, step: int) -> Measured:
-        """The step, now that its tensors' kinds are known."""
         after = [{}, *({k: n for k, n in held.items() if n} for *_, held in self._meter.replay())]
         for span, first, stop in self._spans:
             span.kinds = max(after[first : stop + 1], key=lambda x: sum(x.values()))
@@ -264,11 +251,9 @@ class CudaProbe:
         self._groups = {**inside, None: [p for p in module.parameters() if id(p) not in known]}
 
     def start(self) -> None:
-        """A step begins."""
         self._spans: list[Span] = []
 
     def resume(self, batch: Any, optimizers: Iterable[Any]) -> None:
-        """A batch of the step begins."""
         self._optimizers = optimizers
         self._known = {
             PARAMETERS: bytes_of(weights(self.module), self.device),
@@ -285,7 +270,6 @@ class CudaProbe:
         self._start = time.perf_counter()
 
     def border(self, ended: Phase) -> None:
-        """A phase ended, another begins."""
         peak, reserved, held = self._stats()
         known = {**self._known, GRADIENTS: sum(self._grads.values())}
         sent, received = self._moved()
@@ -313,14 +297,12 @@ class CudaProbe:
         """Gradients are there."""
 
     def pause(self, ended: Phase, optimizers: Iterable[Any]) -> None:
-        """The batch ended."""
         self.border(ended)
 
     def drop(self) -> None:
         """Nothing is held."""
 
     def finish(self, step: int) -> Measured:
-        """The step."""
         last = self._spans[-1]
         return Measured(step, self._spans, [(x.start, x.kinds) for x in self._spans] + [(last.stop, last.kinds)])
 
@@ -337,8 +319,8 @@ class CudaProbe:
 
     def _stats(self) -> tuple[int, int, int]:
         """(peak allocated, peak reserved, allocated now) since the last call."""
-        found = torch.cuda.memory_stats_as_nested_dict(self.device)
-        allocated, reserved = found["allocated_bytes"]["all"], found["reserved_bytes"]["all"]
+        stats = torch.cuda.memory_stats_as_nested_dict(self.device)
+        allocated, reserved = stats["allocated_bytes"]["all"], stats["reserved_bytes"]["all"]
         torch.cuda.reset_peak_memory_stats(self.device)
         self.overall = (max(self.overall[0], allocated["peak"]), max(self.overall[1] or 0, reserved["peak"]))
         return allocated["peak"], reserved["peak"], allocated["current"]
@@ -346,11 +328,11 @@ class CudaProbe:
     def _count(self, groups: Sequence[int | None]) -> None:
         """Gradients of some blocks' parameters; None: of those outside of blocks."""
         for i in groups:
-            found = (part for g in gradients(self._groups[i]) for part in parts(g))
-            self._grads[i] = sum(t.numel() * t.element_size() for t in found if t.device == self.device)
+            tensors = (part for g in gradients(self._groups[i]) for part in parts(g))
+            self._grads[i] = sum(t.numel() * t.element_size() for t in tensors if t.device == self.device)
 
     def _left(self) -> int:
-        """What is allocated now beside the known kinds, above what it was when the batch began."""
+        """What is allocated now outside of the known kinds, above that at the batch's start."""
         return self._held - sum(self._known.values()) - sum(self._grads.values()) - self._other
 
     def _saved(self) -> int:
@@ -366,7 +348,7 @@ class CudaProbe:
         return max(0, now[0] - before[0]), max(0, now[1] - before[1])  # someone may have cleared them
 
     def _keeps(self, block: int | None) -> bool:
-        """Whether what a block received is kept for its backward."""
+        """Whether a block saves what it received for its backward."""
         plan = getattr(self.sequence, "plan", None)
         again = block is not None and getattr(self.watch.blocks[block], "recompute", "none") == "block"
         return not again and getattr(plan, "exchange", None) != "ring"
@@ -376,6 +358,10 @@ def held_now(
     device: torch.device, module: nn.Module, optimizers: Iterable[Any], allocated: int | None
 ) -> dict[str, int]:
     """Bytes by kind of a step that is not measured, of so many `allocated` if that is known."""
-    found = {PARAMETERS: weights(module), GRADIENTS: gradients(module.parameters()), OPTIMIZER: states(optimizers)}
-    sizes = {kind: bytes_of(tensors, device) for kind, tensors in found.items()}
+    tensors_of_kind = {
+        PARAMETERS: weights(module),
+        GRADIENTS: gradients(module.parameters()),
+        OPTIMIZER: states(optimizers),
+    }
+    sizes = {kind: bytes_of(tensors, device) for kind, tensors in tensors_of_kind.items()}
     return {**sizes, "activations and temporary": max(0, (allocated or 0) - sum(sizes.values()))}

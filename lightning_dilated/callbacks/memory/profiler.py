@@ -1,6 +1,4 @@
-"""What to tell of an allocation that failed: in which phase, how much was missing, what held the memory, what would help.
-
-MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and what to do where it ran out.
+"""MemoryProfiler: peak memory of each part of a training step, on all ranks, by kind; and a report where it ran out.
 
 Shape letters: R ranks, n numbers of a step.
 """
@@ -20,6 +18,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from lightning_dilated._compat.lightning import logged_step
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.callbacks.memory.phases import BACKWARD, FORWARD, OPTIMIZING, REST, Watch
 from lightning_dilated.callbacks.memory.probe import (
@@ -76,7 +75,7 @@ class Shortage:
 
     @property
     def missing(self) -> int | None:
-        """Bytes by which there was too little, at least; None where that is not said, or was not so."""
+        """The least number of missing bytes; None where it is unknown, or none were missing."""
         if self.asked is None or self.room is None or self.asked <= self.room:
             return None
         return self.asked - self.room
@@ -96,11 +95,11 @@ def find_shortage(error: BaseException) -> BaseException | None:
 
 def parse(text: str) -> Shortage:
     """The bytes that the message of torch's allocator for GPUs or for the CPU names; what it does not name is None."""
-    found = {}
+    sizes = {}
     for name, pattern in _FACTS.items():
         match = re.search(pattern, text)
-        found[name] = None if match is None else round(float(match[1]) * _UNITS[match[2]])
-    return Shortage(**found)
+        sizes[name] = None if match is None else round(float(match[1]) * _UNITS[match[2]])
+    return Shortage(**sizes)
 
 
 def in_words(size: float) -> str:
@@ -133,18 +132,18 @@ def report(rank: int, phase: str, step: int, text: str, held: Mapping[str, int],
 
 def _missing(short: Shortage) -> str:
     """How much there was, and how much was missing."""
-    told = []
+    parts = []
     if short.room is not None:
         of = "" if short.total is None else f" of {in_words(short.total)}"
-        told.append(f"{in_words(short.room)}{of} was free")
+        parts.append(f"{in_words(short.room)}{of} was free")
     if short.missing is not None:
-        told.append(f"{in_words(short.missing)} at least was missing")
+        parts.append(f"{in_words(short.missing)} at least was missing")
     if short.unused:
-        told.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
-    said = f"{'; '.join(told)}." if told else ""
+        parts.append(f"torch held {in_words(short.unused)} in pieces that nothing used")
+    text = f"{'; '.join(parts)}." if parts else ""
     if short.asked is not None and short.unused and short.asked <= short.unused + (short.room or 0):
-        said += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
-    return said
+        text += " In one piece that would have been enough: set PYTORCH_ALLOC_CONF=expandable_segments:True."
+    return text
 
 
 def advise(trainer: Any, pl_module: Any) -> str | None:
@@ -182,8 +181,8 @@ class MemoryProfiler(pl.Callback):
     `planning.Meter`: exact to a byte but for what a kernel takes and gives back, slower, and blocks that were compiled
     run uncompiled in measured steps. Kinds: see `CpuProbe` and `CudaProbe`; what is not known is temporary.
 
-    Where memory runs out, the rank that it happened to says in a warning in which phase, how much was missing, what held the
-    memory and what would help; then the error goes on. No other rank is asked.
+    A rank that runs out of memory reports in a warning the phase, the missing bytes, what held the memory and what would
+    help; then the error is raised. No other rank takes part.
 
     Args:
         every_n_steps: of so many steps one is measured: the second, and every so many after it; with 1 all.
@@ -327,19 +326,16 @@ class MemoryProfiler(pl.Callback):
             self._watch.border = self._probe.border
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        """The forward is done."""
         self._watch.enter(BACKWARD)
         if self._measuring:
             self._probe.saved()
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """The backward is done."""
         if self._measuring:
             self._probe.gradients()
         self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
-        """An optimizer begins."""
         if self._measuring:
             self._probe.gradients()
         self._stepped = True
@@ -350,7 +346,7 @@ class MemoryProfiler(pl.Callback):
             self._watch.enter(REST if pl_module.automatic_optimization else FORWARD)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
-        """End the batch, and the step if an optimizer stepped; log earlier ones that all ranks have told of by now."""
+        """End the batch, and the step if an optimizer stepped; log earlier ones that all ranks have reported by now."""
         self._watch.stop()
         if self._measuring:
             self._probe.pause(self._watch.phase, trainer.optimizers)
@@ -359,7 +355,7 @@ class MemoryProfiler(pl.Callback):
         self._read(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """A batch that someone broke off is forgotten, with its step."""
+        """Forget a batch that was aborted, with its step."""
         if self._watch.on:
             self._watch.stop()
             self._probe.drop()
@@ -371,15 +367,15 @@ class MemoryProfiler(pl.Callback):
         if not self._measuring:
             return
         # the number that Lightning logs this batch's own values with
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
+        step = logged_step(trainer)
         self.measured, self._measuring = self._probe.finish(step), False
         self.steps += 1
         self._peaks()
-        mine = numbers(self.measured, self._blocks, host_memory())
+        vector = numbers(self.measured, self._blocks, host_memory())
         if self._quiet is None:
-            self._log(trainer, step, mine[None])
+            self._log(trainer, step, vector[None])
         else:
-            self._asked.append((step, self._quiet.start_gather(mine)))
+            self._asked.append((step, self._quiet.start_gather(vector)))
 
     def _peaks(self) -> None:
         self._probe.read()
@@ -387,47 +383,47 @@ class MemoryProfiler(pl.Callback):
 
     # -- numbers -----------------------------------------------------------------------------------------------------
     def _read(self, trainer: pl.Trainer, last: bool = False) -> None:
-        """Log steps that every rank has told of; `last`: wait for them."""
+        """Log steps that every rank has reported; `last`: wait for them."""
         while self._asked and (last or self._asked[0][1].done()):
             step, asked = self._asked.popleft()
             self._log(trainer, step, torch.stack(asked.wait()))
 
-    def _log(self, trainer: pl.Trainer, step: int, found: torch.Tensor) -> None:
+    def _log(self, trainer: pl.Trainer, step: int, vectors: torch.Tensor) -> None:
         """Log (R, n) numbers of a step."""
-        self.latest, top = metrics(found, self._blocks), top_of(found, self._blocks, step)
+        self.latest, top = metrics(vectors, self._blocks), top_of(vectors, self._blocks, step)
         self._highest = top.rank
         if self.top is None or top.allocated > self.top.allocated:
             self.top = top
-        self._most = found if self._most is None else torch.maximum(self._most, found)
+        self._most = vectors if self._most is None else torch.maximum(self._most, vectors)
         for logger in trainer.loggers if step > self._logged else ():
             logger.log_metrics(self.latest, step=step)
         self._logged = step
 
     # -- where memory ran out ----------------------------------------------------------------------------------------
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """Say what is known of memory that ran out, asking no other rank; and follow nothing any more."""
+        """Report an error of memory, without other ranks; and stop following."""
         error = find_shortage(exception)
         if error is not None and self._watch is not None:
             self._probe.drop()  # what follows is not to be counted
             try:
-                warnings.warn(self._told(trainer, pl_module, str(error)), stacklevel=2)
+                warnings.warn(self._message(trainer, pl_module, str(error)), stacklevel=2)
             except Exception as trouble:  # the run's own error is the one to show
                 warnings.warn(f"MemoryProfiler could not say what filled the memory: {trouble!r}", stacklevel=2)
         self._let_go()
 
-    def _told(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
-        """The message, and the snapshot beside it."""
-        where = self._watch.phase.told(self._blocks) if self._watch.on else "outside of training batches"
+    def _message(self, trainer: pl.Trainer, pl_module: pl.LightningModule, text: str) -> str:
+        """The message; also writes the snapshot."""
+        where = self._watch.phase.in_words(self._blocks) if self._watch.on else "outside of training batches"
         if trainer.validating or trainer.sanity_checking:
             where = "validation"
         allocated = parse(text).allocated
         if self._measuring and self._watch.on:
-            held = self._probe.held(allocated)
+            kinds = self._probe.held(allocated)
         else:
-            held = held_now(trainer.strategy.root_device, pl_module, trainer.optimizers, allocated)
-        step, rank = trainer.fit_loop.epoch_loop._batches_that_stepped, trainer.global_rank
-        said = report(rank, where, step, text, held, advise(trainer, pl_module))
+            kinds = held_now(trainer.strategy.root_device, pl_module, trainer.optimizers, allocated)
+        step, rank = logged_step(trainer), trainer.global_rank
+        message = report(rank, where, step, text, kinds, advise(trainer, pl_module))
         path = self._folder / f"memory_oom_rank_{rank}.pickle"
         if self.snapshot_on_oom and self._snapshots.write(path):
-            said += f"\nA snapshot for pytorch.org/memory_viz: {path}"
-        return said
+            message += f"\nA snapshot for pytorch.org/memory_viz: {path}"
+        return message

@@ -1,6 +1,4 @@
-"""The profiler's numbers: a step as a vector that ranks compare, what loggers get of it, and the table at the end.
-
-Pictures of a measured step's memory over time, by kind: a PNG, and an HTML page that needs nothing else.
+"""What MemoryProfiler shows: metrics for loggers, the table at the end of fit, and a timeline as PNG and HTML.
 
 Shape letters: R ranks, n numbers of a step.
 """
@@ -94,8 +92,8 @@ def top_of(found: Tensor, blocks: int, step: int) -> Top:
     allocated, _, kinds, _ = _parted(found, blocks)
     rank = int(allocated.amax(1).argmax())
     where = int(allocated[rank].argmax())
-    held = dict(zip(KINDS, kinds[rank].tolist(), strict=True))
-    return Top(int(allocated[rank, where]), rank, step, phases(blocks)[where], held)
+    kinds_there = dict(zip(KINDS, kinds[rank].tolist(), strict=True))
+    return Top(int(allocated[rank, where]), rank, step, phases(blocks)[where], kinds_there)
 
 
 def metrics(found: Tensor, blocks: int) -> dict[str, float]:
@@ -112,10 +110,10 @@ def metrics(found: Tensor, blocks: int) -> dict[str, float]:
     for i, name in enumerate(HOST):
         values |= _most(name, host[:, i])
     rank = int(allocated.amax(1).argmax())
-    held = {
+    at_peak = {
         f"at_peak/{kind.replace(' ', '_')}_mb": n / 1e6 for kind, n in zip(KINDS, kinds[rank].tolist(), strict=True)
     }
-    return {f"memory/{name}": x for name, x in {**values, **held}.items()}
+    return {f"memory/{name}": x for name, x in {**values, **at_peak}.items()}
 
 
 def _most(name: str, sizes: Tensor) -> dict[str, float]:
@@ -135,15 +133,15 @@ def _name(phase: Phase, blocks: int) -> str:
 def rows_of(most: Tensor, blocks: int) -> list[Row]:
     """The table, from (R, n) maxima of all measured steps; phases that no rank passed are left out."""
     allocated, reserved, *_ = _parted(most, blocks)
-    found = []
+    rows = []
     for i, phase in enumerate(phases(blocks)):
-        mine, theirs = allocated[:, i], reserved[:, i]
-        if int(mine.max()) < 0:
+        peaks, reserves = allocated[:, i], reserved[:, i]
+        if int(peaks.max()) < 0:
             continue
-        known = int(theirs.min()) >= 0
-        sizes = (int(theirs.max()), int(theirs.min())) if known else (None, None)
-        found.append(Row(phase, int(mine.max()), int(mine.argmax()), max(0, int(mine.min())), *sizes))
-    return found
+        known = int(reserves.min()) >= 0
+        sizes = (int(reserves.max()), int(reserves.min())) if known else (None, None)
+        rows.append(Row(phase, int(peaks.max()), int(peaks.argmax()), max(0, int(peaks.min())), *sizes))
+    return rows
 
 
 def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
@@ -155,7 +153,7 @@ def table(rows: Sequence[Row], blocks: int, title: str) -> Table:
         shown.add_column(column.format(name), justify="right" if i else "left", no_wrap=True)
     for x in rows:
         sizes = [f"{n / unit:.3f}" for n in (x.least, x.reserved, x.least_reserved) if n is not None]
-        shown.add_row(x.phase.told(blocks), f"{x.allocated / unit:.3f}", str(x.rank), *sizes)
+        shown.add_row(x.phase.in_words(blocks), f"{x.allocated / unit:.3f}", str(x.rank), *sizes)
     return shown
 
 
@@ -169,14 +167,16 @@ def show(rows: Sequence[Row], top: Top | None, blocks: int, steps: int, most: Te
         Console().print("No training step was measured: the fit ended before every_n_steps let one be.")
         return
     unit, name = unit_of(top.allocated)
-    where = f"on rank {top.rank} in step {top.step}, {top.phase.told(blocks)}"
-    made = ", ".join(f"{kind} {n / unit:.3f} {name}" for kind, n in top.kinds.items() if n)
+    where = f"on rank {top.rank} in step {top.step}, {top.phase.in_words(blocks)}"
+    parts = ", ".join(f"{kind} {n / unit:.3f} {name}" for kind, n in top.kinds.items() if n)
     title = f"peak memory by phase, most of {steps} steps"
     hosts = {name: n for name, n in zip(HOST, _parted(most, blocks)[3].amax(0).tolist(), strict=True) if n >= 0}
     words = {"host": "resident", "host_peak": "resident at most", "pinned": "pinned"}
-    told = ", ".join(f"{n / 1e6:.0f} MB {words[name]}" for name, n in hosts.items())
-    lines = [f"The highest peak: {top.allocated / unit:.3f} {name} {where}. It is made of {made}."]
-    Console().print(table(rows, blocks, title), *lines, f"A process on its host: {told}.", sep="\n", highlight=False)
+    resident = ", ".join(f"{n / 1e6:.0f} MB {words[name]}" for name, n in hosts.items())
+    lines = [f"The highest peak: {top.allocated / unit:.3f} {name} {where}. It is made of {parts}."]
+    Console().print(
+        table(rows, blocks, title), *lines, f"A process on its host: {resident}.", sep="\n", highlight=False
+    )
 
 
 COLOURS = {
@@ -191,26 +191,26 @@ def thinned(points: Sequence[Point], limit: int = POINTS) -> list[Point]:
     """At most `limit` points and the last: the highest of each run of as many, from where the run begins."""
     size = max(1, -(-len(points) // limit))
     runs = [points[i : i + size] for i in range(0, len(points), size)]
-    found = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
-    return [*found, points[-1]]
+    points_kept = [(run[0][0], max((kinds for _, kinds in run), key=lambda x: sum(x.values()))) for run in runs]
+    return [*points_kept, points[-1]]
 
 
 def stages(spans: Sequence[Span]) -> list[tuple[str, float, float]]:
     """(stage, from, to) of neighbouring phases of a stage."""
-    found: list[tuple[str, float, float]] = []
+    merged: list[tuple[str, float, float]] = []
     for x in spans:
-        if found and found[-1][0] == x.phase.stage and found[-1][2] == x.start:
-            found[-1] = (x.phase.stage, found[-1][1], x.stop)
+        if merged and merged[-1][0] == x.phase.stage and merged[-1][2] == x.start:
+            merged[-1] = (x.phase.stage, merged[-1][1], x.stop)
         else:
-            found.append((x.phase.stage, x.start, x.stop))
-    return found
+            merged.append((x.phase.stage, x.start, x.stop))
+    return merged
 
 
 def draw(measured: Measured, folder: Path, who: str, blocks: int) -> None:
     """Write both pictures of a step into a folder; `who` names the rank and its device."""
     folder.mkdir(parents=True, exist_ok=True)
     top, (unit, name) = measured.top, unit_of(measured.top.allocated)
-    peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.told(blocks)}"
+    peak = f"peak of {top.allocated / unit:.3f} {name} in {top.phase.in_words(blocks)}"
     title = f"step {measured.step}, {who}: {peak}"
     timeline_png(measured, folder / "memory_timeline.png", title)
     timeline_html(measured, folder / "memory_timeline.html", title, blocks)
@@ -275,10 +275,11 @@ def timeline_html(measured: Measured, path: str | Path, title: str, blocks: int)
     """Write a page: the same picture as SVG, whose phases tell their peaks under the mouse, and a table of the phases."""
     top = measured.top
     unit, name = unit_of(top.allocated)
-    said = html.escape(title)
+    heading = html.escape(title)
     page = (
-        f"<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'><title>{said}</title><style>{STYLE}</style></head>\n"
-        f"<body><h3>{said}</h3>\n{_legend(top, unit, name)}\n{_svg(measured, blocks, unit, name)}\n"
+        "<!DOCTYPE html>\n<html lang='en'><head><meta charset='utf-8'>"
+        f"<title>{heading}</title><style>{STYLE}</style></head>\n"
+        f"<body><h3>{heading}</h3>\n{_legend(top, unit, name)}\n{_svg(measured, blocks, unit, name)}\n"
         f"{_table(measured.spans, blocks, unit, name)}\n</body></html>\n"
     )
     Path(path).write_text(page, encoding="utf-8")
@@ -307,11 +308,11 @@ def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
             drawn.append(f"<path d='{_area(points, below, above, x, y)}' fill='{COLOURS[kind]}'/>")
         below = above
     for s in measured.spans:
-        told = f"{s.phase.told(blocks)}: peak {s.allocated / unit:.3f} {name}\n" + "\n".join(
+        tooltip = f"{s.phase.in_words(blocks)}: peak {s.allocated / unit:.3f} {name}\n" + "\n".join(
             f"{kind}: {s.kinds[kind] / unit:.3f} {name}" for kind in reversed(KINDS) if s.kinds.get(kind)
         )
         at = f"x='{x(s.start):.2f}' y='20' width='{max(0.1, x(s.stop) - x(s.start)):.2f}' height='{HEIGHT - 20:.0f}'"
-        drawn.append(f"<rect class='span' {at}><title>{html.escape(told)}</title></rect>")
+        drawn.append(f"<rect class='span' {at}><title>{html.escape(tooltip)}</title></rect>")
     for stage, start, stop in stages(measured.spans):
         drawn.append(f"<path d='M{x(start):.2f} 20V{HEIGHT:.0f}' stroke='#222'/>")
         if x(stop) - x(start) > 60:
@@ -321,7 +322,7 @@ def _svg(measured: Measured, blocks: int, unit: float, name: str) -> str:
 
 
 def _axes(top: float, name: str, seconds: float, heights: Sequence[float]) -> list[str]:
-    """The numbers beside the picture, quarters of the top at these heights, and below it."""
+    """The labels of both axes; those of quarters of the top at these heights."""
     text = lambda x, y, said, more="": f"<text x='{x:.0f}' y='{y:.1f}'{more}>{said}</text>"  # noqa: E731
     right, below = " text-anchor='end'", HEIGHT + 18
     marks = [text(MARGIN - 6, y + 4, f"{n * top / 4:.3g}", right) for n, y in enumerate(heights)]
@@ -346,14 +347,17 @@ def _area(
 
 
 def _table(spans: Sequence[Span], blocks: int, unit: float, name: str) -> str:
-    """The highest of each phase."""
     highest: dict[Phase, Span] = {}
     for s in spans:
         if s.phase not in highest or s.allocated > highest[s.phase].allocated:
             highest[s.phase] = s
     heads = ("phase", f"peak, {name}", *KINDS)
     rows = [
-        (s.phase.told(blocks), f"{s.allocated / unit:.3f}", *(f"{s.kinds.get(kind, 0) / unit:.3f}" for kind in KINDS))
+        (
+            s.phase.in_words(blocks),
+            f"{s.allocated / unit:.3f}",
+            *(f"{s.kinds.get(kind, 0) / unit:.3f}" for kind in KINDS),
+        )
         for s in highest.values()
     ]
     lines = [f"<tr>{''.join(f'<th>{x}</th>' for x in heads)}</tr>"]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
@@ -101,6 +102,13 @@ class LongNetClassifier(PooledModule):
         init_weights(self, self.depth, self.dim)
         if self.compile_blocks:
             self.transformer.compile_blocks()
+
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """Random features or tokens, and a label."""
+        random = (
+            torch.randint(0, self.width, (1, tokens)) if self.input == "tokens" else torch.randn(1, tokens, self.width)
+        )
+        return {self.input: random, **self.example_label()}
 
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).

@@ -271,6 +271,11 @@ class TokenModel(TransformerModel):
         if self.compile_blocks:
             self.transformer.compile_blocks()
 
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random text."""
+        text = torch.randint(0, self.vocab_size, (1, tokens))
+        return {"tokens": text, "labels": text.roll(-1, 1), "index": torch.zeros(1, dtype=torch.int64)}
+
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))

@@ -287,6 +287,16 @@ class LongNetMLM(TokenModel):
         seen, chosen = self.masked(batch)
         return self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
+    def planning_copy(self, depth: int) -> LongNetMLM:
+        """DilatedModule's, with a loss of all tokens: which ones are masked follows from values."""
+        made = super().planning_copy(depth)
+
+        def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
+            return made._losses(made._hidden(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
+
+        made.loss_terms = loss_terms  # type: ignore[method-assign]
+        return made
+
     def derived_metrics(self, loss: Tensor) -> dict[str, Tensor]:
         """Bits per masked token."""
         return {"bits_per_token": loss / math.log(2)}

@@ -5,6 +5,7 @@ Shape letters: B images, C channels, H x W pixels, P pixels of a patch's side, N
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -185,6 +186,34 @@ class LongViT(ReleasedModel, PooledModule):
             load_longvit(self, self.pretrained)
         if self.compile_blocks:
             self.transformer.compile_blocks()
+
+    # -- what planning asks ------------------------------------------------------------------------------------------
+    length_setting = "images of at most {} patches"
+
+    @property
+    def token_meaning(self) -> str:  # type: ignore[override]  # DilatedModule has an attribute
+        """With the patch's size."""
+        return f"a patch of {self.patch_size} x {self.patch_size} pixels of an image"
+
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random image of N patches, in rows of 1,024 or 2,048 where that divides N, and its label.
+
+        Never of as many columns as the table of positions has, which is then interpolated as for most images.
+        """
+        usual = 1024 << (self.image_size // self.patch_size == 1024)
+        squarest = (n for n in range(math.isqrt(tokens), 0, -1) if tokens % n == 0)
+        columns = next(squarest) if tokens % usual else usual
+        patches = torch.randn(1, tokens, self.in_channels * self.patch_size**2)
+        grid = self.host_tensor([[tokens // columns, columns]])
+        return {"patches": patches, "grid": grid, **self.example_label()}
+
+    def planning_notes(self) -> list[str]:
+        """How positions are found."""
+        cells = self.image_size // self.patch_size
+        return [
+            f"images come as patches and grid; positions are interpolated from the table of {cells} x {cells} patches, as "
+            "they are for images of another size."
+        ]
 
     # -- from images ---------------------------------------------------------------------------------------------------
     def forward(self, images: Tensor | Iterable[Tensor]) -> Tensor:

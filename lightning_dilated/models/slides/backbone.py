@@ -218,6 +218,16 @@ class SlideBackbone(ReleasedModel):
         if callable(check_places):
             check_places(self.tile_size, self.grid)
 
+    token_meaning: str | None = "a row of a slide: a tile, or the class token's"
+    length_setting = "data.init_args.max_tiles: {}, less 1 for the class token's row"
+
+    def example_rows(self, rows: int) -> dict[str, Any]:
+        """The part of `example_batch` that holds a random slide, whose first row is blank."""
+        place = torch.arange(rows - 1)
+        cells = torch.stack([place % self.grid, place // self.grid % self.grid], 1) * self.tile_size
+        coords = torch.cat([torch.full((1, 2), BLANK, dtype=cells.dtype), cells])[None]
+        return {"features": torch.randn(1, rows, self.feature_dim), "coords": coords}
+
     def _check_entries(self, batch: Any) -> None:
         missing = [name for name in ("features", "coords") if name not in batch]
         if missing:

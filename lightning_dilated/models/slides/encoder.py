@@ -157,6 +157,10 @@ class SlideEncoder(SlideBackbone, PooledModule):
         if pretrained is not None and not Path(pretrained).is_file():
             raise FileNotFoundError(f"pretrained {missing_file(pretrained, 'weights')}")
 
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random slide of N rows, and its label."""
+        return {**self.example_rows(tokens), **self.example_label()}
+
     @classmethod
     def from_gigapath(
         cls, path: str | Path, compat: bool = True, num_heads: int = 16, grid: int = 1000, **options: Any

@@ -94,6 +94,28 @@ class SlidePretrainer(SlideBackbone):
             self.transformer.compile_blocks()
             self.decoder.compile_blocks()
 
+    def example_batch(self, tokens: int) -> dict[str, Any]:
+        """A random slide of N rows."""
+        return {**self.example_rows(tokens), "index": torch.zeros(1, dtype=torch.int64)}
+
+    def planning_copy(self, depth: int) -> SlidePretrainer:
+        """DilatedModule's, hiding as many tiles as in the mean: which ones follows from values."""
+        made = super().planning_copy(depth)
+        rows = lambda hidden: torch.zeros(round(self.hiding.p * hidden.numel()), dtype=torch.int64)  # noqa: E731
+        made.hidden_rows = rows  # type: ignore[method-assign]
+        return made
+
+    def token_features(self) -> tuple[int, ...]:
+        """Those of a row and of the decoder's input; and of the decoder's output, for hidden tiles."""
+        return self.feature_dim + self.decoder_dim, round(self.hiding.p * self.feature_dim)
+
+    def planning_notes(self) -> list[str]:
+        """How many tiles are hidden."""
+        return [
+            f"as many tiles are hidden as in the mean, mask_ratio={self.hiding.p:g}; what the decoder's blocks save is "
+            "counted as temporary."
+        ]
+
     def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
         """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,)."""
         step = 1 + self._optimizer_step() if self.training else 0

@@ -1,12 +1,9 @@
-"""Kernels: a graph run with the memory that Inductor's kernels take.
+"""Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory of Inductor's kernels.
 
-Matrix products and custom operators read and write memory. What lies between them is put into as few kernels as can be:
-those that read a common tensor of as many numbers become one, unless one has to wait for a product made of the other. A
-kernel writes what others read; it takes the memory of an input that one of its results alone reads, and nothing later.
-
-Compiled blocks under fake tensors: the graphs of torch.compile's partitioner, run with the memory that its kernels take.
-
-What is kept for the backward is what Inductor's own partitioner says. Its kernels are modelled, see `counting.kernels`.
+What is saved for the backward is what Inductor's own partitioner decides. Its kernels are modelled: matrix products and
+custom operators read and write memory, and what lies between them is fused into as few kernels as possible. Kernels that
+read a common tensor of as many numbers become one, unless one has to wait for a product made of the other's result. A kernel
+writes what others read; it reuses the memory of an input that only one of its results reads, and nothing later.
 
 Shape letters: B batch, N tokens, E embedding dim.
 """
@@ -22,25 +19,23 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch._functorch.aot_autograd import aot_function
-from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.nn.utils.stateless import _reparametrize_module
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
+from lightning_dilated._compat.torch import ahead_of_time, min_cut, with_parameters
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
 
-#: operators that Inductor does not make itself, beside all custom ones
+#: operators that Inductor does not generate, in addition to all custom ones
 EXTERN = ("mm", "addmm", "bmm", "baddbmm", "embedding_dense_backward", "index_put", "convolution")
-#: a value that several kernels read is written once where it is made of more tensors than this, else made again by each
+#: a value that several kernels read is written once if it is computed from more tensors than this, else by each of them
 READS = 4
 
 
 @dataclass
 class Graphs:
-    """Compiled functions by what they are made for, the calls for which all are there, and the tape that counts them now."""
+    """A cache of compiled functions, the calls for which all of them exist, and the tape that counts them now."""
 
     tape: Tape
     made: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
@@ -80,15 +75,15 @@ class Kernels:
         return node.op != "call_function" or node in self.written or _of_operator(node)
 
     def _roots(self, node: fx.Node) -> set[fx.Node]:
-        """The values in memory that a value is made of."""
-        found: set[fx.Node] = set()
+        """The values in memory that a value is computed from."""
+        roots: set[fx.Node] = set()
         for n in node.all_input_nodes:
-            found |= {n} if self._is_root(n) else self._roots(n)
-        return found
+            roots |= {n} if self._is_root(n) else self._roots(n)
+        return roots
 
     # -- which of them one kernel makes --------------------------------------------------------------------------------
     def _fused(self) -> list[list[fx.Node]]:
-        """Steps: an operator of its own, or the results of a kernel."""
+        """Steps: one operator, or the results of one kernel."""
         steps = [[n] for n in self.nodes if n in self.written]
         kernels = [step for step in steps if not _extern(step[0])]
         for a, b in itertools.combinations(kernels, 2):
@@ -99,7 +94,7 @@ class Kernels:
         return [step for step in steps if step]
 
     def _common(self, a: list[fx.Node], b: list[fx.Node]) -> bool:
-        """Whether they read a large tensor both, or one reads what the other writes."""
+        """Whether both read the same large tensor, or one reads what the other writes."""
         size = _width(a[0])
         first, second = (set().union(*(self.reads[n] for n in step), step) for step in (a, b))
         return any(_numbers(n) >= size for n in first & second)
@@ -120,25 +115,24 @@ class Kernels:
         through = {n for s in after if s is not b for n in s}
         return self._needs(b, through)
 
-    def _needs(self, step: list[fx.Node], made: set[fx.Node]) -> bool:
-        return any(_maker(n) in made for node in step for n in self.reads[node])
+    def _needs(self, step: list[fx.Node], computed: set[fx.Node]) -> bool:
+        return any(_maker(n) in computed for node in step for n in self.reads[node])
 
     def _ordered(self, steps: list[list[fx.Node]]) -> list[list[fx.Node]]:
-        """In the order of the graph, each once what it reads is there."""
+        """In the order of the graph, each after what it reads."""
         number = {node: i for i, node in enumerate(self.nodes)}
         waiting = sorted(steps, key=lambda step: min(number[n] for n in step))
-        made = {n for n in self.nodes if n.op != "call_function"}
+        computed = {n for n in self.nodes if n.op != "call_function"}
         out: list[list[fx.Node]] = []
         while waiting:
-            ready = next(s for s in waiting if all(_maker(n) in made or n in s for x in s for n in self.reads[x]))
+            ready = next(s for s in waiting if all(_maker(n) in computed or n in s for x in s for n in self.reads[x]))
             waiting.remove(ready)
             out.append(ready)
-            made.update(ready)
+            computed.update(ready)
         return [*out, [n for n in self.nodes if n.op == "output"]]
 
     # -- running -------------------------------------------------------------------------------------------------------
     def __call__(self, args: list[Any]) -> Any:
-        """The results of the graph."""
         inputs = (n for n in self.nodes if n.op == "placeholder")
         values: dict[fx.Node, Any] = dict(zip(inputs, args, strict=True))
         values |= {n: getattr(self.graph, n.target) for n in self.nodes if n.op == "get_attr"}
@@ -161,11 +155,11 @@ class Kernels:
             return
         known: dict[fx.Node, Any] = {}
         with self.graphs.tape.paused():
-            given = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
-        made = node.target(*given[0], **given[1])
-        values[node] = made
-        if isinstance(made, (tuple, list)):  # its tensors live on one by one
-            values.update((user, made[user.args[1]]) for user in node.users)
+            arguments = fx.node.map_arg((node.args, node.kwargs), lambda n: self._value(n, values, known))
+        results = node.target(*arguments[0], **arguments[1])
+        values[node] = results
+        if isinstance(results, (tuple, list)):  # its tensors live on one by one
+            values.update((user, results[user.args[1]]) for user in node.users)
             del values[node]
 
     def _kernel(self, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> None:
@@ -187,16 +181,21 @@ class Kernels:
     def _over(self, node: fx.Node, step: list[fx.Node], values: dict[fx.Node, Any], i: int) -> fx.Node | None:
         """The value whose memory a result takes."""
         like = lambda x: isinstance(x, Tensor) and (x.dtype, x.numel())  # noqa: E731
-        made = node.meta["val"]
+        result = node.meta["val"]
         for n in self.reads[node]:
-            mine = sum(n in self.reads[other] for other in step) == 1 and self.last[n] <= i
-            if mine and n in values and n not in step and n.op == "call_function" and like(values[n]) == like(made):
+            last_reader = sum(n in self.reads[other] for other in step) == 1 and self.last[n] <= i
+            if (
+                last_reader
+                and n in values
+                and n not in step
+                and n.op == "call_function"
+                and like(values[n]) == like(result)
+            ):
                 return n
         return None
 
 
 def _empty(node: fx.Node) -> Tensor:
-    """Memory for a result."""
     like = node.meta["val"]
     return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
 
@@ -233,13 +232,13 @@ def _numbers(node: fx.Node) -> int:
 
 
 def _width(node: fx.Node) -> int:
-    """Numbers that a kernel goes over."""
-    made = node.args[0] if node.target is operator.getitem else node
-    return max([_numbers(node), *map(_numbers, made.all_input_nodes)])
+    """Elements that a kernel iterates over."""
+    producer = node.args[0] if node.target is operator.getitem else node
+    return max([_numbers(node), *map(_numbers, producer.all_input_nodes)])
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Those that read a value, also by a view of it."""
+    """Those that read a value or a view of it."""
     for user in node.users:
         if user.op == "call_function" and _viewed(user):
             yield from _readers(user)
@@ -248,22 +247,22 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _inputs(node: fx.Node) -> set[fx.Node]:
-    """The values that a fused one is made of, past views and values of one reader."""
-    found: set[fx.Node] = set()
+    """The values that a fused one is computed from, through views and values with one reader."""
+    values: set[fx.Node] = set()
     for n in node.all_input_nodes:
         inline = n.op == "call_function" and not _extern(n) and (_viewed(n) or len(n.users) == 1)
-        found |= _inputs(n) if inline else {n}
-    return found
+        values |= _inputs(n) if inline else {n}
+    return values
 
 
-#: how many of a piece's first arguments get a gradient, where it is more than the first
+#: how many of a piece's first arguments need a gradient, if more than one
 LEADING = {"join": 2}
 
 
 class Pieces:
-    """What of a block is compiled, put in its place; blocks of one pattern and stack share their graphs.
+    """The compiled parts of a block, put in its place; blocks of one pattern and stack share their graphs.
 
-    Until `trace` is called the pieces run uncompiled, and notice what they are called with.
+    Until `trace` is called the pieces run uncompiled and record their arguments.
     """
 
     def __init__(self, block: TransformerBlock, graphs: Graphs, stack: str) -> None:
@@ -282,7 +281,7 @@ class Pieces:
         block._pieces = {name: partial(self._call, name) for name in self.runs}
 
     def _whole(self, *given: Any, **options: Any) -> Tensor:
-        """The block's forward as one that keeps all: what it recomputes is told to the partitioner."""
+        """The block's forward with everything saved: the partitioner decides what to recompute."""
         before, self.block._memory = self.block._memory, self.block._memory.__class__()
         try:
             return TransformerBlock.forward(self.block, *given, **options)
@@ -299,15 +298,15 @@ class Pieces:
         return self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
 
     def parameters(self) -> list[Tensor]:
-        """Of the whole block, used or not."""
+        """Of the whole block, also those that a piece does not use."""
         return list(self.block.parameters())
 
     def trace(self) -> None:
-        """Make the graphs, with a gradient and without."""
+        """Compile, with gradients and without."""
         self.traced = True
-        for name, (given, options) in self.seen.items():
+        for name, (args, options) in self.seen.items():
             for grad in (False, True):
-                flat, spec = _flattened(given, options)
+                flat, spec = _flattened(args, options)
                 flat = [x.detach() if isinstance(x, Tensor) else x for x in flat]
                 for x in flat[: LEADING.get(name, 1)]:
                     if isinstance(x, Tensor):
@@ -326,23 +325,21 @@ class Pieces:
         return self.graphs.made[key]
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
-        from torch._inductor.decomposition import select_decomp_table
-
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
 
         def call(*tensors: Tensor) -> Any:
             rest = iter(tensors[len(names) :])
-            given, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
-            with _reparametrize_module(self.block, dict(zip(names, tensors, strict=False))):
-                return run(*given, **options)
+            args, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
+            with with_parameters(self.block, dict(zip(names, tensors, strict=False))):
+                return run(*args, **options)
 
         make = lambda graph, inputs: Kernels(graph, self.graphs)  # noqa: E731
         cut = partial(_partition, policy=self.policies[name], parameters=len(names))
-        return aot_function(call, make, make, cut, select_decomp_table(), num_params_buffers=len(names))
+        return ahead_of_time(call, make, cut, len(names))
 
 
 class _Table(NamedTuple):
-    """A rotary table as torch's trees know it."""
+    """A rotary table as a pytree."""
 
     cos: Tensor
     sin: Tensor
@@ -361,20 +358,20 @@ def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
 
 def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: int, **options: Any) -> Any:
     """(forward, backward) of a joint graph."""
-    behind = {node for node in joint.graph.nodes if node.op == "placeholder" and "tangents" in node.name}
+    backward = {node for node in joint.graph.nodes if node.op == "placeholder" and "tangents" in node.name}
     for node in joint.graph.nodes:
-        if behind.intersection(node.all_input_nodes):
-            behind.add(node)
+        if backward.intersection(node.all_input_nodes):
+            backward.add(node)
         elif node.op == "call_function" and policy != "none":
             node.meta["recompute"] = _tag(node, policy)
             node.meta["ac_graph_id"] = 1
     options["static_lifetime_input_indices"] = list(range(parameters))
-    return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+    return min_cut(joint, inputs, **options)
 
 
 def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:
-    made = node.args[0] if node.target is operator.getitem else node
+    producer = node.args[0] if node.target is operator.getitem else node
     if policy != "attention-kept":
         return CheckpointPolicy.MUST_RECOMPUTE
-    kept = made.target is torch.ops.lightning_dilated.attention.default
+    kept = producer.target is torch.ops.lightning_dilated.attention.default
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,8 +1,8 @@
-"""Fake tensors of the CPU that take the ways of a GPU's: fake ones of a GPU have no backward where there is none.
+"""A training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
 
-Shape letters: L positions.
-
-Trial: a training step of a real model under fake tensors, which have sizes but no memory, counted piece by piece.
+The fake tensors are the CPU's, and run as a GPU's would: on machines without a GPU fake ones of a GPU have no backward.
+What torch and the models do otherwise on a GPU is replaced for the whole process while a step is counted, so this runs in
+processes of its own: `lightning-dilated plan`, and `planning.advice` next to a training.
 
 Shape letters: B batch, L tokens of a rank, E embedding dim.
 """
@@ -10,101 +10,99 @@ Shape letters: B batch, L tokens of a rank, E embedding dim.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
+from lightning_dilated._compat.torch import (
+    TorchDispatchMode,
+    fake_tensors,
+    function_modes,
+    is_traced,
+    real_tensors,
+    replaced,
+)
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
+from lightning_dilated.models.longvit import image_patches
 from lightning_dilated.models.transformer import DilatedTransformer
 from lightning_dilated.planning.counting.compiled import Graphs, Pieces
-from lightning_dilated.planning.counting.memory_tracker import (
-    GRADIENTS,
-    PARAMETERS,
-    Tape,
-)
+from lightning_dilated.planning.counting.memory_tracker import GRADIENTS, PARAMETERS, Tape
 from lightning_dilated.sequence import group
-
-#: by its name: the package of models has a function of that name
-image_patches = importlib.import_module("lightning_dilated.models.longvit.image_patches")
 
 
 @contextlib.contextmanager
 def as_on_gpu(compiled: bool = False) -> Iterator[None]:
-    """Within, tensors are made as a GPU makes them, and checks of values pass.
+    """Within, tensors are made as on a GPU, and checks of values pass.
+
+    Rotary positions are applied by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU;
+    log-probabilities of fp16 (not of bf16) come from one kernel that casts as it reads; positions of patches are found for a
+    whole sequence; a number that is read off a tensor is 1.
 
     Args:
-        compiled: whether the model's blocks and loss are; this is about the loss.
-
-    Rotary positions are turned by their kernel; norms are one kernel each way, in the dtype that autocast has on a GPU, and
-    logarithms of probabilities of fp16 (not of bf16) one that casts as it reads; positions of patches are told for a whole
-    sequence; a number that is read off a tensor is 1.
+        compiled: whether the loss is.
     """
-
-    def split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-        return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
-
-    plain, layer_norm = torch.rms_norm, torch.layer_norm
-
-    def rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-        if weight is not None and weight.dtype != x.dtype:
-            return plain(x, shape, weight, eps)
-        if _traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
-            return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-        return plain(x, shape, weight, eps) if _traced() else _RMSNorm.apply(x, weight)
-
-    def wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
-        narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
-        return layer_norm(x.float() if narrow else x, *rest)
-
-    log_softmax = torch.log_softmax
-
-    def wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-        fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
-        return x.new_empty(x.shape, dtype=dtype) if fused else log_softmax(x, dim, dtype=dtype)
-
-    def in_one_pass(run: Callable) -> Callable:
-        return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
-
-    places = image_patches.places
-
-    def places_of_all(positions: Tensor, *sizes: int) -> Any:
-        with real():
-            return places(torch.arange(len(positions)), *sizes)
-
-    with (
-        mock.patch.object(image_patches, "places", places_of_all),
-        mock.patch.object(RotaryTable, "split", split),
-        mock.patch.object(torch, "rms_norm", rms_norm),
-        mock.patch.object(torch, "layer_norm", wide_layer_norm),
-        mock.patch.object(torch, "log_softmax", wide_log_softmax),
-        mock.patch.object(chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
-        mock.patch.object(chunked_loss, "_compiled", in_one_pass),
-        _Ones(),
-    ):
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in (
+            (image_patches, "places", _places_of_all),
+            (RotaryTable, "split", _split),
+            (torch, "rms_norm", _rms_norm),
+            (torch, "layer_norm", _wide_layer_norm),
+            (torch, "log_softmax", _wide_log_softmax),
+            (chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
+            (chunked_loss, "_compiled", _in_one_pass),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        stack.enter_context(_Ones())
         yield
 
 
-def real() -> contextlib.AbstractContextManager[Any]:
-    """Within, tensors are made with values, also under fake tensors: those of the host that are read."""
-    return _disable_current_modes()
+#: what is replaced above
+_RMS_NORM, _LAYER_NORM, _LOG_SOFTMAX, _PLACES = (
+    torch.rms_norm,
+    torch.layer_norm,
+    torch.log_softmax,
+    image_patches.places,
+)
 
 
-def _traced() -> bool:
-    """Whether a graph is being made of what runs."""
-    keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FUNCTIONAL))
+def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    return rotary.turn(joint, table.cos, table.sin, table.scale, heads)
+
+
+def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        return _RMS_NORM(x, shape, weight, eps)
+    if is_traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
+        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+    return _RMS_NORM(x, shape, weight, eps) if is_traced() else _RMSNorm.apply(x, weight)
+
+
+def _wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
+    narrow = torch.is_autocast_enabled("cpu") and x.dtype in (torch.bfloat16, torch.float16)
+    return _LAYER_NORM(x.float() if narrow else x, *rest)
+
+
+def _wide_log_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    fused = dtype is not None and x.dtype == torch.float16 and not torch.is_grad_enabled()
+    return x.new_empty(x.shape, dtype=dtype) if fused else _LOG_SOFTMAX(x, dim, dtype=dtype)
+
+
+def _in_one_pass(run: Callable) -> Callable:
+    return _sizes_of_sums if run is chunked_loss._sums else lambda logits, *_: torch.empty_like(logits)
+
+
+def _places_of_all(positions: Tensor, *sizes: int) -> Any:
+    with real_tensors():
+        return _PLACES(torch.arange(len(positions)), *sizes)
 
 
 def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,7 +111,7 @@ def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Ones(TorchDispatchMode):
-    """Within, a number that is read off a fake tensor is 1."""
+    """Within, a number that is read from a fake tensor is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten._local_scalar_dense.default:
@@ -160,7 +158,7 @@ LOOPS = [
 
 
 class _Marked(nn.Module):
-    """A block that tells the tape when its forward and its backward begin; `stack` is the name of its stack."""
+    """A block that marks on the tape when its forward and its backward begin; `stack` is the name of its stack."""
 
     def __init__(self, block: TransformerBlock, number: int, tape: Tape, stack: str) -> None:
         super().__init__()
@@ -170,8 +168,7 @@ class _Marked(nn.Module):
         self.tape.enter(*(() if self.stack == MAIN else (self.stack,)), *part)
 
     def forward(self, x: Tensor, **options: Any) -> Tensor:
-        """The block's."""
-        if self.tape.returning:  # computed again
+        if self.tape.returning:  # recomputed
             return self.block(x, **options)
         if self.number == 0:
             self.tape.hidden[self.stack] = x.nbytes
@@ -192,40 +189,40 @@ def step(
     memory: MemorySettings,
     graphs: Graphs | None = None,
 ) -> Tape:
-    """What a step held, with the gradients of the step before, without the optimizer's states.
+    """Count a step that begins with the gradients of the step before, without the optimizer's states.
 
     Args:
         make: the model, not yet built and not compiled; of any depth.
         batch: its batch, made under fake tensors.
         precision: the Trainer's.
-        memory: settings; `offload` is not looked at.
-        graphs: of blocks that run compiled, kept for a step of another depth; None: they run uncompiled.
+        memory: settings; `offload` is ignored.
+        graphs: cache of compiled blocks; None: blocks run uncompiled.
 
     Raises:
         RuntimeError: within `torch.device(...)`.
     """
-    if torch._C._len_torch_function_stack():
+    if function_modes():
         # seen with torch 2.13: the process then ends in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
     tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
-    with FakeTensorMode(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        for said in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
-            warnings.filterwarnings("ignore", message=said)
+    with fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
+            warnings.filterwarnings("ignore", message=message)
         with _default(dtype), _not_moved():
             model = make()
             model.configure_model()
         model.train()
-        data, found = batch(), stacks(model)
-        for stack in found.values():
+        data, parts = batch(), stacks(model)
+        for stack in parts.values():
             stack.memory = memory
         context = torch.autocast("cpu", products) if products else contextlib.nullcontext()
         if graphs is not None:
             graphs.tape = tape
             _compile(model, data, context, graphs)
-        for name, stack in found.items():
+        for name, stack in parts.items():
             stack.blocks = nn.ModuleList(_Marked(b, i, tape, name) for i, b in enumerate(stack.blocks))
         with _tiles_apart(tape):
             _run(model, data, context, tape)
@@ -234,7 +231,7 @@ def step(
 
 
 def stacks(model: DilatedModule) -> dict[str, DilatedTransformer]:
-    """The stacks of blocks of a model that is built, by name."""
+    """The stacks of blocks of a built model, by name, in the order of their making."""
     return {name: m for name, m in model.named_children() if isinstance(m, DilatedTransformer)}
 
 
@@ -243,7 +240,9 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     named = [(block, name) for name, stack in stacks(model).items() for block in stack.blocks]
     pieces = [Pieces(block, graphs, name) for block, name in named]
     patterns = {block.attention.attention.pattern for block, _ in named}
-    key = model.transformer.memory, frozenset(patterns), tuple((k, x.shape) for k, x in data.items())
+    positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
+    shapes = tuple(x.shape for x in tree_leaves(data) if isinstance(x, Tensor))
+    key = model.transformer.memory, frozenset(patterns), positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():
             model.token_mean(data)
@@ -276,26 +275,26 @@ def _run(model: DilatedModule, data: Any, context: contextlib.AbstractContextMan
 
 @contextlib.contextmanager
 def _tiles_apart(tape: Tape) -> Iterator[None]:
-    """Within, each loop over tiles is a piece, and leaves out tiles in the middle, which hold as much as the second."""
+    """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
-        for module in (token_chunks, chunked_loss, token_chunks):
-            stack.enter_context(mock.patch.object(module, "cuts", _few))
+        for module in (token_chunks, chunked_loss):
+            stack.enter_context(replaced(module, "cuts", _few))
         for module, name in LOOPS:
-            stack.enter_context(mock.patch.object(module, name, tape.around(getattr(module, name))))
+            stack.enter_context(replaced(module, name, tape.around(getattr(module, name))))
         yield
 
 
 def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token_chunks.cuts) -> list[slice]:
-    found = cuts(length, step)
-    return found if len(found) < 4 else [*found[:2], found[-1]]
+    tiles = cuts(length, step)
+    return tiles if len(tiles) < 4 else [*tiles[:2], tiles[-1]]
 
 
 @contextlib.contextmanager
 def _alone() -> Iterator[None]:
-    """Within, nothing of a run that goes on meanwhile is noticed: its sequence, its gradients' mode."""
+    """Within, the sequence and the gradient mode of a surrounding run have no effect."""
     with (
-        mock.patch.object(group, "_active", []),
-        mock.patch.object(group, "_groups", {}),
+        replaced(group, "_active", []),
+        replaced(group, "_groups", {}),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -303,9 +302,9 @@ def _alone() -> Iterator[None]:
 
 
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
-    """Within, modules stay as they are made, in the default dtype: torch cannot move those of fake tensors, as peft asks to
-    where updates and their weights are alike already."""
-    return mock.patch.object(nn.Module, "to", lambda self, *where, **how: self)
+    """Within, `Module.to` does nothing: torch cannot move modules of fake tensors, and peft calls it where updates have the
+    dtype and device of their weights already."""
+    return replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 
 @contextlib.contextmanager

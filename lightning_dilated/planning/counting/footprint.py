@@ -1,7 +1,8 @@
 """Footprint: what a step holds for any depth and length, from steps of two depths and two lengths under fake tensors.
 
-All blocks hold alike, so what is held at an operation of the first or the last block is linear in depth; sizes are linear in
-tokens. What the op needs beside its results is reckoned for the length itself, see `planning.counting.workspace`.
+All blocks save the same, so what is held at an operation of the first or the last block is linear in depth; sizes are linear
+in tokens. The workspace of the op is computed for each length, see `planning.counting.workspace`.
+
 Shape letters: L tokens of a rank.
 """
 
@@ -11,6 +12,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import Any
 
 from lightning_dilated.memory.settings import MemorySettings
@@ -32,19 +34,21 @@ from lightning_dilated.sequence.planner import DEFAULTS, Links, Plan, make_probl
 
 #: tokens of the steps that are counted
 SIZES = (1 << 17, 1 << 18)
+#: counted lengths are multiples of this many tokens: images come in rows of patches
+GRAIN = 2048
 #: parts of a step that each block of the first stack has, and the groups of blocks that stand for all
 BLOCKS, ENDS = ("forward", "behind", "backward"), ("first", "last")
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """A second stack of blocks, behind the one whose depth is counted for; the parts of its pieces begin with its name.
+    """A second stack of blocks, after the one whose depth varies; the parts of its pieces begin with its name.
 
     Attributes:
         name: the model's attribute.
         depth: its blocks.
-        call: an op's call of it on one rank.
-        parameters: numbers of one of its blocks.
+        call: a call of the op on one rank.
+        parameters: of one of its blocks.
     """
 
     name: str
@@ -59,13 +63,14 @@ class Subject:
 
     Attributes:
         make: the model of a given depth, not yet built.
-        batch: its batch of so many tokens, to be made under fake tensors.
+        batch: its batch of so many tokens, made under fake tensors.
         precision: the Trainer's.
         memory: settings.
         compile_blocks: whether blocks run compiled.
-        call: an op's call of it on one rank.
-        grain: `batch` takes multiples of so many tokens, a power of two.
+        call: a call of the op on one rank.
         decoder: its second stack, if it has one.
+        bare: where only some layers have positions, the model without any; `make` then gives them to all layers.
+        share: the part of the layers that have none.
     """
 
     make: Callable[[int], DilatedModule]
@@ -74,12 +79,13 @@ class Subject:
     memory: MemorySettings
     compile_blocks: bool
     call: OpCall
-    grain: int = 1
     decoder: Decoder | None = None
+    bare: Callable[[int], DilatedModule] | None = None
+    share: Fraction = Fraction(0)
 
     @property
     def period(self) -> int:
-        """Blocks that are recomputed together."""
+        """Blocks of a group, which is recomputed together."""
         return self.memory.every
 
 
@@ -94,12 +100,12 @@ class Moment:
 
     @property
     def decoding(self) -> bool:
-        """Whether it lies in the second stack."""
+        """Whether it is in the second stack."""
         return len(self.part) > 1 and self.part[0] not in BLOCKS
 
     @property
     def phase(self) -> str:
-        """What is done, in either stack."""
+        """Its kind of work, in either stack."""
         return self.part[1 if self.decoding else 0]
 
 
@@ -120,12 +126,12 @@ class Footprint:
     inner: int = 0
 
     def held(self, moment: Moment, depth: int, tokens: int) -> int:
-        """Bytes beside parameters and gradients."""
+        """Bytes without parameters and gradients."""
         low, high = (_line(self.sizes, x, tokens) for x in moment.held)
         return round(_line(self.depths, (low, high), depth))
 
     def kept(self, moment: Moment, tokens: int) -> int:
-        """Bytes of `held` that each block more adds: what it keeps for the backward."""
+        """Bytes of `held` for each further block: what it saves for the backward."""
         low, high = (_line(self.sizes, x, tokens) for x in moment.held)
         return round((high - low) / (self.depths[1] - self.depths[0]))
 
@@ -135,7 +141,9 @@ class Footprint:
 
     def parameters(self, depth: int) -> int:
         """Bytes of all parameters."""
-        head = next(m for m in self.moments if m.part == ("head",))  # gradients were let go, and none is there yet
+        head = next(
+            m for m in self.moments if m.part == ("head",)
+        )  # the old gradients are freed, and there is no new one yet
         return self.static(head, depth)
 
     def trained(self, depth: int) -> int:
@@ -145,16 +153,15 @@ class Footprint:
 
     @property
     def first_kept(self) -> int:
-        """Inputs of blocks that never leave for the host: the first, where nothing before it is trained."""
+        """Inputs of blocks that are never offloaded: the first, where nothing before it is trained."""
         return 0 if any(m.part == ("first",) for m in self.moments) else 1
 
     @property
     def parameter_size(self) -> int:
-        """Bytes of a parameter."""
         return dry_run.PRECISIONS[self.subject.precision][0].itemsize
 
     def room(self, moment: Moment, call: OpCall) -> int:
-        """Bytes that the op needs beside its results; where layers differ, the most."""
+        """Bytes that the op needs in addition to its results; where layers differ, the most."""
         piece = moment.piece
         if not piece.op:
             return 0
@@ -172,36 +179,64 @@ def _line(at: tuple[int, int], values: tuple[float, float], x: float) -> float:
 
 
 def footprint(subject: Subject, sizes: tuple[int, int] | None = None, graphs: Graphs | None = None) -> Footprint:
-    """Count four steps; of three and four tiles where the settings have them, after which each holds as much.
+    """Count four steps; with tiles, of three and four tiles, from which on each tile holds the same.
 
     Args:
         sizes: tokens of the steps.
-        graphs: of this model with other settings, kept for those that follow.
+        graphs: cache of this model's compiled blocks.
 
     Raises:
-        RuntimeError: where steps of two lengths or depths are not the same work.
+        RuntimeError: where steps of two lengths or depths differ in more than sizes.
     """
-    depths, settings = (2 * subject.period, 3 * subject.period), subject.memory
-    tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
-    part = None if tile is None else math.lcm(tile, subject.grain)
-    sizes = sizes or (SIZES if part is None else (3 * part, 4 * part))
+    depths = 2 * subject.period, 3 * subject.period
+    sizes = sizes or _lengths(subject.memory)
     graphs = (graphs or Graphs(Tape())) if subject.compile_blocks else None
+    moments, hidden = _counted(subject, depths, sizes, graphs)
+    if subject.bare is not None:
+        bare, _ = _counted(replace(subject, make=subject.bare), depths, sizes, graphs)
+        moments = [_mixed(x, y, subject.share, depths) for x, y in zip(moments, bare, strict=True)]
+    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
+    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
+
+
+def _lengths(settings: MemorySettings) -> tuple[int, int]:
+    """The tokens of the steps to count."""
+    tile = settings.narrow_tile if settings.head_chunks > 1 else settings.tile
+    part = None if tile is None else math.lcm(tile, GRAIN)
+    return SIZES if part is None else (3 * part, 4 * part)
+
+
+def _counted(
+    subject: Subject, depths: tuple[int, int], sizes: tuple[int, int], graphs: Graphs | None
+) -> tuple[list[Moment], dict[str, int]]:
+    """The moments of four steps, and bytes of the hidden states that go into each stack at the first length."""
     tapes = [[_run(subject, depth, tokens, graphs) for tokens in sizes] for depth in depths]
     rows = [
         [list(_named(t.pieces, depth, subject.period)) for t in row] for depth, row in zip(depths, tapes, strict=True)
     ]
-    shapes = {tuple((key, p.op, p.heads) for key, p in found) for row in rows for found in row}
+    shapes = {tuple((key, p.op, p.heads) for key, p in pieces) for row in rows for pieces in row}
     if len(shapes) > 1:
         raise RuntimeError(
-            "steps of two lengths or depths took different ways, so that no third can be told from them."
+            "steps of two lengths or depths were not the same sequence of work, so the memory of others cannot be derived."
         )
     moments = []
     for (key, one), (_, two), (_, three), (_, four) in zip(*rows[0], *rows[1], strict=True):
         held = tuple((x.peak - x.static, y.peak - y.static) for x, y in ((one, two), (three, four)))
         moments.append(Moment(key, one, held, (one.static, three.static)))
-    hidden = tapes[0][0].hidden
-    inner = hidden[subject.decoder.name] // sizes[0] if subject.decoder else 0
-    return Footprint(subject, depths, sizes, hidden[dry_run.MAIN] // sizes[0], tuple(moments), inner)
+    return moments, tapes[0][0].hidden
+
+
+def _mixed(moment: Moment, bare: Moment, share: Fraction, depths: tuple[int, int]) -> Moment:
+    """A moment of a model of which a share of the layers saves what layers without positions save.
+
+    The layer that runs is counted with positions, in whose backward it holds more.
+    """
+    run = depths[1] - depths[0]
+    saved, less = ([(high - low) / run for low, high in zip(*m.held, strict=True)] for m in (moment, bare))
+    off = [float(share) * (x - y) for x, y in zip(saved, less, strict=True)]
+    held = tuple(tuple(round(n - depth * x) for n, x in zip(row, off, strict=True))
+                 for depth, row in zip(depths, moment.held, strict=True))  # fmt: skip
+    return replace(moment, held=held)
 
 
 def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Tape:
@@ -209,9 +244,9 @@ def _run(subject: Subject, depth: int, tokens: int, graphs: Graphs | None) -> Ta
     return dry_run.step(make, batch, subject.precision, subject.memory, graphs)
 
 
-def _named(found: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple, Piece]]:
-    """Pieces by names that fit every depth, without those of blocks in the middle."""
-    for piece in found:
+def _named(pieces: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple, Piece]]:
+    """Pieces by names that are valid for every depth, without those of blocks in the middle."""
+    for piece in pieces:
         if len(piece.part) == 1 or piece.part[0] not in BLOCKS:
             yield piece.part, piece
             continue
@@ -220,10 +255,8 @@ def _named(found: list[Piece], depth: int, period: int) -> Iterator[tuple[tuple,
             yield (piece.part[0], ENDS[group > 0], within), piece
 
 
-#: heads that are counted one by one on many ranks
+#: most heads that are counted on many ranks, see `lighter`
 HEADS = 16
-
-
 #: exchanges that are counted for few ranks only
 FEW_RANKS = ("switch", "ring")
 
@@ -233,14 +266,14 @@ class Exchanged:
     """Bytes on the rank with most of each.
 
     Attributes:
-        plan: what `sequence.plan` says; None where one rank works alone.
-        name: of the exchange; None where nothing crosses a cut. Not the plan's where "auto" takes one that is counted for
-            few ranks only: then the cheapest of the others.
-        kept: rows that stay for the backward, a layer.
-        forward, backward: what a call holds for a while, in all.
+        plan: of the exchange; None on one rank.
+        name: of the exchange; None where no segment crosses a shard. Where "auto" chooses one that is counted for few
+            ranks only, the cheapest of the others.
+        kept: rows saved for the backward, a layer.
+        forward, backward: all that a call holds temporarily.
         queries: rows of q that other ranks' keys reach, over heads.
         decoder: of a second stack's call.
-        others: of the calls of layers 1, 2, ..., where patterns differ; this one and they take turns.
+        others: of the calls of layers 1, 2, ..., where patterns differ; layers cycle through this one and them.
     """
 
     plan: Plan | None = None
@@ -254,7 +287,7 @@ class Exchanged:
 
     @property
     def cycle(self) -> tuple[Exchanged, ...]:
-        """Of the layers that take turns."""
+        """Of each layer of the cycle."""
         return self, *self.others
 
     def most(self, name: str) -> int:
@@ -262,7 +295,7 @@ class Exchanged:
         return max(getattr(x, name) for x in self.cycle)
 
     def kept_by(self, layers: int) -> int:
-        """Bytes of rows that the first so many layers keep."""
+        """Bytes of rows that the first `layers` layers save."""
         return sum(x.kept for x in in_turns(self.cycle, layers))
 
 
@@ -281,28 +314,28 @@ def exchanged(
     """Of N tokens on R ranks; `heads` = (H, K, D).
 
     Raises:
-        ValueError: for an exchange that does not serve, and of many ranks for one that is not simulated.
+        ValueError: for an exchange that cannot run this pattern, and with many ranks for one that is not simulated.
     """
     if ranks == 1:
         return Exchanged()
     problem = make_problem(pattern, tokens, *heads[:2], ranks=ranks, causal=causal)
-    found = plan(problem, exchange, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links)
-    if found.exchange is None:
-        return Exchanged(found)
-    name = found.exchange
+    chosen = plan(problem, exchange, ranks_per_node=per_node, head_dim=heads[2], element_size=element_size, links=links)
+    if chosen.exchange is None:
+        return Exchanged(chosen)
+    name = chosen.exchange
     if exchange == "auto" and ranks > EXACT and name in FEW_RANKS:
-        others = [p for p in found.prices if p.exchange not in FEW_RANKS]
+        others = [p for p in chosen.prices if p.exchange not in FEW_RANKS]
         name = min(others, key=lambda p: p.seconds + p.waiting).exchange if others else "gather"
     if ranks > EXACT:
-        return _priced(found, name, per_node, heads[2], element_size, links)
-    return _of(found, name, moves_of(problem, name, per_node), heads[2], element_size)
+        return _priced(chosen, name, per_node, heads[2], element_size, links)
+    return _of(chosen, name, moves_of(problem, name, per_node), heads[2], element_size)
 
 
-def _priced(found: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
-    """Of many ranks: a rank is taken to send as much as the one that receives most, and keys of other ranks to reach as many
-    queries as the densest branch wider than a rank has."""
-    problem = found.problem
-    prices = found.prices or (price(problem, name, per_node, dim, size, links),)
+def _priced(chosen: Plan, name: str, per_node: int, dim: int, size: int, links: Links) -> Exchanged:
+    """With many ranks: a rank is assumed to send as much as the one that receives most, and keys of other ranks to reach as
+    many queries as the densest branch wider than a rank has."""
+    problem = chosen.problem
+    prices = chosen.prices or (price(problem, name, per_node, dim, size, links),)
     kept = next(p for p in prices if p.exchange == name).kept
     own, wide = problem.shard.longest, max(4, size)
     served = lambda b: problem.num_heads if b.heads is None else len(b.heads)  # noqa: E731
@@ -313,10 +346,10 @@ def _priced(found: Plan, name: str, per_node: int, dim: int, size: int, links: L
     ]
     queries = max(rows, default=0)
     few = queries * dim * (2 * size + wide), queries * dim * (3 * size + wide)
-    return Exchanged(found, name, kept, 2 * kept + few[0], 3 * kept * wide // size + few[1], queries)
+    return Exchanged(chosen, name, kept, 2 * kept + few[0], 3 * kept * wide // size + few[1], queries)
 
 
-def _of(found: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged:
+def _of(chosen: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged:
     wide = max(4, size)
     landed, packed = (sum(getattr(r, side) for r in moves.rounds) for side in ("landed", "packed"))
     row, wide_row = 2 * dim * size, 2 * dim * wide
@@ -334,7 +367,7 @@ def _of(found: Plan, name: str, moves: Moves, dim: int, size: int) -> Exchanged:
         forward, backward = rounds * row + few[0], rounds * (row + wide_row) + few[1]
         kept = 0 * landed if ring else landed * row
     top = lambda x: round(float(x.max()))  # noqa: E731
-    return Exchanged(found, name, top(kept), top(forward), top(backward), top(queries))
+    return Exchanged(chosen, name, top(kept), top(forward), top(backward), top(queries))
 
 
 def of_call(
@@ -355,13 +388,13 @@ def of_subject(
 ) -> Exchanged:
     """`exchanged` of the calls of both stacks of a model."""
     of = functools.partial(of_call, tokens=tokens, ranks=ranks, per_node=per_node, exchange=exchange, links=links)
-    found = of(subject.call)
-    return found if subject.decoder is None else replace(found, decoder=of(subject.decoder.call))
+    main = of(subject.call)
+    return main if subject.decoder is None else replace(main, decoder=of(subject.decoder.call))
 
 
 def lighter(call: OpCall, ranks: int) -> OpCall:
-    """The call with fewer and wider heads on many ranks, where each head is counted by itself: as many bytes and FLOPs, with
-    as many query heads for each kv head."""
+    """The call with fewer and wider heads on many ranks, where counting each head takes long: the same bytes, FLOPs and
+    query heads for each kv head."""
     group = call.heads // call.kv_heads
     if ranks <= EXACT or call.heads <= HEADS or any(b.heads is not None for x in call.cycle for b in x.branches):
         return call
@@ -369,12 +402,12 @@ def lighter(call: OpCall, ranks: int) -> OpCall:
     return replace(call, heads=kv * group, kv_heads=kv, head_dim=call.head_dim * call.kv_heads // kv)
 
 
-def sharded(call: OpCall, tokens: int, ranks: int, found: Exchanged) -> OpCall:
+def sharded(call: OpCall, tokens: int, ranks: int, rows: Exchanged) -> OpCall:
     """A call of one rank as the rank in the middle of a sequence of N tokens makes it."""
-    own = -(-tokens // ranks)
+    tokens_here = -(-tokens // ranks)
     if ranks == 1:
         return replace(call, tokens=tokens)
     rank = ranks // 2
-    own = min(own, tokens - rank * own) if tokens > rank * own else own
-    final = found.most("queries") <= FEW * own * call.heads
-    return replace(call, tokens=own, whole=tokens, offset=rank * own, final=final)
+    tokens_here = min(tokens_here, tokens - rank * tokens_here) if tokens > rank * tokens_here else tokens_here
+    final = rows.most("queries") <= FEW * tokens_here * call.heads
+    return replace(call, tokens=tokens_here, whole=tokens, offset=rank * tokens_here, final=final)

@@ -1,9 +1,4 @@
-"""Meter: the bytes of living tensors, counted by their storages as operations make them; real tensors and fake ones.
-
-Storages are followed by weak references: what frees them is of no concern, and nothing is kept alive.
-
-Tape: a meter whose peaks are noted piece by piece, a piece for each part of a step and for each call of the op.
-"""
+"""Meter counts the bytes of the tensors that live, and Tape splits a counted step into pieces."""
 
 from __future__ import annotations
 
@@ -19,8 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 from torch.utils._pytree import tree_leaves
+
+from lightning_dilated._compat.torch import TorchDispatchMode, in_dispatch_mode, run_on_device, storage_key
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -46,10 +42,10 @@ class _Held:
 
 
 class Meter(TorchDispatchMode):
-    """Within, every storage that an operation reads or makes is counted once, from when it is first seen until it is freed.
+    """Within, every storage that an operation reads or makes is counted once, from its first use until it is freed.
 
     Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage that
-    is freed after the meter was left is still taken off; new ones are seen only within. Storages that were there before are
+    is freed after the meter was left is still subtracted; new ones are seen only within. Storages that were there before are
     counted from the first operation that reads them, or from `track` on.
 
     Not seen: memory that an operator written in C++ takes and gives back within a call, `UntypedStorage.resize_` until an
@@ -59,8 +55,8 @@ class Meter(TorchDispatchMode):
     Args:
         device: count tensors of this device type only ("cuda" for fake tensors that claim to lie there); None: all.
         round_to: sizes are rounded up to a multiple, as an allocator does (512 on CUDA); 1: not.
-        record: keep `events`, so that kinds at the peak can be told later.
-        labels: called after each operation with (operator, its tensors, its results); gives (tensor, kind) pairs, for
+        record: keep `events`, for the kinds at the peak.
+        labels: called after each operation with (operator, its tensors, its results); returns (tensor, kind) pairs, for
             tensors that have no kind yet, or one by `mark`.
 
     Attributes:
@@ -87,34 +83,34 @@ class Meter(TorchDispatchMode):
         self._since = 0  # the first event after `reset_peak`
         self._lock = threading.RLock()  # storages are freed in other threads, too
 
-    # -- what is asked -----------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
     def reset_peak(self) -> None:
-        """`peak` starts anew from what lives now."""
+        """Restart `peak` from what lives now."""
         self.peak, self._since = self.live, len(self.events)
 
     def track(self, tensors: Iterable[Tensor | None], kind: str) -> int:
         """Give the tensors' storages a kind, and count those not yet seen; the bytes of all of them, each storage once."""
         with self._lock:
-            found = [x for t in tensors if t is not None for x in self._see(t, False)]
-            self._kinds.update((x.serial, kind) for x in found)
-        return sum({x.serial: x.size for x in found}.values())
+            storages = [x for t in tensors if t is not None for x in self._see(t, False)]
+            self._kinds.update((x.serial, kind) for x in storages)
+        return sum({x.serial: x.size for x in storages}.values())
 
     def mark(self, kind: str) -> int:
         """Give a kind to what was made within, lives and has none, such as `ACTIVATIONS` when a forward ends; its bytes."""
         with self._lock:
             known = self._kinds.keys() | self._marked.keys() | self.adopted
-            found = [x for x in self._held.values() if x.serial not in known]
-            self._marked.update((x.serial, kind) for x in found)
-            return sum(x.size for x in found)
+            storages = [x for x in self._held.values() if x.serial not in known]
+            self._marked.update((x.serial, kind) for x in storages)
+            return sum(x.size for x in storages)
 
     def by_kind(self) -> dict[str, int]:
         """Bytes that live now, by kind; they add up to `live`."""
-        found: dict[str, int] = {}
+        sizes: dict[str, int] = {}
         with self._lock:
             for x in self._held.values():
                 kind = self.kind(x.serial)
-                found[kind] = found.get(kind, 0) + x.size
-        return {kind: n for kind, n in found.items() if n}
+                sizes[kind] = sizes.get(kind, 0) + x.size
+        return {kind: n for kind, n in sizes.items() if n}
 
     def peak_by_kind(self) -> dict[str, int]:
         """Bytes at the first moment of `peak`, by the kinds that storages have by now; they add up to `peak`.
@@ -144,7 +140,7 @@ class Meter(TorchDispatchMode):
             yield number, seconds, total, held
 
     def restart(self, keep: Sequence[str] = ()) -> None:
-        """Begin anew from nothing, but for living storages of the kinds to keep, which count as there before."""
+        """Restart from nothing, except living storages of the kinds to keep, which count as adopted."""
         with self._lock:
             self._held = {key: x for key, x in self._held.items() if self.kind(x.serial) in keep}
             kept = {x.serial: x.size for x in self._held.values()}
@@ -154,60 +150,58 @@ class Meter(TorchDispatchMode):
             self.reset_peak()
 
     def close(self) -> None:
-        """Follow nothing any more; the numbers stay."""
+        """Stop tracking; the numbers stay."""
         with self._lock:
             self._held.clear()
 
     # -- what happens ------------------------------------------------------------------------------------------------
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count its results."""
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
         kwargs = kwargs or {}
-        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
-            for t in given:
+            for t in inputs:
                 self._see(t, func in FRESH)
-        out = self._run(func, args, kwargs, given)
-        made = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        out = self._run(func, args, kwargs, inputs)
+        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*given, *made) if func._schema.is_mutable else made:  # mutable: may have been resized
+            for t in (*inputs, *results) if func._schema.is_mutable else results:  # mutable: may have been resized
                 self._see(t, True)
-            for t, kind in self.labels(func, given, made) if self.labels else ():
+            for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
                     self._kinds.setdefault(x.serial, kind)
         return out
 
-    def _run(self, func: Any, args: Any, kwargs: Any, given: list[Tensor]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
-        plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in given)
-        if func.namespace not in LOOK_INTO or not given or not plain or _get_current_dispatch_mode() is not None:
+        plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
+        if func.namespace not in LOOK_INTO or not inputs or not plain or in_dispatch_mode():
             return func(*args, **kwargs)
-        key = getattr(torch._C.DispatchKey, torch._C._dispatch_key_for_device(given[0].device.type))
         with self:
-            return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
+            return run_on_device(func, inputs[0].device.type, args, kwargs)
 
-    def _see(self, tensor: Tensor, made: bool) -> list[_Held]:
+    def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
         """Count a tensor's storages as large as they are now."""
-        found = []
+        storages = []
         for part in parts(tensor):
             if self.device not in (None, part.device.type):
                 continue
             storage = part.untyped_storage()
-            key = storage._cdata
+            key = storage_key(storage)
             held = self._held.get(key)
             if held is None or held.ref() is not storage:
                 if held is not None:
                     self._gone(key, held.ref)
                 held = _Held(next(self._serials), 0, weakref.ref(storage, partial(self._gone, key)))
                 self._held[key] = held
-                if not made:
+                if not new:
                     self.adopted.add(held.serial)
             size = -(-storage.nbytes() // self.round_to) * self.round_to
             if size != held.size:
                 self._change(held, size)
-            found.append(held)
-        return found
+            storages.append(held)
+        return storages
 
     def _change(self, held: _Held, size: int) -> None:
         delta, held.size = size - held.size, size
@@ -217,7 +211,6 @@ class Meter(TorchDispatchMode):
             self.events.append((held.serial, delta, time.perf_counter()))
 
     def _gone(self, key: int, ref: weakref.ref) -> None:
-        """A storage was freed."""
         with self._lock:
             held = self._held.get(key)
             if held is None or held.ref is not ref:
@@ -233,8 +226,8 @@ class Meter(TorchDispatchMode):
 def parts(tensor: Tensor) -> Iterator[Tensor]:
     """The tensors with storages of their own that a tensor is made of."""
     if type(tensor) is not Tensor and hasattr(tensor, "__tensor_flatten__"):
-        held = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-        for x in held:
+        inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        for x in inner:
             if isinstance(x, Tensor):  # a DTensor names its mesh, too
                 yield from parts(x)
     elif tensor.layout is torch.strided:
@@ -257,7 +250,7 @@ class Piece:
 
     Attributes:
         part: of the step, such as ("forward", 0) for the first block's.
-        peak: the most bytes at once, without what the op holds beside its results.
+        peak: the most bytes at once, without the op's workspace.
         static: bytes of parameters and gradients when it began.
         op: FORWARD or BACKWARD where the piece is one call of the op, "" elsewhere.
         heads, dtype: query heads of that call, and the dtype of q.
@@ -292,7 +285,7 @@ class Tape(Meter):
         self.part = part or self.part
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """`run` as a piece of its own, so that what a loop over tiles holds is told from what is held around it."""
+        """`run` as a piece of its own, which separates what a loop over tiles holds from what is held around it."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self.enter()
@@ -309,18 +302,17 @@ class Tape(Meter):
         self._static = sum(x.nbytes for p in self.parameters for x in (p, p.grad) if x is not None)
         self.reset_peak()
 
-    def _after(self, func: Any, given: Sequence[Tensor], made: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
+    def _after(self, func: Any, inputs: Sequence[Tensor], results: Sequence[Tensor]) -> Iterable[tuple[Tensor, str]]:
         ops = torch.ops.lightning_dilated
         if func in (ops.attention.default, ops.attention_backward.default):
             forward = func is ops.attention.default
             # before it at most as much as with its results, where they made the peak
             self.pieces.append(Piece(self.part, self.peak, self._static))
-            self.peak, q = self.live, given[0 if forward else 1]
+            self.peak, q = self.live, inputs[0 if forward else 1]
             self._cut(FORWARD if forward else BACKWARD, q)
         return ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count, unless paused."""
         if func is torch.ops.prim.device.default:  # asked very often
             return args[0].fake_device
         if self._paused:
@@ -329,7 +321,7 @@ class Tape(Meter):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Within, results are not counted, until `count` is told of them."""
+        """Within, results are not counted; `count` counts them afterwards."""
         before, self._paused = self._paused, True
         try:
             yield

@@ -1,8 +1,6 @@
-"""What a call that exchanges rows holds beside its own: rows received, sends in flight, gradients on their way home.
+"""Bytes that the attention op holds on a GPU beside its inputs and results; integers only.
 
-What the op holds on a GPU beside its inputs and results: parts of stretches and the engine's own room; integers only.
-
-Counted along the way that `attention.local` takes, with its own stretches, launches and limits.
+Follows the executors' own chunks, launches and limits.
 
 Shape letters: N tokens of the sequence, L of a rank, H query heads, K kv heads, D head dim, R ranks, B batch, n rows of
 a block.
@@ -30,8 +28,8 @@ from lightning_dilated.pattern.rows import Block, blocks
 
 #: bytes of a log-sum-exp
 LSE = 4
-#: numbers of fp32 a row that an engine's backward keeps beside its results: delta, the log-sum-exp in its order, and for
-#: these engines the sum of dq's D columns (measured on an H200: 8.10 GiB of the op at 1,048,576 tokens are 8.08 so)
+#: engines whose backward holds, beside fp32 delta and log-sum-exp of each row, an fp32 sum of dq's D columns (on an H200
+#: 8.08 GiB of the measured 8.10 GiB of the op at 1,048,576 tokens)
 SUMS_DQ = ("cudnn", "flash")
 
 
@@ -40,16 +38,16 @@ class OpCall:
     """One call of the op on a GPU.
 
     Attributes:
-        pattern, heads, kv_heads, head_dim, causal: H, K, D.
+        heads, kv_heads, head_dim: H, K, D.
         dtype: of q, k and v.
         tokens, batch: L and B of this rank.
-        whole, offset: tokens of the whole sequence (None: L), and where this rank's begin in it.
-        window: (first, stop) of the H query heads that the call has; None: all.
-        final: whether nothing is merged into out afterwards, as rows of other ranks are where they reach many queries.
+        whole, offset: tokens of the whole sequence (None: L), and the position of this rank's first.
+        window: (first, stop) of the call's query heads; None: all H.
+        final: whether nothing is merged into out afterwards, as rows of other ranks are if they reach many queries.
         dropout: whether attention weights are dropped.
         engine: as the models take it.
         capability: of the GPU.
-        others: the patterns of the calls of layers 1, 2, ..., where they differ; `pattern` and they take turns.
+        others: the patterns of layers 1, 2, ..., where they differ; layers cycle through `pattern` and them.
     """
 
     pattern: DilatedPattern
@@ -71,11 +69,11 @@ class OpCall:
 
     @property
     def cycle(self) -> tuple[DilatedPattern, ...]:
-        """The patterns that layers 0, 1, ... take in turns."""
+        """The patterns that layers 0, 1, ... cycle through."""
         return self.pattern, *self.others
 
     def layers(self, depth: int) -> list[tuple[OpCall, int]]:
-        """The calls of `depth` layers, each of one pattern, and how many layers make it."""
+        """The different calls of `depth` layers, each with the number of layers that make it."""
         counts = Counter(in_turns(self.cycle, depth))
         return [(replace(self, pattern=pattern, others=()), layers) for pattern, layers in counts.items()]
 
@@ -111,7 +109,7 @@ class OpCall:
 
     @property
     def call(self) -> Call:
-        """What `attention.place` makes of it."""
+        """As the executors describe it."""
         window = self.window or (0, self.heads)
         scale = self.head_dim**-0.5
         return Call(engine_of(self), self.pattern, self.heads, self.kv_heads, window, self.causal, scale)
@@ -130,10 +128,10 @@ class OpCall:
 
 @functools.lru_cache(maxsize=4096)
 def engine_of(x: OpCall) -> Engine:
-    """The engine that a GPU of this capability takes, whatever this machine has.
+    """The engine that a GPU of this capability uses, whatever this machine has.
 
     Raises:
-        ValueError: where none serves.
+        ValueError: if no engine can run the call.
     """
     shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
     flops = grouped.block_flops(x.of, x.causal, x.spans, shape) if x.engine == "auto" else float("inf")
@@ -153,23 +151,23 @@ def _anywhere(device: torch.device) -> None:
 
 @functools.lru_cache(maxsize=4096)
 def workspace(x: OpCall) -> tuple[int, int]:
-    """Bytes that the op holds at most beside its inputs and results, in the forward and in the backward."""
+    """The most bytes that the op holds beside its inputs and results, in the forward and in the backward."""
     if not x.rows:
         return 0, 0
     call, spans = x.call, x.spans
-    found = _grouped(x, call, spans) or (_fused(x, call, spans) if _serves(x) else _blockwise(x, call, spans))
-    return max(0, found[0] - x.results[0]), max(0, found[1] - x.results[1])
+    peaks = _grouped(x, call, spans) or (_fused(x, call, spans) if _serves(x) else _blockwise(x, call, spans))
+    return max(0, peaks[0] - x.results[0]), max(0, peaks[1] - x.results[1])
 
 
 def _serves(x: OpCall) -> bool:
-    """`fused.serves` of a GPU."""
+    """As `fused.serves` on a GPU."""
     overlap = sum(len(b.heads or range(x.heads)) / x.heads / b.dilation_rate for b in x.pattern.branches)
     return overlap <= fused.OVERLAP and x.dtype in fused.DTYPES
 
 
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
 def _grouped(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int] | None:
-    """As `attention.grouped`; None where it does not serve."""
+    """As `executors.grouped`; None where it cannot run the call."""
     shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
     if (
         call.engine.name != "triton"
@@ -184,19 +182,19 @@ def _grouped(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int] | None
         return None
     most, places = max(launches), 8 if x.dropout else 0
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
-    # log-sum-exp and delta of each row, then dk and dv, which go before dq comes
+    # log-sum-exp and delta of each row, then dk and dv, which are freed before dq is allocated
     return out + most * (x.row + LSE + places), x.results[1] + most * (2 * LSE + 2 * x.row + places)
 
 
 def _rows(x: OpCall, span: Span) -> int:
-    found = blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, x.window or (0, x.heads), False)
-    return sum(b.segments * b.heads * b.rows for b in found)
+    each = blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, x.window or (0, x.heads), False)
+    return sum(b.segments * b.heads * b.rows for b in each)
 
 
-# -- stretch by stretch ------------------------------------------------------------------------------------------------
+# -- chunk by chunk ---------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Pass:
-    """Bytes of a row of a block's part, those that the engine frees when it is done, and those of the results."""
+    """Bytes of a row of a block's part, those that the engine frees at its end, and those of the results."""
 
     part: int
     engine: int
@@ -204,7 +202,7 @@ class _Pass:
 
 
 def _fused(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
-    """As `attention.fused`."""
+    """As `executors.fused`."""
     q, k, v = x.tensors()
     made, own = fused._pieces(call, spans, [q, k, v], (fused.FORWARD, fused.FORWARD), x.final)
     wide = 0 if x.final else x.rows * x.head_dim * 4
@@ -218,8 +216,8 @@ def _fused(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
 
 
 def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Chunk]], own: int | None, one: _Pass) -> int:
-    """The most that is held at once: the results, once the first parts are made, and the parts of a stretch and of those
-    that it lies in."""
+    """The most that is held at once: the results, once the first parts exist, and the parts of a chunk and of the chunks
+    around it."""
     peak, results = 0, 0
     for span, made in pieces:
         live = results
@@ -250,7 +248,7 @@ def _bytes(span: Span, block: Block, row: int) -> int:
 
 # -- block by block ----------------------------------------------------------------------------------------------------
 def _blockwise(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
-    """As `attention.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
+    """As `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
     wide = max(4, x.dtype.itemsize)
     most = 0
     for span in spans:
@@ -259,7 +257,7 @@ def _blockwise(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
     sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
     out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
     back = x.results[1] // x.dtype.itemsize * wide
-    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, beside the sums
+    rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, in addition to the sums
     narrow = x.rows * x.row if wide != x.dtype.itemsize else 0
     return max(out, x.rows * (x.head_dim * wide + LSE) + narrow), back + max(
         rounded, most * (3 * x.row + sums + 2 * LSE)

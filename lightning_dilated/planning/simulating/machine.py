@@ -1,4 +1,4 @@
-"""Machine: what one device was measured to need for the parts of a training step, from which the steps of many are reckoned.
+"""Machine: the measured times of one device for the parts of a training step, from which steps of many are simulated.
 
 Shape letters: L tokens of a rank, H query heads, K kv heads, D head dim, S rows of a segment (w / r).
 """
@@ -31,12 +31,12 @@ class Line:
             real(value, f"Line.{name}", least=0)
 
     def of(self, size: Any, calls: Any = 1) -> Any:
-        """Seconds of `calls` calls of `size` pairs or bytes in all; of arrays, one by one."""
+        """Seconds of `calls` calls with `size` pairs or bytes in total; elementwise for arrays."""
         return self.fixed * calls + self.each * size
 
     @classmethod
     def fit(cls, points: Iterable[tuple[float, float]]) -> Line:
-        """The line with the least squares of relative errors through (size, seconds), neither part of it below 0.
+        """The line with the least squared relative errors through (size, seconds), with both parts at least 0.
 
         Raises:
             ValueError: with fewer than two different sizes.
@@ -59,10 +59,9 @@ class Parts:
     """Seconds of the parts of a step of `tokens` tokens on one device.
 
     Attributes:
-        attention_forward, attention_backward: a rank's own attention with the pattern geometric(first, tokens), alone or in
-            a sequence.
-        wide_forward, wide_backward: what one more branch, with segments wider than the rank's tokens, adds to that: the
-            pairs of its own tokens.
+        attention_forward, attention_backward: a rank's local attention with the pattern geometric(first, tokens).
+        wide_forward, wide_backward: added by one more branch with segments wider than the rank's tokens, for the pairs of
+            its own tokens.
         rest_forward, rest_backward: a block without the op.
         edge_forward, edge_backward: embedding, last norm, output projection and loss.
     """
@@ -92,12 +91,12 @@ class Machine:
         dim, depth, heads, head_dim, kv_heads, hidden, vocab, precision, causal: the model; `precision` is the Trainer's.
         first: shortest segment of the geometric pattern whose local branches were measured.
         block_parameters, edge_parameters: parameters of a block, and of all that is no block.
-        parts: seconds by tokens; rising.
+        parts: seconds at rising numbers of tokens.
         optimizer: seconds of the optimizer's step over all parameters.
-        again: a recomputed forward of a block without the op, over its first one (`Parts.rest_forward`).
-        arrive_forward, arrive_backward: seconds of a batch of wants by its (query, key) pairs, over heads.
+        again: the time of a recomputed forward of a block without the op, relative to the first (`Parts.rest_forward`).
+        arrive_forward, arrive_backward: seconds of a batch of arriving rows by its (query, key) pairs, over heads.
         pack: seconds of gathering rows of K and V into a buffer, by the buffer's bytes.
-        add: seconds of summing gradients that came home, by their bytes.
+        add: seconds of summing returned gradients, by their bytes.
         few_forward, few_backward: seconds of picking the query rows that other ranks' keys reach and of adding to them and
             to their keys, by the number of such query rows, over heads.
 
@@ -156,7 +155,7 @@ class Machine:
         return 4 if self.precision.endswith("mixed") else self.element_size
 
     def at(self, tokens: int) -> Parts:
-        """The parts at L tokens: on the line between the measured neighbours; beyond the ends in proportion."""
+        """The parts at L tokens: interpolated between measured neighbours; beyond the ends proportional."""
         integer(tokens, "tokens", 1)
         for low, high in itertools.pairwise(self.parts):
             if low.tokens <= tokens <= high.tokens:
@@ -166,7 +165,7 @@ class Machine:
         return _sum(tokens, (nearest, tokens / nearest.tokens))
 
     def require(self, **sizes: Any) -> Machine:
-        """This machine, or an error where the model asked for is not the one that was measured.
+        """This machine, or an error if another model was measured.
 
         Args:
             sizes: fields of the model by name, such as dim=768, causal=True.
@@ -190,7 +189,6 @@ class Machine:
         return self
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
         Path(path).write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
 
     @classmethod
@@ -202,16 +200,16 @@ class Machine:
             TypeError, ValueError: for a file that is something else, naming what is missing or unknown.
         """
         try:
-            found = json.loads(Path(path).read_text())
+            fields = json.loads(Path(path).read_text())
         except (ValueError, RecursionError) as error:  # the latter for values nested too deeply
             raise ValueError(
                 f"{path} is no JSON: {error}. It should be what benchmarks/step_parts.py --output wrote."
             ) from None
-        found = _checked(path, cls, found)
-        found["parts"] = tuple(Parts(**_checked(path, Parts, x)) for x in found["parts"])
+        fields = _checked(path, cls, fields)
+        fields["parts"] = tuple(Parts(**_checked(path, Parts, x)) for x in fields["parts"])
         for name in ("arrive_forward", "arrive_backward", "pack", "add", "few_forward", "few_backward"):
-            found[name] = Line(**_checked(path, Line, found[name]))
-        return cls(**found)
+            fields[name] = Line(**_checked(path, Line, fields[name]))
+        return cls(**fields)
 
 
 def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
@@ -219,10 +217,10 @@ def _sum(tokens: int, *shares: tuple[Parts, float]) -> Parts:
     return Parts(tokens, *(sum(share * getattr(part, name) for part, share in shares) for name in names))
 
 
-def _checked(path: str | Path, kind: type, found: Any) -> dict[str, Any]:
-    """`found`, if it has the fields of a dataclass and no others."""
+def _checked(path: str | Path, kind: type, fields: Any) -> dict[str, Any]:
+    """The fields, if they are those of a dataclass and no others."""
     want = {f.name for f in dataclasses.fields(kind)}
-    have = set(found) if isinstance(found, dict) else set()
+    have = set(fields) if isinstance(fields, dict) else set()
     if have != want:
         parts = [
             f"{word} {', '.join(sorted(x))}" for word, x in (("lacks", want - have), ("has unknown", have - want)) if x
@@ -230,4 +228,4 @@ def _checked(path: str | Path, kind: type, found: Any) -> dict[str, Any]:
         raise ValueError(
             f"{path}: a {kind.__name__} {' and '.join(parts)}. Measure anew: benchmarks/step_parts.py --output."
         )
-    return dict(found)
+    return dict(fields)

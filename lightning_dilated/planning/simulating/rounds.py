@@ -1,16 +1,15 @@
 """What one call of sharded attention moves and computes on every rank, as arrays over the ranks.
 
-Up to `EXACT` ranks every number is counted from the ranks' own programs; for more see `many`. The pairs of arriving
-rows are counted for all ranks at once and are exact for any number of ranks.
+Up to `EXACT` ranks every number is counted from the ranks' own programs (`exact`), for more without them (`many`). The pairs
+of arriving rows are counted for all ranks at once and are exact for any number of ranks.
 
-What an exchange moves on each of very many ranks, without their programs: gather, butterfly, their hierarchical forms.
-
-The butterflies are counted half by half and are exact. A gather's rows are counted as if branches nested, for all ranks at
-once, times the ratio of the exact counts of `SAMPLES` ranks to that, which is 1 for nested patterns. Besides:
+With many ranks the butterflies are counted half by half and are exact. A gather's rows are counted as if branches nested,
+for all ranks at once, times the ratio of the exact counts of `SAMPLES` ranks to that, which is 1 for nested patterns.
+Further assumptions:
   - a gather's rank sends as much as it receives; causal, as much as its mirror rank (R - 1 - rank) receives;
   - it waits for every rank of its segment of the widest branch, and exchanges messages with as many as sampled ranks do,
-    with those between them on a line;
-  - a hierarchical gather's second round sends what the ranks of the node receive on the mean.
+    interpolated between those;
+  - a hierarchical gather's second round sends what the ranks of the node receive on average.
 
 Shape letters: N tokens, L tokens of a rank, R ranks, H query heads, w segment length, r dilation rate, o offset.
 """
@@ -31,7 +30,7 @@ from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.switch import Switched
 from lightning_dilated.sequence.requirements import Problem, served
 
-#: up to so many ranks the programs of all of them are counted
+#: up to this many ranks the programs of all are counted
 EXACT = 16
 
 Array = NDArray[np.float64]
@@ -42,10 +41,10 @@ class Rows:
     """One all-to-all on all ranks.
 
     Attributes:
-        sent, received: (2, R) rows to and from others inside the node, and outside it.
-        messages: (R,) peers that a rank sends to or receives from, the more of both.
-        packed, landed: (R,) rows of the send and the receive buffer, copies to itself among them.
-        peers: whom a rank waits for: (R, R) booleans; or (R,) integers, ranks of one number waiting for each other.
+        sent, received: (2, R) rows to and from other ranks, intra-node and inter-node.
+        messages: (R,) peers that a rank sends to or receives from, whichever is more.
+        packed, landed: (R,) rows of the send and the receive buffer, with a rank's copies to itself.
+        peers: whom a rank waits for: (R, R) booleans; or (R,) integers, equal ones waiting for each other.
     """
 
     sent: Array
@@ -56,7 +55,7 @@ class Rows:
     peers: NDArray
 
     def back(self) -> Rows:
-        """The same ways in the other direction."""
+        """The same round in the other direction."""
         return Rows(self.received, self.sent, self.messages, self.landed, self.packed, self.peers)
 
     def latest(self, times: Array) -> Array:
@@ -73,11 +72,11 @@ class Moves:
     """The exchange of one call on all ranks.
 
     Attributes:
-        style: "kept" (rows stay, gradients go back through the rounds), "ring" (rows travel twice) or "switch".
+        style: "kept" (rows are saved, gradients return through the rounds), "ring" (rows travel twice) or "switch".
         rounds: of the forward; of a switch those of keys and of queries.
-        returns: the ways home of a ring.
-        pairs, batches: (rounds, R) what a rank computes once a round has come, and in how many calls.
-        queries: (R,) query rows, over heads, that other ranks' keys reach; as if those of a wide branch lay among a
+        returns: the rounds that return a ring's gradients.
+        pairs, batches: (rounds, R) what a rank computes once a round has arrived, and in how many calls.
+        queries: (R,) query rows, over heads, that other ranks' keys reach; as if those of a wide branch were among a
             narrower one's.
     """
 
@@ -125,7 +124,7 @@ def _rows(steps: list[Round], per_node: int) -> Rows:
 
 @dataclass(frozen=True)
 class Reach:
-    """What the queries of one head and branch see beyond their rank: arrays over ranks.
+    """The keys of other ranks that the queries of one head and branch see: arrays over ranks.
 
     `first` is the position of index 0 of their segment, which holds [start, stop).
     """
@@ -185,18 +184,18 @@ def reaches(problem: Problem) -> Iterator[Reach]:
 
 
 def reached(problem: Problem) -> Array:
-    """`Moves.queries`: of each head those of the branch that has most."""
-    found: dict[int, dict[int, Array]] = {}
+    """`Moves.queries`: of each head, those of the branch with most."""
+    by_head: dict[int, dict[int, Array]] = {}
     for x in reaches(problem):
-        of_head = found.setdefault(x.head, {})
+        of_head = by_head.setdefault(x.head, {})
         of_head[x.branch] = of_head.get(x.branch, 0) + x.queries
-    return sum((np.max(list(of_head.values()), 0) for of_head in found.values()), np.zeros(problem.shard.ranks))
+    return sum((np.max(list(of_head.values()), 0) for of_head in by_head.values()), np.zeros(problem.shard.ranks))
 
 
 def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple[Array, Array]:
     """(pairs, batches), (rounds, R) each: computed after the round that brings the last of their rows.
 
-    In the hierarchical forms a rank has a branch's rows a round sooner than said here where all are in its own share.
+    In the hierarchical forms a rank has a branch's rows a round sooner than this if all are in its own share.
     """
     ranks = problem.shard.ranks
     pairs, batches = np.zeros((rounds, ranks)), np.zeros((rounds, ranks))
@@ -210,7 +209,7 @@ def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple
 
 
 def _different(found: list[Reach]) -> NDArray:
-    """How many sizes of (queries, keys) each rank has: requests of one size are one call."""
+    """The number of different sizes of (queries, keys) on each rank: requests of one size are one call."""
     codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in found]), 0)
     new = np.concatenate([np.ones_like(codes[:1], dtype=bool), codes[1:] != codes[:-1]]) & (codes > 0)
     return new.sum(0)

@@ -1,16 +1,18 @@
-"""One training step on R ranks, event by event, from the plan of its exchange and what one device was measured to need.
+"""One training step on R ranks, event by event, from the plan of its exchange and the measured times of one device.
 
-The order of events is the code's: each block's forward with its attention as `attention.sharded` runs it; the backward with
-what is recomputed, arrivals first, gradients home while local blocks run; gradients averaged after it, or on several nodes
-in buckets beside it; the optimizer at the end. Taken from the machine are compute times, from `Links` speeds. What is not
-reckoned with:
-  - communication that slows computation, or other communication, down; the host (agreeing, launches), which runs ahead;
-  - loading, logging, and what the Trainer does between steps, but for a fixed `overhead`; reductions of single numbers;
+The order of events is the code's: each block's forward with its attention as `attention.executors.remote` runs it; the
+backward with its recomputation, arrivals first, gradients sent back to their owners while local blocks run; gradients
+averaged after it, or on several nodes in buckets concurrently with it; the optimizer at the end. Compute times come from the
+machine, speeds from `Links`. Not simulated:
+  - communication that slows computation, or other communication, down; the host (control messages, launches), which runs
+    ahead;
+  - loading, logging, and what the Trainer does between steps, except for a fixed `overhead`; reductions of single numbers;
   - fp32 copies of all rows in the forward of a switch; those of a dense pattern, most of whose rows get something from
     others, are priced as rows that are picked;
-  - ranks with fewer tokens than others: all are given the work of the longest shard, except what arrives, which is each
-    rank's own (causal: the later the rank, the more).
-With more than `rounds.EXACT` ranks some counts are approximate, see `planning.simulating.many`.
+  - ranks with fewer tokens than others: all have the local work of the longest shard. Arrivals are each rank's own (causal:
+    the later the rank, the more), and the step lasts as long as the busiest rank's.
+With more than `rounds.EXACT` ranks some counts are approximate, see `rounds.many`.
+
 Shape letters: N tokens, L tokens of a rank, R ranks, w segment length.
 """
 
@@ -49,6 +51,8 @@ class Step:
         alone: seconds of a step of one rank with as many tokens and the branches that fit them.
         compute: seconds by kind of work on the rank that has most of it.
         exposed: seconds that that rank waits for communication or for other ranks.
+        uneven: seconds that that rank computes longer than the average rank: in a causal, contiguous run the last rank's
+            queries see most keys.
         moved: bytes received by all ranks, by (pass, "near" or "far"); the passes are forward, again (recomputed forwards),
             backward and gradients.
         events: of the rank that was watched.
@@ -64,10 +68,10 @@ class Step:
     exposed: float
     moved: Mapping[tuple[str, str], float]
     events: tuple[Event, ...] = ()
+    uneven: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens/s of one rank."""
         return self.tokens / self.ranks / self.seconds
 
     @property
@@ -76,7 +80,7 @@ class Step:
         return self.alone / self.seconds
 
     def bytes(self, *runs: str) -> tuple[float, float]:
-        """(near, far) bytes that a rank receives on the mean in the passes named, or in all of the exchange."""
+        """(intra-node, inter-node) bytes that a rank receives on average in these passes, by default all of the exchange."""
         runs = runs or ("forward", "again", "backward")
         return tuple(sum(self.moved.get((run, side), 0.0) for run in runs) / self.ranks for side in ("near", "far"))
 
@@ -100,29 +104,29 @@ def simulate(
     """A step of the machine's model over one sequence of L * R tokens.
 
     Args:
-        machine: what one device needs.
-        pattern: of every layer, or those that layers 0, 1, ... take in turns.
+        machine: measured times of one device.
+        pattern: of every layer, or a list that layers 0, 1, ... cycle through.
         tokens: L, of each rank.
         ranks: R.
-        exchange: "auto" or a name of `EXCHANGES`, or one for each of the patterns; "ring" and "switch" for up to
+        exchange: "auto" or a name of `EXCHANGES`, or a list with one for each pattern; "ring" and "switch" for up to
             `rounds.EXACT` ranks.
         ranks_per_node: ranks that share fast links; None: all of them.
         links: speeds and latencies.
         recompute: one of `models.recompute.POLICIES`.
-        overhead: seconds of every step that are in no part of it.
+        overhead: seconds added to every step.
         average: whether gradients are averaged over the ranks.
-        bucket_cap_mb: MiB that are averaged at a time, beside the backward; None: of one node all at once after it, else in
+        bucket_cap_mb: MiB that are averaged at a time, during the backward; None: on one node all at once after it, else in
             DDP's own buckets.
         watched: the rank whose events are returned.
-        inner: what a second stack of blocks needs, which stands between the first one's forward and its backward.
+        inner: times of a second stack of blocks, which runs between the first one's forward and its backward.
 
     Raises:
-        ValueError, TypeError: for sizes, names or exchanges that cannot be, with the condition that fails.
+        ValueError, TypeError: for invalid sizes, names or exchanges, with the condition that fails.
     """
     tokens, ranks = integer(tokens, "tokens", 1), integer(ranks, "ranks", 1)
     per_node = ranks if ranks_per_node is None else integer(ranks_per_node, "ranks_per_node", 1)
     if watched is not None and not 0 <= watched < ranks:
-        raise ValueError(f"watched={watched} is none of the ranks 0..{ranks - 1}.")
+        raise ValueError(f"watched={watched} is not one of the ranks 0..{ranks - 1}.")
     check_policy(recompute)
     if bucket_cap_mb is not None:
         integer(bucket_cap_mb, "bucket_cap_mb", 1)
@@ -133,12 +137,12 @@ def simulate(
     narrow = {x: _narrow(x, tokens, ranks) for x in cycle}
 
     def of(machine: Machine) -> list[tuple[str | None, Op]]:
-        """The exchange's name and the op of each layer that takes turns."""
-        ops = {(x, way): _op(x, narrow[x], tokens, ranks, way, per_node, links, machine) for x, way in set(layers)}
-        return [ops[layer] for layer in layers]
+        """The exchange's name and the op of each layer of the cycle."""
+        each = {(x, how): _op(x, narrow[x], tokens, ranks, how, per_node, links, machine) for x, how in set(layers)}
+        return [each[layer] for layer in layers]
 
-    found = of(machine)
-    stacks = [(machine, [op for _, op in found])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
+    ops = of(machine)
+    stacks = [(machine, [op for _, op in ops])] + ([] if inner is None else [(inner, [op for _, op in of(inner)])])
     clock = Clock(ranks, per_node, links, watched)
     if overhead:
         clock.work("overhead", overhead)
@@ -151,7 +155,7 @@ def simulate(
     return Step(
         ranks,
         tokens * ranks,
-        next((name for name, _ in found if name), None),
+        next((name for name, _ in ops if name), None),
         recompute,
         seconds,
         alone,
@@ -159,11 +163,12 @@ def simulate(
         max(0.0, seconds - float(spent[busiest])),
         dict(clock.moved),
         tuple(clock.events),
+        float(spent.max() - spent.mean()),
     )
 
 
 def _run(clock: Clock, stacks: list[tuple[Machine, list[Op]]], tokens: int, recompute: str, buckets: _Buckets) -> None:
-    """Forward of the stacks in order, backward in reverse, and optimizer; a stack's ops take turns."""
+    """Forward of the stacks in order, backward in reverse, and optimizer; a stack's layers cycle through its ops."""
     half = lambda seconds: clock.work("rest", seconds / 2)  # noqa: E731 - before and after the op: for the picture only
     for machine, ops in stacks:
         parts = machine.at(tokens)
@@ -186,16 +191,16 @@ def _run(clock: Clock, stacks: list[tuple[Machine, list[Op]]], tokens: int, reco
             op.backward(clock)
             half(parts.rest_backward)
             buckets.add(machine.block_parameters * machine.parameter_size)
-        # behind the blocks', as those of an embedding are
+        # after the blocks', as those of an embedding are
         buckets.add(machine.edge_parameters * machine.parameter_size)
     buckets.finish()
     clock.work("optimizer", sum(machine.optimizer for machine, _ in stacks))
 
 
 class _Buckets:
-    """Gradients gathered until a bucket is full, as DDP does; a block's are all there when its backward is done.
+    """Gradients collected until a bucket is full, as DDP does; a block's are complete when its backward is done.
 
-    Without a size one bucket takes all of them on one node, as under `RingDilatedStrategy`; DDP's own first one is smaller.
+    Without a size one bucket holds all of them on one node, as under `RingDilatedStrategy`; DDP's own first one is smaller.
     """
 
     def __init__(self, clock: Clock, average: bool, mib: int | None) -> None:
@@ -222,8 +227,8 @@ class _Buckets:
 
 def _narrow(pattern: DilatedPattern, tokens: int, ranks: int) -> DilatedPattern | None:
     """The branches whose segments fit into a rank; None without any."""
-    found = tuple(b for b in pattern.branches if ranks == 1 or segment_width(b, tokens * ranks) <= tokens)
-    return replace(pattern, branches=found) if found else None
+    branches = tuple(b for b in pattern.branches if ranks == 1 or segment_width(b, tokens * ranks) <= tokens)
+    return replace(pattern, branches=branches) if branches else None
 
 
 def _op(
@@ -244,9 +249,8 @@ def _op(
     parts = machine.at(tokens)
     local = pairs(narrow, tokens, *heads, machine.causal) if narrow else 0
     measured = pairs(measured_pattern(machine, tokens), tokens, *heads, machine.causal)
-    part = tokens * (ranks // 2), tokens * (ranks // 2 + 1)
     wide = [
-        sum(x.pairs(machine.causal) for x in blocks(replace(pattern, branches=(b,)), tokens * ranks, *heads, part))
+        _most_pairs(replace(pattern, branches=(b,)), tokens, ranks, heads, machine.causal)
         for b in pattern.branches
         if narrow is None or b not in narrow.branches
     ]
@@ -254,6 +258,12 @@ def _op(
     forward = seconds(parts.attention_forward, parts.wide_forward)
     backward = seconds(parts.attention_backward, parts.wide_backward)
     return name, Op(machine, moves_of(problem, name, per_node) if name else None, forward, backward)
+
+
+def _most_pairs(pattern: DilatedPattern, tokens: int, ranks: int, heads: tuple[int, int], causal: bool) -> int:
+    """(query, key) pairs of a rank's own rows, on the rank with most; ranks differ where segments end within them."""
+    shards = ((tokens * rank, tokens * (rank + 1)) for rank in {max(0, ranks // 2 - 1), ranks // 2, ranks - 1})
+    return max(sum(x.pairs(causal) for x in blocks(pattern, tokens * ranks, *heads, shard)) for shard in shards)
 
 
 def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
@@ -264,6 +274,6 @@ def measured_pattern(machine: Machine, tokens: int) -> DilatedPattern:
 
 @functools.lru_cache(maxsize=64)
 def moves_of(problem: Problem, exchange: str, per_node: int) -> Moves:
-    """What the exchange moves on every rank, counted or, for many ranks, reckoned."""
-    bounds(problem)  # its errors first
+    """What the exchange moves on every rank, counted or, for many ranks, estimated."""
+    bounds(problem)  # raises its errors first
     return (exact if problem.shard.ranks <= EXACT else many)(problem, exchange, per_node)

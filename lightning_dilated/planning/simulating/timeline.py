@@ -1,10 +1,8 @@
-"""The clocks of all ranks: work on compute streams and collectives on streams of their own, in the order of the real calls.
+"""The clocks of all ranks: compute streams and collectives on streams of their own, in the order of the real calls.
 
-Every stream does one thing after another in the order in which the program issues it, so each event's time follows from
-earlier ones at once: start = the latest of what it waits for. Times are arrays over ranks.
-
-The op's forward and backward on a clock, with the events in the order of `attention.sharded` and `sequence.exchange.run`
-on GPUs.
+A stream does one thing after another in the order in which the program issues it, so the time of an event follows from
+earlier ones: start = the latest of what it waits for. Times are arrays over ranks. `Op` issues the events of the op's
+forward and backward in the order of `attention.executors.remote` and `sequence.exchange.run` on GPUs.
 
 Shape letters: R ranks, D head dim.
 """
@@ -43,7 +41,7 @@ class Clock:
         ranks: R.
         per_node: ranks that share fast links.
         links: speeds and latencies.
-        watched: the rank whose events are kept; None: nobody's.
+        watched: the rank whose events are recorded; None: no rank's.
 
     Attributes:
         spent: seconds (R,) of compute streams by kind of work.
@@ -65,16 +63,16 @@ class Clock:
             self.spent[kind] = self.spent.get(kind, np.zeros(self.ranks)) + seconds
         self._note(stream, kind, start, self.free[stream])
 
-    def beside(self) -> None:
-        """Let what follows on the exchange's stream begin when what compute streams did so far is done."""
+    def join(self) -> None:
+        """Let the exchange's stream wait for the work of compute streams so far."""
         self.free[EXCHANGE] = np.maximum(self.free[EXCHANGE], self.free[COMPUTE])
 
     def post(self, run: str, rows: Rows, row_bytes: float, stream: str = COMPUTE) -> Array:
-        """Start a round when what `stream` did so far is done; its end, for `wait`.
+        """Start a round after the work of `stream` so far; returns its end, for `wait`.
 
-        A rank's round begins when it and all its peers have come to it. It lasts as long as the slowest of them needs for
-        the bytes inside the node and between nodes, which go side by side, the larger of both directions, and a message
-        each peer; and the latency of a round.
+        A rank's round begins when it and all its peers have reached it. It lasts the latency of a round, and as long as the
+        slowest of them needs for its intra-node and inter-node bytes, which move concurrently, in the direction with more
+        of them, and for a message to each peer.
         """
         start = np.maximum(self.free[stream], self.free[EXCHANGE])
         near, far = np.maximum(rows.sent, rows.received) * row_bytes
@@ -89,8 +87,8 @@ class Clock:
     def reduce(self, size: float) -> None:
         """Average `size` bytes of gradients over all ranks, once everyone has them; nothing with one rank.
 
-        A ring carries 2 (R - 1) / R of the bytes past every rank. Over several nodes there is a ring for every rank of a
-        node, each through the adapter of another one, so that a node's adapters work together.
+        A ring moves 2 (R - 1) / R of the bytes through every rank. Over several nodes there is a ring for every rank of a
+        node, each through another adapter, so that all adapters of a node are used.
         """
         if self.ranks == 1:
             return
@@ -104,7 +102,7 @@ class Clock:
         self._note(GRADIENTS, "gradients", start, self.free[GRADIENTS])
 
     def wait(self, end: Array) -> None:
-        """Let compute streams go on after `end` only."""
+        """Let compute streams wait for `end`."""
         self.free[COMPUTE] = np.maximum(self.free[COMPUTE], end)
 
     def _note(self, stream: str, kind: str, start: Array, stop: Array) -> None:
@@ -112,16 +110,16 @@ class Clock:
             self.events.append(Event(stream, kind, float(start[self.watched]), float(stop[self.watched])))
 
 
-#: kinds of work: a rank's own attention, batches of arriving rows, moving rows, what is done to the few rows they reach
+#: kinds of work: a rank's local attention, batches of arriving rows, packing rows, picking the few rows that they reach
 ATTENTION, ARRIVALS, PACKING, FEW = "attention", "arrivals", "packing", "few rows"
 
 
 @dataclass(frozen=True)
 class Op:
-    """One attention of a step; `moves` is None where nothing crosses a cut between ranks.
+    """One attention of a step; `moves` is None where no segment crosses a shard.
 
     Attributes:
-        local_forward, local_backward: seconds of the rank's own blocks.
+        local_forward, local_backward: seconds of the rank's local blocks.
     """
 
     machine: Machine
@@ -131,12 +129,10 @@ class Op:
 
     @property
     def row(self) -> int:
-        """Bytes of a row of K and V."""
         return 2 * self.machine.head_dim * self.machine.element_size
 
     @property
     def wide_row(self) -> int:
-        """Bytes of its gradient."""
         return 2 * self.machine.head_dim * self.machine.wide_size
 
     def forward(self, clock: Clock, run: str = "forward") -> None:
@@ -153,7 +149,6 @@ class Op:
             clock.work(FEW, self.machine.few_forward.of(self.moves.queries))
 
     def backward(self, clock: Clock) -> None:
-        """One backward."""
         local = lambda: clock.work(ATTENTION, self.local_backward)  # noqa: E731
         if self.moves is None:
             local()
@@ -164,8 +159,8 @@ class Op:
             clock.work(FEW, self.machine.few_backward.of(self.moves.queries))
 
     def _begin(self, clock: Clock, run: str) -> list[Array]:
-        """Post all rounds of rows that stay, one behind the other on the exchange's stream; of a ring the first one."""
-        clock.beside()
+        """Post all rounds of rows that are saved, in order on the exchange's stream; of a ring the first one."""
+        clock.join()
         rounds = self.moves.rounds[:1] if self.moves.style == "ring" else self.moves.rounds
         return [self._post(clock, run, rows, EXCHANGE) for rows in rounds]
 
@@ -182,9 +177,9 @@ class Op:
         return clock.post(run, rows, self.row, stream)
 
     def _kept_backward(self, clock: Clock, local: Callable[[], None]) -> None:
-        """All batches; then gradients go home, last round first, and are summed beside the local blocks."""
+        """All batches; then gradients are sent to their owners, last round first, and are summed during the local blocks."""
         clock.work(ARRIVALS, self.machine.arrive_backward.of(self.moves.pairs.sum(0), self.moves.batches.sum(0)))
-        clock.beside()
+        clock.join()
         for rows in reversed(self.moves.rounds):
             clock.post("backward", rows.back(), self.wide_row, EXCHANGE)
             self._add(clock, rows.back(), EXCHANGE)
@@ -192,7 +187,7 @@ class Op:
         clock.wait(clock.free[EXCHANGE])
 
     def _ring_backward(self, clock: Clock, local: Callable[[], None]) -> None:
-        """The rows pass again; the gradients of each round leave for their owners, and are summed after the local blocks."""
+        """The rows travel again; each round's gradients are sent to their owners, and are summed after the local blocks."""
         coming: list[tuple[Rows, Array]] = []
         ends = self._begin(clock, "backward")
         for i, rows in enumerate(self.moves.returns):
@@ -205,7 +200,7 @@ class Op:
             self._add(clock, rows)
 
     def _add(self, clock: Clock, rows: Rows, stream: str = COMPUTE) -> None:
-        """Gradients that came home."""
+        """Sum returned gradients."""
         self._move(clock, self.machine.add, rows.landed * self.wide_row, stream)
 
     def _move(self, clock: Clock, line: Line, size: Array, stream: str = COMPUTE) -> None:

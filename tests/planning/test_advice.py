@@ -1,0 +1,198 @@
+"""Advice where memory ran out: what it says, and that the process which trains is left alone."""
+
+import sys
+import threading
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_dilated as ld
+from lightning_dilated.callbacks import MemoryProfiler
+from lightning_dilated.callbacks.memory import profiler
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.planning import advice
+from lightning_dilated.planning.advice import _by_host, _otherwise, advise, answer, question_of
+from lightning_dilated.planning.counting import dry_run
+from lightning_dilated.planning.counting.model_specs import subject_of
+from lightning_dilated.planning.estimate import Case, Facts
+from lightning_dilated.planning.gpus import GPUS
+from lightning_dilated.planning.memory import Setup
+from lightning_dilated.sequence import group
+
+pytestmark = pytest.mark.full
+
+FIVE = DilatedPattern.longnet([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+H200, ONE = GPUS["H200"], Setup()
+
+
+def told(run, model, tokens=None):
+    """`advise`, in this process."""
+    question = question_of(run, model, tokens)
+    return None if question is None else answer(question)
+
+
+def trainer(**options):
+    made = {"accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, **options}
+    return pl.Trainer(enable_progress_bar=False, enable_model_summary=False, **made)
+
+
+def test_advice():
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    run = trainer(precision="bf16-mixed")
+    assert told(run, model, 1 << 16) is None  # it fits as it is
+    said = told(run, model, 1 << 20)
+    assert "1,048,576 tokens on 1 GPU(s) take 4" in said and "with all kept" in said
+    assert "ActivationRecompute('attention-kept')" in said
+
+
+@pytest.mark.slow
+def test_advice_of_block_inputs_on_the_host():
+    """Where nothing fits without."""
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    said = told(trainer(precision="bf16-mixed"), model, 5 << 20)
+    assert (
+        "Take about 2 GPUs or ActivationRecompute('block', every=2, tile=16384, head_chunks=6, offload=1.0), for"
+        in said
+    )
+    assert "Less is needed with residual_dtype=bfloat16 of the model." in said
+
+
+def test_block_inputs_on_the_host():
+    """Six of them stay there, of 5M tokens of 768 numbers in fp32."""
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    subject = subject_of(model)
+    case, able = Case(subject, Facts.of(model, subject), ONE, H200), [MemorySettings("block", 2, 0, 1 << 14, 2)]
+    (said,) = _by_host(case, able, 5 << 20)
+    assert said.startswith("ActivationRecompute('block', every=2, tile=16384, head_chunks=2, offload=1.0), for which")
+    assert "the host keeps 90.0 GiB of each rank's block inputs" in said and case.host == 0
+    assert _by_host(case, able, 1 << 30) == [] == _by_host(case, [MemorySettings()], 4096)
+    now = replace(able[0], offload=1.0)  # what is advised is in use
+    assert _otherwise(case, able, now, 5 << 20, model) == (
+        " By the plan that fits, if the host has room for the block inputs."
+    )
+
+
+def test_advice_takes_the_datas_length_and_the_strategy():
+    model = ld.LongNetLM(FIVE, dim=768, depth=12, num_heads=12)
+    run = trainer(precision="bf16-mixed", strategy="ring_dilated")
+    assert told(run, model) is None
+    run._data_connector._datahook_selector = None
+    run.datamodule = SimpleNamespace(seq_len=1 << 20)
+    assert "1,048,576 tokens" in told(run, model)
+
+
+@pytest.mark.slow
+def test_advice_of_parameters_on_the_host():
+    """They no longer count against the GPU."""
+    model = ld.LongNetLM(FIVE, dim=8192, depth=64, num_heads=64)
+    strategies = (ld.RingDilatedFSDPStrategy(cpu_offload=x) for x in (False, True))
+    said = [told(trainer(precision="bf16-mixed", strategy=x), model, 1 << 14) for x in strategies]
+    assert "do not fit: take RingDilatedFSDPStrategy(cpu_offload=True), or more GPUs" in said[0]
+    assert "GiB" in said[1] and "do not fit" not in said[1]
+
+
+def test_advice_amid_a_step(monkeypatch):
+    """As the profiler asks for it: while ranks share a sequence, without gradients."""
+    model = ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4)
+    wanted = told(trainer(precision="bf16-mixed"), model, 1 << 24)
+    monkeypatch.setattr(group, "_active", [SimpleNamespace(ranks=2, name="other")])
+    with torch.no_grad():
+        assert told(trainer(precision="bf16-mixed"), model, 1 << 24) == wanted != None  # noqa: E711
+
+
+def test_no_advice():
+    assert told(trainer(precision="64-true"), ld.LongNetLM(FIVE, dim=64, depth=1, num_heads=4), 4096) is None
+    assert told(trainer(), pl.LightningModule(), 4096) is None
+    assert told(trainer(), ld.SlideEncoder(), 4096) is None  # nothing to train
+
+
+# -- in a process of its own -------------------------------------------------------------------------------------------
+REPLACED = {(torch, "rms_norm"), (torch, "layer_norm"), (torch, "log_softmax"), (nn.Module, "to")}
+
+
+def small(**options):
+    return ld.LongNetLM(FIVE, dim=64, depth=2, num_heads=4, **options)
+
+
+def test_nothing_is_replaced_in_the_process_that_trains(monkeypatch):
+    """The model is built and trains, and holds what no other process could get; the answer is that of this process."""
+    run, model = trainer(precision="bf16-mixed"), small(optimizer=lambda parameters: torch.optim.SGD(parameters, 1.0))
+    model.configure_model()
+    model.note, model.held = (lambda: None), torch.zeros(3)
+    wanted = told(run, small(), 1 << 24)
+
+    def never(*unused):
+        raise AssertionError("this process counted")
+
+    for name in ("step", "replaced", "as_on_gpu"):
+        monkeypatch.setattr(dry_run, name, never)
+    before, others, done = {x: getattr(*x) for x in REPLACED}, set(), threading.Event()
+
+    def look():
+        while not done.wait(0.001):
+            others.update(x for x in REPLACED if getattr(*x) is not before[x])
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        said = advise(run, model, 1 << 24)
+    finally:
+        done.set()
+        thread.join()
+    assert not others and said == wanted and "ActivationRecompute('attention-kept')" in said
+    assert model.held is not None and model.transformer.memory == MemorySettings()
+
+
+HANGS = """import subprocess, sys, time
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(99)"])
+time.sleep(99)"""
+FAULTS = {"hangs": (HANGS, "TimeoutError: no plan was ready after 2 s"),
+          "fails": ("raise SystemExit('broken')", "RuntimeError: the process that plans ended with exit code 1: broken"),
+          "says nothing": ("pass", "ended with exit code 0: no output")}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_process_that_fails_or_hangs(name, monkeypatch):
+    code, says = FAULTS[name]
+    monkeypatch.setattr(advice, "COMMAND", (sys.executable, "-c", code))
+    monkeypatch.setattr(advice, "TIMEOUT", 2.0 if name == "hangs" else 60.0)
+    monkeypatch.setattr(advice, "_tokens", lambda trainer: 4096)
+    began = time.monotonic()
+    said = profiler.advise(trainer(), small())
+    assert said.startswith(profiler.GENERAL) and says in said and time.monotonic() - began < 60
+
+
+def test_a_class_that_no_other_process_can_import(monkeypatch):
+    class Here(ld.LongNetLM):
+        pass
+
+    monkeypatch.setattr(advice, "_tokens", lambda trainer: 4096)
+    said = profiler.advise(trainer(), Here(FIVE, dim=64, depth=2, num_heads=4))
+    assert said.startswith(profiler.GENERAL) and "Here cannot be pickled, so no other process can plan it" in said
+
+
+class Full(ld.LongNetLM):
+    def loss_terms(self, batch):
+        raise torch.OutOfMemoryError("Tried to allocate 2.00 GiB.")
+
+
+def test_the_runs_own_error_goes_on(monkeypatch, tmp_path):
+    """Where the process hangs while a fit that ran out of memory is ending."""
+    monkeypatch.setattr(advice, "COMMAND", (sys.executable, "-c", "import time; time.sleep(600)"))
+    monkeypatch.setattr(advice, "TIMEOUT", 1.0)
+    monkeypatch.setattr(advice, "_tokens", lambda trainer: 4096)
+
+    run = trainer(callbacks=[MemoryProfiler(1)], max_steps=1, default_root_dir=tmp_path)
+    rows = [{"tokens": torch.zeros(64, dtype=torch.int64), "labels": torch.zeros(64, dtype=torch.int64)}]
+    with (
+        pytest.warns(UserWarning, match="no plan was ready after 1 s"),
+        pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2"),
+    ):
+        run.fit(Full(FIVE, dim=64, depth=2, num_heads=4), DataLoader(rows))

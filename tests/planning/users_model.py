@@ -1,0 +1,43 @@
+"""A DilatedModule of a user: its own __init__, its own batches, a head that this package does not have."""
+
+import torch
+from torch import nn
+
+import lightning_dilated as ld
+from lightning_dilated.models.blocks import BlockOptions
+from lightning_dilated.models.transformer import DilatedTransformer
+
+
+class Signals(ld.DilatedModule):
+    """Predicts the next value of a signal of some channels."""
+
+    sequence_spec = ld.sequence.SequenceSpec({"signal": 1, "target": 1})
+
+    def __init__(self, width_of_a_head: int = 8, channels: int = 3) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.channels, self.depth, self.num_heads, self.dim = channels, 3, 2, 2 * width_of_a_head
+        self.pattern = ld.DilatedPattern.longnet([64, 128], [1, 2])
+
+    def build(self):
+        self.enter = nn.Linear(self.channels, self.dim)
+        options = BlockOptions("layernorm", position_encoding="none")  # whose parts are the same on every device
+        self.transformer = DilatedTransformer(self.dim, self.patterns, self.num_heads, causal=True, options=options)
+        self.leave = nn.Linear(self.dim, self.channels)
+
+    def example_batch(self, tokens):
+        signal = torch.randn(1, tokens, self.channels)
+        return {"signal": signal, "target": signal.roll(-1, 1)}
+
+    def loss_terms(self, batch):
+        self.configure_model()
+        x = self.leave(self.transformer(self.enter(batch["signal"])))
+        return (x - batch["target"]).square().mean(-1).sum(), batch["target"][..., 0].numel()
+
+
+class OwnInit(ld.LongNetLM):
+    """A model of the package under an __init__ that names none of its arguments."""
+
+    def __init__(self, size: int = 1) -> None:
+        pattern = {"segment_lengths": [64, 128], "dilation_rates": [1, 2]}
+        super().__init__(pattern, dim=32 * size, depth=3, num_heads=4, norm="layernorm", position_encoding="none")
