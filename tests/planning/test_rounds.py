@@ -55,8 +55,8 @@ def test_work_comes_with_its_round(name, exchange, per_node, causal):
     moves = exact(problem, exchange, per_node)
     for rank in range(ranks):
         program = EXCHANGES[exchange].program(problem, rank, per_node)
-        steps = compile_program(problem, rank, program, torch.device("cpu")).steps
-        pairs = np.array([sum(w.pairs for b in s.batches for w in b.wants) for s in steps]).cumsum()
+        steps = compile_program(problem, rank, program, torch.device("cpu")).rounds
+        pairs = np.array([sum(w.pairs for b in s.batches for w in b.requests) for s in steps]).cumsum()
         batches = np.array([len(s.batches) for s in steps]).cumsum()
         for want, have in ((pairs, moves.pairs[:, rank].cumsum()), (batches, moves.batches[:, rank].cumsum())):
             if exchange.startswith("hierarchical"):
