@@ -387,19 +387,15 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self.log(name, value, **options)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        """Add the batch's tokens to the validation mean."""
         self._evaluate("val", batch)
 
     def test_step(self, batch: Any, batch_idx: int) -> None:
-        """Add the batch's tokens to the test mean."""
         self._evaluate("test", batch)
 
     def on_validation_epoch_end(self) -> None:
-        """Log the validation mean."""
         self._report("val")
 
     def on_test_epoch_end(self) -> None:
-        """Log the test mean."""
         self._report("test")
 
     def parameter_groups(self) -> list[dict[str, Any]]:
