@@ -299,7 +299,7 @@ def test_a_billion_tokens(exchange):
     ({"exchange": "post"}, "exchange must be one of"),
     ({"exchange": "hierarchical_gather"}, "needs several nodes"),
     ({"overhead": -1.0}, "overhead must be a finite number"),
-    ({"watched": 4}, "watched=4 is none of the ranks 0..3"),
+    ({"watched": 4}, "watched=4 is not one of the ranks 0..3"),
     ({"ranks": 0}, "ranks must be"),
     ({"tokens": 0}, "tokens must be"),
     ({"bucket_cap_mb": 0}, "bucket_cap_mb must be at least 1"),
