@@ -1,11 +1,12 @@
 """The command line asks torch for segments that grow, and leaves what the user asked for."""
 
+import importlib
 import os
 
 import pytest
 
 from lightning_dilated._device import NAMES, expandable_segments
-from lightning_dilated.cli import find_max, main
+from lightning_dilated.cli import find_max
 from lightning_dilated.cli.find_max import Trials
 
 
@@ -24,11 +25,11 @@ def test_segments_grow():
 
 def test_commands_ask_for_them(monkeypatch):
     """Before anything is built, and for the workers that they start."""
-    env = {}
-    monkeypatch.setattr(main.os, "environ", env)
-    monkeypatch.setattr(main, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
+    env, module = {}, importlib.import_module("lightning_dilated.cli.main")
+    monkeypatch.setattr(module.os, "environ", env)
+    monkeypatch.setattr(module, "with_checkpoint", lambda argv: (_ for _ in ()).throw(KeyError(dict(env))))
     with pytest.raises(KeyError, match="expandable_segments:True"):
-        main.main(["fit"])
+        module.main(["fit"])
 
 
 def test_trials_ask_for_them(tmp_path, monkeypatch):

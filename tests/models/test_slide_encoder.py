@@ -172,7 +172,7 @@ REFUSED = {
     "dim": (made(dim=18, num_heads=2), ValueError, "multiple of 4"),
     "pool": (made(pool="max"), ValueError, "pool must be class or mean"),
     "padding": (made(padding="zero"), ValueError, "padding must be one of masked, attended"),
-    "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a probability"),
+    "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a number in"),
     "task": (made(task="survival"), ValueError, "task must be one of classification, regression, ordinal"),
     "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),
     "classes of nothing": (made(num_classes=2), ValueError, "num_classes=2 needs a task"),

@@ -73,7 +73,7 @@ def test_ambiguous_batches(batch, text):
     "arguments, text",
     [
         (({},), "names no entry"),
-        (({"x": "1"},), r"dims\['x'\] must be a dimension"),
+        (({"x": "1"},), r"dims\['x'\] must be"),
         (({"x": 1}, ["x"]), "both in dims and in whole"),
         (({"x": 1}, [], {"y": 0}), "shift names"),
     ],
