@@ -143,8 +143,9 @@ class Bench:
     def model(self, tokens: int) -> LongNetLM:
         """A LongNetLM of one block."""
         args = self.args
-        sizes = (args.vocab, args.dim, 1, args.heads, args.kv_heads, args.ffn_dim)
-        model = LongNetLM(self.pattern(tokens), *sizes, ffn=args.ffn, engine=args.engine)
+        sizes = (args.vocab, args.dim, 1, args.heads)
+        options = {"num_kv_heads": args.kv_heads, "ffn_dim": args.ffn_dim, "ffn": args.ffn, "engine": args.engine}
+        model = LongNetLM(self.pattern(tokens), *sizes, **options)
         model.causal = args.causal
         model.configure_model()
         return model.to(self.device)
