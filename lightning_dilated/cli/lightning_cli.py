@@ -199,6 +199,14 @@ class DilatedCLI(LightningCLI):
         if not names_data(sys.argv[2:]):  # else its defaults would become those of the named class
             parser.set_defaults({"data": {"class_path": "lightning_dilated.data.ByteDataModule"}})
 
+    def _prepare_subcommand_parser(self, klass: type, subcommand: str, **kwargs: Any) -> LightningArgumentParser:
+        """Lightning's for the requested command; options of the others are not read, so they are not built."""
+        requested = sys.argv[1:2]
+        if requested == [subcommand] or not set(requested) & set(self.subcommands()):
+            return super()._prepare_subcommand_parser(klass, subcommand, **kwargs)
+        self._subcommand_method_arguments[subcommand] = []
+        return self.init_parser(**kwargs)
+
     def _parse_ckpt_path(self) -> None:
         """Does nothing: `with_checkpoint` has put the checkpoint's settings between the recipe's and the command line's."""
 

@@ -31,6 +31,9 @@ PRELOADED = [
     "torch.distributed.checkpoint",
     "lightning",
     "lightning_dilated",
+    "hypothesis",  # imported by the modules that hold the functions
+    "pytest",
+    "torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks",
 ]
 #: a rank that raised leaves the others waiting for it: they get this long to answer before they count as hanging
 GRACE = 15.0

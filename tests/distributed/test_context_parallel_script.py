@@ -1,7 +1,6 @@
 """benchmarks/context_parallel.py on the CPU: every mode that serves has a row, with the bytes of the plan."""
 
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -11,6 +10,8 @@ import torch
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.planner import make_problem, moved
+
+from .forked import run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -93,12 +94,10 @@ def test_beside_torch(pool):
     assert all(float(row[4]) == pytest.approx(2000 / float(row[3]), rel=1e-2) for row in rows[2:])
 
 
-def test_two_ranks_of_torchrun():
-    """Started from another folder than the script's; head_size 4 does not serve two ranks."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launch, FOLDER / "context_parallel.py", *SIZES]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_two_ranks_as_of_torchrun(tmp_path):
+    """As one starts it, from another folder than the script's; head_size 4 serves no two ranks."""
+    done = run_ranks(2, FOLDER / "context_parallel.py", *SIZES, cwd=tmp_path)
+    assert done.codes == [0, 0], done.stderr[-3000:]
     head, bars, *rows = map(cells, done.stdout.splitlines())
     assert head == COLUMNS and bars == ["---"] * len(COLUMNS)
     check(rows, 2)

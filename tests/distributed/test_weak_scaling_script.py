@@ -1,14 +1,14 @@
 """benchmarks/weak_scaling.py on two ranks that torchrun starts: its row, with the bytes of the plan."""
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from lightning_dilated import DilatedPattern
 from lightning_dilated.sequence.planner import make_problem, moved
+
+from .forked import run_ranks
 
 pytestmark = pytest.mark.full
 
@@ -37,10 +37,8 @@ def planned(exchange):
 
 
 def test_two_ranks(tmp_path):
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS)]
-    command = [*launch, SCRIPT, *SIZES.split()]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = run_ranks(RANKS, SCRIPT, *SIZES.split(), cwd=tmp_path)
+    assert done.codes == [0, 0], done.stderr[-3000:]
     head, bars, row = (cells(line) for line in done.stdout.splitlines() if line.startswith("|"))
     assert head == COLUMNS and bars == ["---"] * len(COLUMNS)
     said = dict(zip(COLUMNS, row, strict=True))

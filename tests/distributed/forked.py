@@ -1,0 +1,68 @@
+"""Runs a script on R ranks in forked processes, with the environment of torchrun: they need not import torch again."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from .pool import PRELOADED
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The exit codes of the ranks, and what they wrote, rank after rank."""
+
+    codes: list[int | None]
+    stdout: str
+    stderr: str
+
+
+def run_ranks(ranks: int, script: Path, *args: str, cwd: Path, timeout: float = 120) -> Ended:
+    """Run `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder, without torchrun; code None means the time was up."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held by the agent, as torchrun's is
+    common = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    common |= {"TORCHELASTIC_RUN_ID": "tests", "TORCHELASTIC_RESTART_COUNT": 0, "TORCHELASTIC_MAX_RESTARTS": 0}
+    with tempfile.TemporaryDirectory() as folder:
+        processes = []
+        for rank in range(ranks):
+            told = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
+            process = context.Process(target=_run, args=(script, args, cwd, told, Path(folder, str(rank))))
+            process.start()
+            processes.append(process)
+        end = time.monotonic() + timeout
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        codes = [process.exitcode for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        texts = [
+            "".join(Path(folder, f"{rank}.{kind}").read_text() for rank in range(ranks)) for kind in ("out", "err")
+        ]
+    return Ended(codes, *texts)
+
+
+def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, str], output: Path) -> None:
+    """One rank."""
+    for number, kind in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(cwd)
+    sys.argv, sys.path[0] = [str(script), *args], str(Path(script).parent)
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()

@@ -1,0 +1,54 @@
+"""ARCHITECTURE.md's walks: each file exists, defines what it is read for, and is visited once; and no walk is long."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+import lightning_dilated
+
+ROOT = Path(lightning_dilated.__file__).parent
+TEXT = (ROOT.parent / "ARCHITECTURE.md").read_text()
+STEP = re.compile(r"^\d+\. `([\w/]+\.py)`: `(\w+)`", re.M)
+#: the title of each section that is a walk, and its (file, name) pairs
+WALKS = {
+    section.partition("\n")[0]: STEP.findall(section)
+    for section in TEXT.split("\n## ")
+    if section.startswith("The way of")
+}
+LIMITS = {"The way of q on one rank": 8, "The way of q on many ranks": 11}
+
+
+def test_every_walk_is_written():
+    assert {"The way of a batch", *LIMITS} < set(WALKS)
+    assert sum("checkpoint" in title for title in WALKS) == 2
+    numbered = len(re.findall(r"^\d+\. ", TEXT, re.M))
+    assert sum(map(len, WALKS.values())) == numbered  # no step is written in another form
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_names_exist(title):
+    for path, name in WALKS[title]:
+        module = importlib.import_module(
+            ".".join((ROOT.name, *Path(path).with_suffix("").parts)).removesuffix(".__init__")
+        )
+        assert (ROOT / path).samefile(module.__file__)
+        defined = getattr(module, name, None)
+        assert defined is not None and re.search(rf"^(?:def|class) {name}\b", (ROOT / path).read_text(), re.M), name
+
+
+@pytest.mark.parametrize("title", WALKS)
+def test_a_walk_is_short(title):
+    files = [path for path, _ in WALKS[title]]
+    assert 3 <= len(files) <= LIMITS.get(title, 11)
+    assert len(set(files)) == len(files)
+
+
+def test_folders_stand_in_the_order_of_the_lint():
+    lint = ROOT.parent / ".ci" / "lint.py"
+    if not lint.exists():
+        pytest.skip("no checkout: a source archive has no .ci")
+    names = re.findall(r'"(\w+)"', re.search(r"ORDER = \((.*?)\n\)", lint.read_text(), re.S)[1])
+    rows = [re.findall(r"`(\w+)(?:/|\.py)`", row) for row in re.findall(r"^\| (`.*?) \|", TEXT, re.M)]
+    assert [name for row in rows for name in row if name in names] == [name for name in names if name != "__main__"]
