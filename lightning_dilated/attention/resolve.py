@@ -25,9 +25,8 @@ from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.head_parallel import HeadGroup, windows
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
-from lightning_dilated.sequence.exchange.switch import CompiledSwitch, compile_switch
+from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.transport import Planned, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.planner import Plan, plan

@@ -42,7 +42,7 @@ def turn(joint: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, heads: i
     """q (B, N, heads, D) and k (B, N, K, D), rotated, from joint (B, N, heads + K, D)."""
     if not _serves(joint, cos):
         return rotate(joint[:, :, :heads], joint[:, :, heads:], cos, sin, scale)
-    from lightning_dilated.kernels.rotary import rotary
+    from lightning_dilated.kernels.rows import rotary
 
     q, k = _halves(joint, heads)
     joint = joint if joint.stride(-1) == 1 else joint.contiguous()
@@ -55,7 +55,7 @@ def turn_backward(dq: Tensor, dk: Tensor, cos: Tensor, sin: Tensor, scale: Tenso
     """The gradient of joint (B, N, H + K, D) from those of the rotated q and k."""
     if not _serves(dq, cos):
         return torch.cat(rotate(dq, dk, cos, -sin, scale), 2)
-    from lightning_dilated.kernels.rotary import rotary
+    from lightning_dilated.kernels.rows import rotary
 
     joint = dq.new_empty(*dq.shape[:2], dq.shape[2] + dk.shape[2], dq.shape[3])
     dq, dk = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk))
@@ -67,9 +67,9 @@ def _serves(x: Tensor, table: Tensor) -> bool:
     """Whether the kernel takes x; it is imported only where it can run."""
     if not kernels.available(x.device):
         return False
-    from lightning_dilated.kernels.rotary import serves
+    from lightning_dilated.kernels.rows import rotary_serves
 
-    return serves(x, table)
+    return rotary_serves(x, table)
 
 
 def _tables(joint: Tensor, *table: Tensor | None) -> list[Tensor | None]:

@@ -1,11 +1,10 @@
 """Callbacks: recomputation, memory, throughput, communication, checkpoints, reports, evaluation, writers of predictions."""
 
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
+from lightning_dilated.callbacks.by_distance import LossByPosition, RecallByDistance
 from lightning_dilated.callbacks.communication import CommunicationProfiler
-from lightning_dilated.callbacks.loss_by_position import LossByPosition
 from lightning_dilated.callbacks.memory import MemoryProfiler
 from lightning_dilated.callbacks.predictions import AttentionWriter, PredictionWriter
-from lightning_dilated.callbacks.recall_by_distance import RecallByDistance
 from lightning_dilated.callbacks.report import RunReport
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
 from lightning_dilated.callbacks.throughput import ThroughputMonitor

@@ -51,7 +51,7 @@ class RunReport(pl.Callback):
         seen = m.explain(seq_len)
         self._console.print(str(seen), highlight=False)
         if self.pattern_picture:
-            from lightning_dilated.pattern.picture import LONGEST
+            from lightning_dilated.pattern.explain import LONGEST
 
             length = min(seq_len, LONGEST)
             for layer, pattern in enumerate(seen.patterns):

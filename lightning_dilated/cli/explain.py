@@ -18,8 +18,8 @@ from lightning_dilated.models import DilatedModule, LongNetClassifier
 from lightning_dilated.models.longnet.lm import TokenModel
 from lightning_dilated.models.transformer import rotary_hint, served_length
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.explain import Explanation, explain, sight_table
+from lightning_dilated.pattern.rows import in_turns
 
 #: fields of `Sizes` and their options
 OPTIONS = {"seq_len": "--seq_len", "num_heads": "--heads", "depth": "--depth"}

@@ -11,7 +11,7 @@ from lightning_dilated.cli.find_max import run as find_max
 from lightning_dilated.cli.plan_request import Request, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.transformer import advice
-from lightning_dilated.pattern.cycle import in_turns
+from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.planning.counting.footprint import Exchanged, lighter
 from lightning_dilated.planning.counting.memory_tracker import KINDS
 from lightning_dilated.planning.counting.model_specs import subject_of

@@ -30,7 +30,7 @@ from lightning_dilated.memory.token_chunks import (
     trained,
     weights,
 )
-from lightning_dilated.sequence.exchange.head_parallel import windows
+from lightning_dilated.sequence.exchange.switch import windows
 
 
 @dataclass(frozen=True)

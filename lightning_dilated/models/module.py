@@ -35,17 +35,11 @@ from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
-from lightning_dilated.models.transformer import (
-    advice,
-    layer_bases,
-    longest,
-    position_advice,
-    stored_bases,
-)
+from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns
 from lightning_dilated.pattern.explain import Explanation, explain
 from lightning_dilated.pattern.layers import read_patterns
+from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.sequence import Place, SequenceSpec, loss_share, loss_sum
 from lightning_dilated.sequence.collectives import scalar
 

@@ -24,9 +24,8 @@ from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
-from lightning_dilated.pattern.rows import pairs
+from lightning_dilated.pattern.rows import in_turns, pairs, shortest_cycle
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`

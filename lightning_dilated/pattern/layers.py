@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
-from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
 from lightning_dilated.pattern.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
 #: what a model takes as `pattern`: one for all layers, or a list of them for layers 0, 1, ..., which repeats
 LayersLike: TypeAlias = DilatedPattern | Mapping[str, Any] | Sequence[DilatedPattern | Mapping[str, Any]]

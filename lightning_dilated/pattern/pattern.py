@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys, one_of, real
-from lightning_dilated.pattern.explain import Explanation, explain
-from lightning_dilated.pattern.picture import plot
+from lightning_dilated.pattern.explain import Explanation, explain, plot
 from lightning_dilated.pattern.rows import counts
 
 if TYPE_CHECKING:
@@ -265,9 +264,10 @@ class DilatedPattern:
             shifted: whether local segments of layers 1, 3, ... begin half a segment earlier, so that consecutive layers
                 have different boundaries.
             global_first: the first layer with dense heads, counted from 0; None: `global_every - 1`, the last of the first
-                `global_every`. With `kv_conv` take 0: at 65,536 tokens one dense head in the first of four layers recalled
-                99.99 %, one in the last 0.06 % (benchmarks/results/2026-11-24_h100_recall_first.md). Without
-                `kv_conv` a layer has to come before it, which joins a value with the key before it.
+                `global_every`. So placed, a model copied over 32,768 tokens that vary, where 0 learned nothing
+                (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys take 0 and `kv_conv`: one dense head
+                in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last 0.06 %
+                (benchmarks/results/2026-11-24_h100_recall_first.md).
 
         Raises:
             TypeError, ValueError: naming the argument.

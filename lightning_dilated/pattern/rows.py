@@ -1,8 +1,7 @@
 """Geometry of a pattern: which positions a head uses in which segments, as the definition states it and as strided blocks.
 
 All other code takes segments, rows and padded keys from here. `counts` and `pads` spell the definition out and are never
-optimised: everything else is tested against them.
-
+optimised: everything else is tested against them. `in_turns` gives each layer its pattern.
 Shape letters: H query heads, N tokens of a document, w segment length, r dilation rate, t shift, o offset.
 """
 
@@ -12,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +19,17 @@ from lightning_dilated._validation import flag, integer
 
 if TYPE_CHECKING:
     from lightning_dilated.pattern.pattern import Branch, DilatedPattern
+
+
+def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
+    """The patterns of `depth` layers that take a list in turns."""
+    return tuple(patterns[i % len(patterns)] for i in range(depth))
+
+
+def shortest_cycle(patterns: Sequence[Any]) -> tuple[Any, ...]:
+    """The shortest prefix of the list that gives it when repeated."""
+    lengths = (n for n in range(1, len(patterns)) if all(x == patterns[i % n] for i, x in enumerate(patterns)))
+    return tuple(patterns[: next(lengths, len(patterns))])
 
 
 # -- segments and rows -------------------------------------------------------------------------------------------------

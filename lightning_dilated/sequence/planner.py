@@ -16,10 +16,9 @@ from lightning_dilated._validation import integer, one_of
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
-from lightning_dilated.sequence.exchange.head_parallel import windows
 from lightning_dilated.sequence.exchange.program import Round, count
 from lightning_dilated.sequence.exchange.row_ops import FEW
-from lightning_dilated.sequence.exchange.switch import Switched, tasks_by_owner
+from lightning_dilated.sequence.exchange.switch import Switched, tasks_by_owner, windows
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.ranges import intersect
 from lightning_dilated.sequence.requirements import (

@@ -15,11 +15,11 @@ from ..attention.reference import close
 def rotated(rank, group, number, examples, device="cpu"):
     """q and k and the gradient of the projection, for tables with and without a batch, with xPos and without."""
     torch.use_deterministic_algorithms(True)
-    from lightning_dilated.kernels import rotary
+    from lightning_dilated.kernels import rows
 
     chosen, generator = random.Random(number), torch.Generator(device).manual_seed(number)
     for _ in range(examples):
-        rotary.ELEMENTS = chosen.choice([8, 64])
+        rows.ROTARY_ELEMENTS = chosen.choice([8, 64])
         batch, n, heads, kv_heads = (chosen.randint(1, 3) for _ in range(4))
         n, dim = chosen.choice([1, n * 7]), 2 * chosen.choice([1, 3, 8, 9])
         positions = torch.randint(

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns, shortest_cycle
 from lightning_dilated.pattern.layers import layer_patterns, plain_patterns, read_patterns
+from lightning_dilated.pattern.rows import in_turns, shortest_cycle
 
 from ..examples import examples
 

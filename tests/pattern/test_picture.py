@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from matplotlib.image import imread
 
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.picture import LONGEST, PIXELS, picture
+from lightning_dilated.pattern.explain import LONGEST, PIXELS, picture
 
 from ..examples import examples
 from .strategies import patterns

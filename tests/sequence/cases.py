@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import check_padding
-from lightning_dilated.sequence.exchange.head_parallel import windows
+from lightning_dilated.sequence.exchange.switch import windows
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
 from lightning_dilated.sequence.shard import LAYOUTS, Shard
 

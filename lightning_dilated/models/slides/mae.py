@@ -21,7 +21,7 @@ from lightning_dilated.models.pooled_model import check_lengths, checked_by_all
 from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
 from lightning_dilated.models.transformer import DilatedTransformer, init_weights
 from lightning_dilated.models.transformer_model import SizeOptions, Unpack
-from lightning_dilated.pattern.cycle import in_turns
+from lightning_dilated.pattern.rows import in_turns
 from lightning_dilated.sequence import SequenceSpec
 
 

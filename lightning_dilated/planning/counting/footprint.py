@@ -18,14 +18,10 @@ from typing import Any
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns
-from lightning_dilated.pattern.rows import segment_width
+from lightning_dilated.pattern.rows import in_turns, segment_width
 from lightning_dilated.planning.counting import dry_run
 from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.memory_tracker import (
-    Piece,
-    Tape,
-)
+from lightning_dilated.planning.counting.memory_tracker import Piece, Tape
 from lightning_dilated.planning.counting.workspace import OpCall, workspace
 from lightning_dilated.planning.simulating.rounds import EXACT, Moves
 from lightning_dilated.planning.simulating.simulation import moves_of

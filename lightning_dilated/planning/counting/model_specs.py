@@ -20,7 +20,7 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.pattern.cycle import shortest_cycle
+from lightning_dilated.pattern.rows import shortest_cycle
 from lightning_dilated.planning.counting.dry_run import MAIN, PRECISIONS, stacks
 from lightning_dilated.planning.counting.footprint import Decoder, Subject
 from lightning_dilated.planning.counting.workspace import OpCall

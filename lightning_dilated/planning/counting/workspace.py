@@ -23,8 +23,7 @@ from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.cycle import in_turns
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block, blocks, in_turns
 
 #: bytes of a log-sum-exp
 LSE = 4

@@ -1,4 +1,4 @@
-"""`lightning-dilated bench attention`: time and memory of the op, next to dense attention of the same FLOPs.
+"""`lightning-dilated bench`: measurements of this machine: the op next to dense attention of the same FLOPs, and links.
 
 Shape letters: N tokens, H heads, D head dim.
 """
@@ -17,6 +17,7 @@ import torch
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
+from lightning_dilated.cli import bench_links
 from lightning_dilated.cli.generate import check_device
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
@@ -39,7 +40,7 @@ class Row:
     ratio: float | None = None
 
 
-def options(p: argparse.ArgumentParser) -> None:
+def attention_options(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     p.add_argument("--dtype", choices=DTYPES, help="(default bfloat16 on a GPU, float32 on a CPU)")
     p.add_argument(
@@ -147,7 +148,7 @@ def plot(rows: list[Row], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def run(args: argparse.Namespace, command: str) -> None:
+def measure_attention(args: argparse.Namespace, command: str) -> None:
     """Measure, print the table, and draw and record it if requested."""
     args = checked(args)
     pattern = DilatedPattern.longnet(args.segments, args.dilations, offsets=args.offsets)
@@ -172,3 +173,29 @@ def run(args: argparse.Namespace, command: str) -> None:
     if args.plot:
         plot(rows, args.plot, f"{where}, {args.dtype}, {args.heads} heads of {args.head_dim}")
         print(f"plot: {args.plot}")
+
+
+#: what can be measured: its options, how to run it, and what it is
+PARTS = {
+    "attention": (
+        attention_options,
+        measure_attention,
+        "the op, forward and backward, next to dense attention of the same FLOPs",
+    ),
+    "links": (bench_links.options, bench_links.run, 'latency and bandwidth between ranks, for exchange="auto"'),
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser("lightning-dilated bench", description="Measure this machine.")
+    parts = p.add_subparsers(dest="what", required=True)
+    for name, (add_options, _, about) in PARTS.items():
+        add_options(parts.add_parser(name, help=about, description=f"Measure {about}."))
+    return p
+
+
+def run(argv: list[str]) -> None:
+    """Parse, measure, print and record."""
+    args = parser().parse_args(argv)
+    measure = PARTS[args.what][1]
+    measure(args, " ".join(["lightning-dilated bench", *argv]))
