@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
-from lightning_dilated.sequence.exchange.transport import Planned, Wire
+from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
@@ -100,10 +101,9 @@ def _alone(
     spec = decode(code)
     first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
     window = first, first + shape[2]
-    tensors = (None if lengths is None else torch.tensor(lengths), None)
-    if bounds is not None:
-        tensors = None, torch.frombuffer(bytearray(bounds), dtype=torch.int32)
-    documents = find_documents(shape[0], shape[1], *tensors, spec)
+    padded = None if lengths is None else torch.tensor(lengths)
+    packed = None if bounds is None else torch.frombuffer(bytearray(bounds), dtype=torch.int32)
+    documents = find_documents(shape[0], shape[1], padded, packed, spec)
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     blocks = spec.pattern, heads, all_kv_heads, window, False
     engine = _engine(spec, request, blocks, documents, shape)
@@ -157,7 +157,7 @@ def _agreed(
     request = Request.of(q, spec.dropout, spec.scale)
     # that some engine serves is seen before anything moves; which one is known better where the blocks are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
-    turn = f"backward of call {int(number)}" if backward else None
+    turn = None if number is None else f"backward of call {int(number)}"
     facts = _facts(spec, q, k, documents, backward)
     agreed = group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad)
     chained = chained_up_to(spec.engine, request)
@@ -213,8 +213,8 @@ def _shared(
     members = range(ring * group.head_size, (ring + 1) * group.head_size)
     per_node = max(1, group.ranks_per_node // group.head_size)
     route = None
-    if chosen.exchange:
-        parts = problem, ring, chosen.exchange, per_node, q.device
+    if name := chosen.exchange:
+        parts = problem, ring, name, per_node, q.device
         route = group.remember(parts, functools.partial(_compile, *parts))
     whole = isinstance(route, CompiledSwitch)
     blocks = spec.pattern, num_heads, kv_heads, problem.heads, whole
@@ -222,19 +222,25 @@ def _shared(
     call = Call(engine, *blocks[:4], spec.causal, spec.scale, whole=whole, chained=chained)
     shape = batch, sum(lengths[m] for m in members), problem.heads[1] - problem.heads[0], head_dim
     executor: Executor = executors.choose(call, local, Layout(shape, q.dtype, q.device, spec.dropout > 0))
-    traffic, planned = (group.forward_traffic, group.backward_traffic), None
-    if route is not None:
+    both = group.forward_traffic, group.backward_traffic
+    planned = None
+    if name and route is not None:
         ranks = tuple(range(member, group.ranks, group.head_size))
-        wires = tuple(Wire(group.group, ranks, ring, x) for x in traffic)
+        wires = _pair(lambda x: Wire(group.group, ranks, ring, x), both)
         executor = (AllToAll if whole else RowExchange)(call, executor, route, wires)
-        planned = tuple(Planned(x.run, problem, chosen.exchange, ring, per_node, **sizes) for x in traffic)
+        planned = _pair(lambda x: Planned(x.run, problem, name, ring, per_node, **sizes), both)
     if group.head_size > 1:
         cuts = windows(heads, k.shape[2], group.head_size)
         kv_cuts = [(a // problem.group, -(-b // problem.group)) for a, b in cuts]
         tokens = tuple(lengths[m] for m in members)
-        groups = tuple(HeadGroup(Wire(group.group, tuple(members), member, x), tokens) for x in traffic)
+        groups = _pair(lambda x: HeadGroup(Wire(group.group, tuple(members), member, x), tokens), both)
         executor = HeadParallel(call, executor, groups, cuts, kv_cuts)
     return Resolved(executor, chosen, planned)
+
+
+def _pair(make: Callable[[Traffic], Any], both: tuple[Traffic, Traffic]) -> tuple[Any, Any]:
+    """One for the forward and one for the backward."""
+    return make(both[0]), make(both[1])
 
 
 def share(
@@ -263,7 +269,7 @@ def share(
 def _compile(
     problem: Problem, rank: int, exchange: str, per_node: int, device: torch.device
 ) -> Compiled | CompiledSwitch:
-    program = EXCHANGES[exchange].program(problem, rank, per_node)
+    program: Any = EXCHANGES[exchange].program(problem, rank, per_node)
     make = compile_switch if exchange == "switch" else compile_program
     return make(problem, rank, program, device)
 

@@ -217,18 +217,19 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
         Redefine it where the loss reads values of tensors, which fake tensors do not have.
         """
-        made = bare_copy(self)
-        made._built, made._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
+        copy: Any = bare_copy(self)
+        copy._built, copy._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
         changed = {"depth": depth, "pretrained": None, "compile_blocks": False}
         if bases := getattr(self, "rotary_bases", None):
-            made.rotary_bases = in_turns(bases, depth)
-        made.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
-        return made
+            copy.rotary_bases = in_turns(bases, depth)
+        copy.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})
+        return copy
 
     def token_features(self) -> tuple[int, ...]:
         """Features of a token that linear layers outside of the blocks read or write, for each stack of blocks; of the
         built model. By default those of the linear layers that the model itself holds, in one stack."""
-        width = self.transformer.blocks[0].ffn.fc1.in_features
+        transformer: Any = self.transformer
+        width = transformer.blocks[0].ffn.fc1.in_features
         numbers = sum(layer.weight.numel() for layer in self.children() if isinstance(layer, nn.Linear))
         return (max(1, numbers // width),)
 

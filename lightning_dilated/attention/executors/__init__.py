@@ -41,6 +41,6 @@ class Nothing:
         return *empty_state(inputs[0]), None
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         return total or [torch.zeros_like(x) for x in tensors[1:4]]

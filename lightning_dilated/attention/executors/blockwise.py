@@ -39,7 +39,7 @@ class Blockwise:
         return out, lse, None
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
         tensors = suited(self.call.engine, *tensors)

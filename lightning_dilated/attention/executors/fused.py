@@ -269,7 +269,7 @@ class Fused:
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         """dq, dk, dv at every position of the spans, in q's dtype, or added to `total`."""
         call, tensors = self.call, suited(self.call.engine, *tensors)

@@ -177,7 +177,7 @@ class Grouped:
         return out, lse, None
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: None, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         """dq, dk, dv of the blocks, in q's dtype, or added to `total`."""
         add, tensors = total is not None, suited(self.call.engine, *tensors)

@@ -124,7 +124,7 @@ class RowExchange:
         return out, lse, run.rows.flatten(0, 1)
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         grad, q, k, v, out = tensors
         reached = self.route.queries
@@ -178,7 +178,7 @@ class AllToAll:
         return out, lse, run.kept
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         grad, q, _, _, out = tensors
         total = total or [torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in tensors[1:4]]
@@ -233,7 +233,7 @@ class HeadParallel:
         return out, lse[..., 0].transpose(1, 2), torch.cat(saved)
 
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor, total: list[Tensor] | None = None
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         group, (grad, q, k, v, out) = self.groups[1], tensors
         *traded, received = self._saved(received, q, k)

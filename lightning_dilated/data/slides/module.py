@@ -132,7 +132,7 @@ class SlideSequences(Dataset):
         tiles_at = tiles_at - self.class_token
         slide, on_slide = self.slides[index], np.flatnonzero((tiles_at >= 0) & (tiles_at < tiles))
         features, coords = self.reader.read(slide.path, self._rows(index)[tiles_at[on_slide]])
-        sample = {"features": _placed(features, on_slide, len(tiles_at), 0)}
+        sample: dict[str, Any] = {"features": _placed(features, on_slide, len(tiles_at), 0)}
         if coords is not None:
             sample["coords"] = _placed(coords, on_slide, len(tiles_at), NOWHERE)
         sample |= {"length": self.length_of(index), "index": index, "slide_id": slide.name}
@@ -172,7 +172,7 @@ def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
         {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label": (B,) int64 of classes or float32,
         "index": (B,), "slide_id": list of B str}; "coords" and "label" where the samples have them.
     """
-    batch = {"features": _padded([s["features"] for s in samples], 0)}
+    batch: dict[str, Any] = {"features": _padded([s["features"] for s in samples], 0)}
     if "coords" in samples[0]:
         batch["coords"] = _padded([s["coords"] for s in samples], NOWHERE)
     batch["lengths"] = torch.tensor([s["length"] for s in samples], dtype=torch.int64)
