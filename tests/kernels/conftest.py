@@ -9,7 +9,7 @@ import pytest
 from ..distributed.pool import Pool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")  # files of this folder are run between others, and starting takes seconds
 def interpreter() -> Iterator[Pool]:
     """Two ranks under the interpreter; `run(1, ...)` takes one of them."""
     if importlib.util.find_spec("triton") is None:

@@ -1,13 +1,12 @@
 """The plan: the published table of bytes, exact counts, the choices of "auto" pinned for ten cases, and scale."""
 
-import subprocess
-import sys
-
 import pytest
 
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.planner import Links, make_problem, moved, plan, price
+
+from ..distributed.forked import run_ranks
 
 GIGAPATH = DilatedPattern.longnet([1024, 5792, 32768, 185363, 1048576], [1, 2, 4, 8, 16], offsets="blocked")
 
@@ -110,13 +109,13 @@ BILLION_CASES = {
     ],
 )
 @pytest.mark.full
-def test_a_billion_tokens_on_4096_ranks(name, causal):
+def test_a_billion_tokens_on_4096_ranks(tmp_path, name, causal):
     """In a process of its own: the plan and a rank's program, CPU seconds and GiB, torch's own 0.4 among them."""
     pattern, want = BILLION_CASES[name]
-    run = subprocess.run(
-        [sys.executable, "-c", BILLION.format(pattern=pattern, causal=causal)], capture_output=True, text=True
-    )
-    assert run.returncode == 0, run.stderr
+    script = tmp_path / "billion.py"
+    script.write_text(BILLION.format(pattern=pattern, causal=causal))
+    run = run_ranks(1, script, cwd=tmp_path)
+    assert run.codes == [0], run.stderr
     exchange, seconds, gibibytes = run.stdout.split()
     assert exchange == want and float(seconds) < 10 and float(gibibytes) < 2
 
