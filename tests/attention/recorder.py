@@ -63,5 +63,6 @@ def block_by_block() -> Iterator[list[tuple[int, ...]]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pipelined, "serves", lambda *views: False)
+        resolve.forget()
         patch.setitem(ENGINES, "blocks", replace(triton, name="blocks", forward=forward))
         yield shapes

@@ -9,7 +9,7 @@ import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.planning.counting.footprint import exchanged, footprint
-from lightning_dilated.planning.counting.memory_tracker import EXCHANGE
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, EXCHANGE
 from lightning_dilated.planning.counting.model_specs import subject_of
 from lightning_dilated.planning.counting.workspace import workspace
 from lightning_dilated.planning.estimate import Facts, estimate
@@ -121,8 +121,11 @@ def test_hybrid():
     assert time.flops - base.flops == pytest.approx(14 * 16 * (sum(pairs) - 6 * local) / RANKS)
 
 
-def test_hybrid_is_counted_whatever_its_positions():
-    """A model some of whose layers have none is counted as if all had them: no less than it holds."""
-    sizes = 1024, 2048
-    some, every = (footprint(subject_of(hybrid(rotary_base=base)), sizes) for base in ([1e4, "none"], 1e4))
-    assert memory(some, 6, TOKENS, SETUP).kinds == memory(every, 6, TOKENS, SETUP).kinds
+def test_hybrid_is_counted_by_its_positions():
+    """Of a model half of whose layers have none, half save what layers with positions save."""
+    bases, sizes = (1e4, [1e4, "none"], "none"), (1024, 2048)
+    every, some, none = (
+        memory(footprint(subject_of(hybrid(rotary_base=base)), sizes), 6, TOKENS, SETUP).kinds for base in bases
+    )
+    assert 2 * some[ACTIVATIONS] == every[ACTIVATIONS] + none[ACTIVATIONS] < 2 * every[ACTIVATIONS]
+    assert {**some, ACTIVATIONS: 0} == {**every, ACTIVATIONS: 0}

@@ -70,7 +70,7 @@ class Choice:
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """What the choice of engine and executor follows from besides the request, and what may change between calls."""
-    impl = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
+    impl = torch.nn.attention.current_flash_attention_impl()
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return torch.are_deterministic_algorithms_enabled(), kernels.available(device), captured, impl
 
