@@ -226,6 +226,6 @@ def test_a_file_that_becomes_shorter_leaves_nothing(trees: tuple[str, str], tmp_
 
     monkeypatch.setattr(version_pairs, "_planned", shortened)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(ValueError, match="became shorter while they were read: keep the trees as they are"):
+    with pytest.raises(ValueError, match="became shorter while they were read: leave the trees unchanged"):
         write_version_pairs(*trees, tmp_path / "a.bin", seq_len=N)
     assert sorted(tmp_path.iterdir()) == before
