@@ -9,7 +9,7 @@ import pytest
 
 from lightning_dilated.data import GenomeDataModule
 from lightning_dilated.data.genome import files as fasta_files
-from lightning_dilated.data.genome.files import default_cache, read_index, plain_file
+from lightning_dilated.data.genome.files import default_cache, plain_file, read_index
 
 HERE = Path(__file__).parent
 PACKED = str(HERE / "lambda_virus.fa.gz")
