@@ -266,8 +266,8 @@ def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:
     if missing:
         raise ValueError(f"plan needs {', '.join(missing)}, or a recipe that says so: --config RECIPE.yaml.")
     model = LongNetLM(
-        _pattern(args, tokens), args.vocab or 256, args.dim, args.depth, args.heads, args.kv_heads, args.ffn_dim,
-        residual_dtype=args.residual_dtype, bytes_per_token=1.0,
+        _pattern(args, tokens), args.vocab or 256, args.dim, args.depth, args.heads, num_kv_heads=args.kv_heads,
+        ffn_dim=args.ffn_dim, residual_dtype=args.residual_dtype, bytes_per_token=1.0,
     )  # fmt: skip
     model.causal = args.causal is not False
     return model

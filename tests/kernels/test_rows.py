@@ -87,7 +87,7 @@ def packed(rank, group, number, examples, device="cpu"):
         a, b = torch.randn(batch, n, 2 * heads, dim, generator=generator, device=device).to(dtype).split(heads, 2)
         rows = torch.randint(0, batch * n * heads, (chosen.randint(0, 40),), generator=generator, device=device)
         want = torch.stack([x.reshape(-1, dim)[rows] for x in (a, b)], 1)
-        assert exchanged._pairs(a, b)
+        assert exchanged._kernel_takes_both(a, b)
         assert torch.equal(exchanged.pair(a, b, rows), want)
         at, buffer = (
             torch.randperm(len(rows) + 5, generator=generator, device=device)[: len(rows)],
