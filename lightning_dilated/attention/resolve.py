@@ -20,6 +20,7 @@ from lightning_dilated.attention import executors
 from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose, environment
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout
+from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
 from lightning_dilated.attention.spec import CallSpec, decode
@@ -80,13 +81,14 @@ def resolve(
     if spec.sequence:
         resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
     else:
-        resolved = _alone(*key)
+        # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
+        resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
     if seed is None or not spec.dropout:
         return resolved
     return replace(resolved, executor=resolved.executor.masked(Dropout(spec.dropout, drawn)))
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)  # each holds tables on the device
 def _alone(
     code: str,
     shape: torch.Size,

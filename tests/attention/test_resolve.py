@@ -78,3 +78,12 @@ def test_a_setting_of_torch_is_seen():
     finally:
         torch.use_deterministic_algorithms(False)
     assert resolved(q) is one
+
+
+def test_what_a_graph_records_is_not_remembered(monkeypatch):
+    """Its tables may be missing, as for a first call that is recorded; the next recording looks again."""
+    q = torch.randn(2, 40, 4, 8)
+    monkeypatch.setattr(resolve, "captured", lambda device: True)
+    assert resolved(q) is not resolved(q)
+    monkeypatch.setattr(resolve, "captured", lambda device: False)
+    assert resolved(q) is resolved(q)

@@ -70,9 +70,9 @@ class Choice:
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """What the choice of engine and executor follows from besides the request, and what may change between calls."""
+    limit = GROUPED_BELOW.get(kernels.capability(device), DEFAULT) if device.type == "cuda" else DEFAULT
     impl = torch.nn.attention.current_flash_attention_impl()
-    captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-    return torch.are_deterministic_algorithms_enabled(), kernels.available(device), captured, impl
+    return torch.are_deterministic_algorithms_enabled(), kernels.available(device), limit, impl
 
 
 def engine_names() -> list[str]:
