@@ -70,7 +70,7 @@ class Choice:
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """What the choice of engine and executor follows from besides the request, and what may change between calls."""
-    limit = GROUPED_BELOW.get(kernels.capability(device), DEFAULT) if device.type == "cuda" else DEFAULT
+    limit = GROUPED_BELOW.get(kernels.capability(device) or (0, 0), DEFAULT) if device.type == "cuda" else DEFAULT
     impl = torch.nn.attention.current_flash_attention_impl()
     return torch.are_deterministic_algorithms_enabled(), kernels.available(device), limit, impl
 
