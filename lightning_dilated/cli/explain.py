@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jsonargparse import ArgumentParser
 
 from lightning_dilated.models import DilatedModule, LongNetClassifier
 from lightning_dilated.models.longnet.lm import TokenModel
@@ -90,8 +91,8 @@ def class_of(path: Path, class_path: Any, package: str) -> Any:
 def with_length(cls: Any, arguments: dict[str, Any], seq_len: int | None) -> dict[str, Any]:
     """A model's arguments; without `max_seq_len`, and with no base or "length", `max_seq_len` is the data's N tokens."""
     known = isinstance(cls, type) and issubclass(cls, (TokenModel, LongNetClassifier))
-    names = inspect.signature(cls).parameters if known else {}
-    takes = "max_seq_len" in names or any(x.kind is x.VAR_KEYWORD for x in names.values())
+    # as a recipe's `fit` sees it: of a constructor with **options, what it does not set itself
+    takes = known and "max_seq_len" in ArgumentParser().add_class_arguments(cls, fail_untyped=False)
     base = arguments.get("rotary_base")
     follows = base is None or "length" in (base if isinstance(base, list) else [base])
     named = arguments.get("max_seq_len") is not None or not follows

@@ -371,11 +371,15 @@ def judge(checks: Sequence[Check], results: list[list[tuple]]) -> list[Verdict]:
     return [compare(check, by_definition(check), list(each)) for check, *each in zip(checks, *results, strict=True)]
 
 
+def of_one_rank(checks: Sequence[Check]) -> list[Check]:
+    """The calls of the matrix, each once, on one rank."""
+    calls = (Check(c.pattern, c.seq_len, c.causal, "", "", 1, c.dtype) for c in checks if c.names[0] == "out")
+    return list(dict.fromkeys(calls))
+
+
 def one_rank(checks: Sequence[Check], device: str) -> list[Verdict]:
     """The engine of this machine on one rank, for each call that is in the matrix."""
-    calls = dict.fromkeys(
-        Check(c.pattern, c.seq_len, c.causal, "", "", 1, c.dtype) for c in checks if c.names[0] == "out"
-    )
+    calls = of_one_rank(checks)
     return [compare(c, by_definition(c), [(list(range(c.seq_len)), alone(c, device))]) for c in calls]
 
 
@@ -414,7 +418,8 @@ def run(argv: list[str]) -> None:
     args, began = checked(parser().parse_args(argv)), time.monotonic()
     where = "GPUs, NCCL" if args.device == "cuda" else "processes of the CPU, gloo"
     checks = matrix(args.devices, args.dtypes, args.quick)
-    print(f"{args.devices} ranks ({where}), {len(checks)} checks; torch {torch.__version__}", flush=True)
+    number = len(checks) + len(of_one_rank(checks))
+    print(f"{args.devices} ranks ({where}), {number} checks; torch {torch.__version__}", flush=True)
     try:
         results = run_ranks(args.devices, parts, checks, device=args.device, timeout=args.timeout)
     except RanksFailed as error:

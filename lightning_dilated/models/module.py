@@ -129,6 +129,9 @@ class DilatedModule(Pretrained, pl.LightningModule):
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
         super().__init__()
+        for name, value in (("optimizer", optimizer), ("lr_scheduler", lr_scheduler)):
+            if value is not None and not callable(value):
+                raise TypeError(f"{name} must be a function of parameters, such as torch.optim.AdamW; got {value!r}.")
         self._make_optimizer, self._make_scheduler = optimizer, lr_scheduler
         self._built = False
         self._shown = Newest()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.heads import make_head
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
@@ -118,7 +118,7 @@ class PooledModule(TransformerModel):
         if self.compile_blocks and lora_rank is not None:
             raise ValueError("peft's updates cannot be compiled to one graph: set compile_blocks=False with lora_rank.")
         self.task, self.num_classes, self.regression_loss = task, num_classes, regression_loss
-        self.layer_decay, self.freeze_encoder = layer_decay, freeze_encoder
+        self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
         self.head: nn.Module | None = None
         #: the label that was last moved to a device, its version, and the head's checked copy or the error it raised
         self._read: tuple[Any, int, Any] = None, 0, None

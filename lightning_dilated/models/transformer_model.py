@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
@@ -87,10 +88,33 @@ class _RemembersArguments:
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         self = super().__new__(cls)
         object.__setattr__(self, "_passed", frozenset(kwargs))
-        wrong = self._passed & settled_options(cls) - options_of(cls)
+        known = options_of(cls)
+        # a constructor of a user's own may take what it does not name
+        wrong = self._passed - known if _is_ours(cls) else self._passed & settled_options(cls) - known
         if wrong:
-            raise TypeError(f"{cls.__name__} has no argument {min(wrong)!r}.")
+            name = min(wrong)
+            if name in settled_options(cls):
+                hint = "The class sets it itself."
+            elif near := get_close_matches(name, known, 1):
+                hint = f"Did you mean {near[0]!r}?"
+            else:
+                hint = "Where a checkpoint names it, load that with the class that wrote it."
+            raise TypeError(f"{cls.__name__} has no argument {name!r}. {hint}")
         return self
+
+
+def _is_ours(cls: type) -> bool:
+    """Whether the constructor of a class is one of this package's."""
+    return next(base for base in cls.__mro__ if "__init__" in vars(base)).__module__.startswith("lightning_dilated.")
+
+
+def _set_by_subclass(cls: type, passed: frozenset[str]) -> set[str]:
+    """Options that a user's constructor, which passes `**options` on, sets by itself: neither its own nor its caller's."""
+    parameters = inspect.signature(cls.__init__).parameters.values()  # type: ignore[misc]
+    kinds = {p.kind for p in parameters}
+    if _is_ours(cls) or inspect.Parameter.VAR_KEYWORD not in kinds or inspect.Parameter.VAR_POSITIONAL in kinds:
+        return set()
+    return options_of(cls) - {p.name for p in parameters} - passed
 
 
 def settled_options(cls: type) -> set[str]:
@@ -184,6 +208,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         if dim % num_heads:
             raise ValueError(f"num_heads={num_heads} must divide dim={dim}.")
         self.ffn_dim = default_hidden(dim, ffn) if ffn_dim is None else integer(ffn_dim, "ffn_dim", 1)
+        for name, value in (("bias", bias), ("sub_layernorm", sub_layernorm), ("compile_blocks", compile_blocks)):
+            flag(value, name)
         self.compile_blocks = compile_blocks
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
@@ -198,7 +224,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         with torch.device("meta"):  # one layer without memory, so that a wrong size or option is an error here
             self._transformer(depth=1)
         # arguments of all constructors that are running, from this one outwards
-        self.save_hyperparameters(ignore=[*NOT_SAVED, *settled_options(type(self))])
+        left_out = settled_options(type(self)) | _set_by_subclass(type(self), self._passed)
+        self.save_hyperparameters(ignore=[*NOT_SAVED, *left_out])
         if self._saves_pattern():
             self.save_hyperparameters({"pattern": plain_patterns(self.pattern)})
         if position_encoding != "none" and "rotary_base" in self.hparams:
@@ -207,7 +234,9 @@ class TransformerModel(_RemembersArguments, DilatedModule):
 
     def _saves_pattern(self) -> bool:
         """Whether the class takes the pattern as an argument; one that settles it in its constructor does not."""
-        return "pattern" in self._passed or "pattern" in inspect.signature(type(self).__init__).parameters
+        parameters = inspect.signature(type(self).__init__).parameters
+        by_position = any(p.kind is p.VAR_POSITIONAL for p in parameters.values())
+        return by_position or "pattern" in self._passed or "pattern" in parameters
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         """The first `depth` layers, with fresh weights."""

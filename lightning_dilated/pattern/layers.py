@@ -6,7 +6,7 @@ Shape letters: H query heads, w segment length.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 from lightning_dilated._validation import integer, known_keys
@@ -41,7 +41,7 @@ def read_patterns(
             raise ValueError(
                 f"pattern names hybrid and {', '.join(others)}: give hybrid alone, or a pattern without it."
             )
-        options = value["hybrid"] or {}
+        options = {} if value["hybrid"] is None else value["hybrid"]
         if not isinstance(options, Mapping):
             raise TypeError(f"pattern.hybrid must be a mapping of {', '.join(HYBRID)}; got {options!r}.")
         known_keys(options, "pattern.hybrid", HYBRID)
@@ -49,7 +49,7 @@ def read_patterns(
     patterns: tuple[DilatedPattern, ...]
     if isinstance(value, (DilatedPattern, Mapping)):
         patterns = (DilatedPattern.from_dict(value),)
-    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes)):
+    elif isinstance(value, Iterable) and not isinstance(value, (str, bytes, Set)):
         patterns = tuple(DilatedPattern.from_dict(member) for member in value)
     else:
         raise TypeError(f"pattern must be a DilatedPattern, a mapping, or a list of them, one a layer; got {value!r}.")

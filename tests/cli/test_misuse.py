@@ -55,7 +55,7 @@ FIT = {
     "heads do not divide": (["--model.dim", "30"], ["num_heads=4", "dim=30"]),
     "no layers": (["--model.depth", "0"], ["depth must be at least 1"]),
     "dropout": (["--model.dropout", "1.5"], ["dropout", r"\[0, 1\)", "1.5"]),
-    "bytes_per_token": (["--model.bytes_per_token", "0"], ["bytes_per_token must be positive"]),
+    "bytes_per_token": (["--model.bytes_per_token", "0"], ["bytes_per_token must be a number in"]),
     "val_fraction": (["--data.val_fraction", "2"], ["data.val_fraction must be a number in", "got 2.0"]),
     "batch larger than the data": (["--data.batch_size", "1000"], ["data.batch_size", "lower"]),
     # values that only show when the model is built or the run begins

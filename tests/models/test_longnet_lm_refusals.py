@@ -29,7 +29,7 @@ REFUSED = {
     ),
     "norm": (make(norm="batch"), ValueError, "norm must be one of rmsnorm, layernorm"),
     "dropout": (make(dropout=1), ValueError, "dropout must be a number in"),
-    "bytes_per_token": (make(bytes_per_token=0), ValueError, "bytes_per_token must be positive, got 0"),
+    "bytes_per_token": (make(bytes_per_token=0), ValueError, r"bytes_per_token must be a number in \(0, inf\), got 0"),
     # the docstring promises these too when the model is made, not when Lightning builds it
     "ffn_dim": (make(ffn_dim=0), ValueError, "ffn_dim must be at least 1"),
     "position_encoding": (

@@ -4,11 +4,13 @@ import pytest
 import torch
 from jsonargparse import ArgumentParser
 
-from lightning_dilated import models
+from lightning_dilated import LongNetLM, models
 from lightning_dilated._compat import lightning as compat_lightning
 from lightning_dilated._compat import torch as compat_torch
 from lightning_dilated.models.transformer_model import NOT_SAVED, options_of
 from lightning_dilated.pattern import DilatedPattern
+
+from . import trainer
 
 PATTERN = DilatedPattern.longnet([4, 16], [1, 2])
 MODELS = ("LongNetLM", "LongNetMLM", "LongNetClassifier", "SlideEncoder", "SlidePretrainer", "LongViT")
@@ -69,3 +71,34 @@ def test_a_backward_knows_whether_its_graph_is_retained(retain):
     y.register_hook(lambda grad: seen.append(compat_torch.backward_is_retained()))
     y.backward(retain_graph=retain)
     assert seen == [retain]
+
+
+class SetsItsSizes(LongNetLM):
+    def __init__(self, width: int = 32, **options):
+        super().__init__(PATTERN, 64, dim=width, depth=2, num_heads=4, max_seq_len=64, **options)
+
+
+class PassesAllOn(LongNetLM):
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: SetsItsSizes(width=16, dropout=0.1), lambda: PassesAllOn(PATTERN, 64, 32, 2, 4)],
+    ids=["sets some", "passes all on by position"],
+)
+def test_a_subclass_loads_from_its_own_checkpoint(make, tmp_path):
+    model = make()
+    one = trainer(max_steps=0)
+    one.strategy.connect(model)
+    one.save_checkpoint(tmp_path / "x.ckpt")
+    twin = type(model).load_from_checkpoint(tmp_path / "x.ckpt", weights_only=True)
+    assert twin.dim == model.dim and twin.options == model.options and twin.patterns == model.patterns
+    for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_misspelt_option_is_named_with_the_nearest():
+    with pytest.raises(TypeError, match=r"LongNetLM has no argument 'dropuot'\. Did you mean 'dropout'"):
+        LongNetLM(PATTERN, dropuot=0.1)

@@ -15,7 +15,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
@@ -241,10 +241,9 @@ class TokenModel(TransformerModel):
             pattern, dim, depth, num_heads, residual_dtype=residual_dtype, shift_layers=shift_layers,
             shift_below=shift_below, drop_path=0.0, **options,
         )  # fmt: skip
-        if not bytes_per_token > 0:
-            raise ValueError(f"bytes_per_token must be positive, got {bytes_per_token!r}.")
+        real(bytes_per_token, "bytes_per_token", above=0)
         self.vocab_size = integer(vocab_size, "vocab_size", 1)
-        self.tie_embeddings, self.bytes_per_token = tie_embeddings, bytes_per_token
+        self.tie_embeddings, self.bytes_per_token = flag(tie_embeddings, "tie_embeddings"), bytes_per_token
 
     def setup(self, stage: str) -> None:
         """Check that every token of the data has an embedding."""

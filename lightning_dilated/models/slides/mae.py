@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.pooled_model import check_lengths, checked_by_all
@@ -72,7 +72,7 @@ class SlidePretrainer(SlideBackbone):
         super().__init__(drop_path=drop_path, **options)
         ratio = real(mask_ratio, "mask_ratio", above=0, below=1, hint=" 0.75 is MAE's.")
         self.hiding = Dropout(ratio, integer(mask_seed, "mask_seed", 0))
-        self.normalise = normalise
+        self.normalise = flag(normalise, "normalise")
         self.decoder_dim = integer(decoder_dim, "decoder_dim", 1)
         self.decoder_depth = integer(decoder_depth, "decoder_depth", 1)
         if decoder_dim % self.num_heads:
