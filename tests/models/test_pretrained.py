@@ -86,7 +86,7 @@ def test_changes(tmp_path):
     )
     twin.configure_optimizers()
     assert twin.dropout.p == 0.5 and made
-    with pytest.raises(TypeError, match="unexpected keyword argument 'widht'"):
+    with pytest.raises(TypeError, match="LongNetLM has no argument 'widht'"):
         LongNetLM.from_pretrained(tmp_path, widht=3)
 
 
