@@ -299,3 +299,14 @@ def test_setting_a_nested_value():
     state = {"a": {"b": 1}}
     torchs.set_nested(state, ("a", "b"), 2)
     assert state == {"a": {"b": 2}}, "_nested_dict.set_element sets nothing: values that are no tensors are not loaded"
+
+
+def test_graphs_and_traced_tensors():
+    x = torch.ones(2)
+    with torch._subclasses.FakeTensorMode() as mode:
+        fake = mode.from_tensor(x)
+    says = "torch's classes of {} moved: see _compat/torch.py"
+    assert torchs.is_fake(fake) and not torchs.is_fake(x), says.format("fake tensors")
+    op = torch.ops.aten.add.Tensor
+    assert torchs.is_op(op) and not torchs.is_op(torch.add), says.format("ops")
+    assert torchs.map_tree(lambda y: y + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}, says.format("trees")

@@ -197,7 +197,7 @@ def batches_begun(trainer: pl.Trainer) -> int:
 def set_batches_finished(trainer: pl.Trainer, count: int) -> None:
     """Let this epoch have `count` finished batches: moves all of `epoch_loop.batch_progress.current` alike; 2.6.6.
 
-    Lightning counts batches and has no other way to be told that their size changed.
+    Lightning counts batches, and offers no public way to say that their size changed.
     """
     current: Any = trainer.fit_loop.epoch_loop.batch_progress.current
     shift = count - current.processed

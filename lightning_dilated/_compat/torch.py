@@ -421,3 +421,8 @@ def is_fake(x: object) -> bool:
 def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
     """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13."""
     return tree_map(function, tree)
+
+
+def is_op(target: object) -> bool:
+    """Whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    return isinstance(target, torch._ops.OpOverload)

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_dilated._compat.torch import ahead_of_time, min_cut, with_parameters
+from lightning_dilated._compat.torch import ahead_of_time, is_op, min_cut, with_parameters
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
@@ -211,7 +211,7 @@ def _of_operator(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> bool:
     """Whether the result is memory of an input."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not is_op(node.target):
         return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
     if node.target is torch.ops.aten._unsafe_view.default:
         return True
@@ -219,7 +219,7 @@ def _viewed(node: fx.Node) -> bool:
 
 
 def _extern(node: fx.Node) -> bool:
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if node.op != "call_function" or not is_op(node.target):
         return False
     if node.target.namespace not in ("aten", "prims"):
         return True
