@@ -56,10 +56,13 @@ class Point:
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
     shifted: bool = False  # the recipe's own pattern, every other layer shifted
+    hybrid: int | None = None  # a dense head in one layer of so many, and local segments
 
     @property
-    def pattern(self) -> dict[str, list[int]]:
-        """Segments and rates."""
+    def pattern(self) -> dict[str, Any]:
+        """As a recipe has it: segments and rates, or a hybrid."""
+        if self.hybrid:
+            return {"hybrid": {"global_every": self.hybrid}}
         return SIX if self.shifted else FIVE
 
     @property
@@ -106,6 +109,9 @@ POINTS = [
     # of words in place of bytes: 8.03 billion parameters
     Point("8B, words", LLAMA | HALF | WORDS, block(8 * K, every=2, offload=1, head_chunks=8), 800 * K, None, "bf16-true",
           "adamw8bit"),
+    Point("125M hybrid", SMALL, MemorySettings(), 256 * K, hybrid=4),
+    Point("125M hybrid", SMALL | HALF, MemorySettings("attention-kept"), M, hybrid=6),
+    Point("125M hybrid", SMALL | HALF, MemorySettings("attention-kept"), M, hybrid=12),
 ]  # fmt: skip
 
 
@@ -133,7 +139,13 @@ def strategy_of(point: Point, args: argparse.Namespace) -> str:
 def case_of(point: Point, args: argparse.Namespace) -> Case:
     """The point's model, planned."""
     gpu = find_gpu(args.gpu)
-    model = LongNetLM(DilatedPattern.from_dict(point.pattern), shift_layers=point.shift, **point.sizes)
+    pattern: Any = point.pattern
+    if point.hybrid is None:
+        pattern = DilatedPattern.from_dict(pattern)
+    else:
+        pattern = DilatedPattern.hybrid(point.sizes["depth"], point.sizes["num_heads"], **pattern["hybrid"])
+    sizes = point.sizes | ({} if point.hybrid is None else {"max_seq_len": point.tokens})
+    model = LongNetLM(pattern, shift_layers=point.shift, **sizes)
     subject = subject_of(model, point.precision, None, True, gpu.capability)
     setup = Setup(strategy_of(point, args), args.gpus, optimizer=point.optimizer)
     return Case(subject, Facts.of(model, subject), setup, gpu, host=args.host / args.gpus)
@@ -185,6 +197,7 @@ def row(number: int, point: Point, planned: Future[Planned], args: argparse.Name
     plan = planned.result()
     words = in_words(point.settings) + (", bf16 residual" if "residual_dtype" in point.sizes else "")
     words += ", shifted" if point.shifted else ""
+    words += f", one dense head in one layer of {point.hybrid}" if point.hybrid else ""
     words += "" if point.optimizer == "adamw" else f", {point.optimizer}, {point.precision}"
     cells = [number, point.name, f"{strategy_of(point, args)} x {args.gpus}", f"{tokens:,}", words]
     if found is None or not found.fits:

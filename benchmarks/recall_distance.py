@@ -7,7 +7,8 @@
         --dim 64 --vocabulary 64 --lengths 64 128 512 --tokens 4096 --tokens-per-pair 16
 
 `FarRecallDataModule` with one pair for 64 tokens, at most 1,024, out of 2,048 keys and values: guessing takes 11 bits.
-Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens of each. A model of
+Sequences of 1,024, 4,096, 16,384 and 65,536 tokens one after another, `--steps` steps of 65,536 tokens (at least one
+sequence) of each; `--lengths 1024 .. 1048576 --steps 400 .. 40 --recompute` goes on to a million. A model of
 4 layers of width 256 and 4 heads of 64, trained as `arms.py` says. Prints one line of JSON: the share of queries of 32 new
 sequences of the longest length that are answered right, and their bits, also by octave of the distance between query and
 pair; training bits of each tenth of the steps; seconds, GiB.
@@ -23,6 +24,7 @@ import torch
 from arms import Stage, add_options, batches, model_of, options_of, train
 
 import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
 
 VOCABULARY, DEPTH, DIM, HEADS = 2048, 4, 256, 4
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -47,7 +49,8 @@ def main() -> None:
     """Train, and print what was learned."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
-    p.add_argument("--steps", type=int, default=750, help="of each length")
+    p.add_argument("--steps", type=int, nargs="+", default=[750], help="of each length; one number for all, or one each")
+    p.add_argument("--recompute", action="store_true", help="blocks once more in the backward, which takes less memory")
     p.add_argument("--vocabulary", type=int, default=VOCABULARY, help="keys, and values")
     p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")
     p.add_argument("--tokens", type=int, default=65536, help="of a step, at least one sequence")
@@ -61,9 +64,15 @@ def main() -> None:
 def run(a: argparse.Namespace) -> dict[str, object]:
     """One arm."""
     model = model_of(a, 1 + 2 * a.vocabulary, a.dim, DEPTH, HEADS, max(a.lengths), tie_embeddings=a.tie)
-    tasks = [data(n, a.steps, a) for n in a.lengths]
-    trained = train(model, [Stage(t.seq_len, a.steps, batches(t, "train", t.batch_size)) for t in tasks], a)
-    given = ("vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
+    if a.recompute:
+        model.transformer.memory = MemorySettings("block")
+    steps = a.steps * len(a.lengths) if len(a.steps) == 1 else a.steps
+    stages = []
+    for n, k in zip(a.lengths, steps, strict=True):
+        task = data(n, k, a)
+        stages.append(Stage(n, k, batches(task, "train", task.batch_size)))
+    trained = train(model, stages, a)
+    given = ("lengths", "vocabulary", "queries", "tokens", "tokens_per_pair", "tie", "dim")
     return {**options_of(a, model, trained), **{name: getattr(a, name) for name in given}, **validate(model, a)}
 
 

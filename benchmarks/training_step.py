@@ -4,6 +4,7 @@
     python benchmarks/training_step.py --seq-len 1048576 --recompute block
     python benchmarks/training_step.py --seq-len 131072 --attention torchscale --torchscale path/to/torchscale
     python benchmarks/training_step.py --seq-len 262144 --attention dense
+    python benchmarks/training_step.py --seq-len 262144 --hybrid 4
     python benchmarks/training_step.py --seq-len 262144 --profile
 
 Random bytes; AdamW (fused on a GPU); a step is forward, backward and optimizer as the Trainer runs them.
@@ -50,6 +51,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--ffn", default="swiglu", choices=["swiglu", "gelu"])
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments, instead of those")
     p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
     p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
     p.add_argument("--kv-heads", type=int)
@@ -109,7 +111,9 @@ def settings_of(args: argparse.Namespace) -> MemorySettings:
 
 def model_of(args: argparse.Namespace) -> ld.LongNetLM:
     """The model, with the attention asked for in every block."""
-    pattern = ld.DilatedPattern.longnet(args.segments, args.dilations)
+    pattern: Any = ld.DilatedPattern.longnet(args.segments, args.dilations)
+    if args.hybrid:
+        pattern = ld.DilatedPattern.hybrid(args.depth, args.heads, args.kv_heads, global_every=args.hybrid)
     fused = torch.cuda.is_available() and args.accelerator != "cpu"
     optimizer = partial(torch.optim.AdamW, lr=1e-4, weight_decay=0.1, fused=fused)
     if args.eightbit:
@@ -118,6 +122,7 @@ def model_of(args: argparse.Namespace) -> ld.LongNetLM:
         optimizer = partial(AdamW8bit, lr=1e-4, weight_decay=0.1)
     options = {"dim": args.dim, "depth": args.depth, "num_heads": args.heads, "num_kv_heads": args.kv_heads}
     options |= {"ffn": args.ffn, "ffn_dim": args.ffn_dim, "residual_dtype": args.residual_dtype}
+    options |= {"max_seq_len": args.seq_len} if args.hybrid else {}
     model = ld.LongNetLM(pattern, optimizer=optimizer, **options)
     model.configure_model()
     model.transformer.memory = settings_of(args)
@@ -169,6 +174,7 @@ def row(args: argparse.Namespace, model: ld.LongNetLM, optimizer: torch.optim.Op
     weights = {str(p.dtype).removeprefix("torch.") for p in model.parameters()}
     middle, plain = statistics.median(clock.seconds), MemorySettings()
     told = [f"{k} {v}" for k, v in vars(settings_of(args)).items() if v != getattr(plain, k)]
+    told += [f"hybrid, one layer of {args.hybrid}"] if args.hybrid else []
     told += ["offloaded by torch"] if args.torch_offload else []
     told += [f"residual {args.residual_dtype}"] if args.residual_dtype else []
     cells = [args.attention, f"{args.seq_len:,}", ", ".join(told) or "nothing", "no" if args.no_compile else "yes"]
