@@ -49,7 +49,9 @@ def main() -> None:
     """Train, and print what was learned."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(p)
-    p.add_argument("--steps", type=int, nargs="+", default=[750], help="of each length; one number for all, or one each")
+    p.add_argument(
+        "--steps", type=int, nargs="+", default=[750], help="of each length; one number for all, or one each"
+    )
     p.add_argument("--recompute", action="store_true", help="blocks once more in the backward, which takes less memory")
     p.add_argument("--vocabulary", type=int, default=VOCABULARY, help="keys, and values")
     p.add_argument("--queries", type=int, default=1, help="queries in training, for each pair")

@@ -51,7 +51,9 @@ def options() -> argparse.Namespace:
     p.add_argument("--ffn", default="swiglu", choices=["swiglu", "gelu"])
     p.add_argument("--segments", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768])
     p.add_argument("--dilations", type=int, nargs="+", default=[1, 2, 4, 8, 16])
-    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments, instead of those")
+    p.add_argument(
+        "--hybrid", type=int, help="a dense head in one layer of so many, and local segments, instead of those"
+    )
     p.add_argument("--attention", default="ours", choices=["ours", "torchscale", "dense"])
     p.add_argument("--torchscale", help="folder of a checkout, for --attention torchscale")
     p.add_argument("--kv-heads", type=int)
