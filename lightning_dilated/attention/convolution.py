@@ -1,6 +1,7 @@
 """ShortConvolution: a depthwise convolution over a few neighbouring tokens, within documents and on any number of ranks.
 
-One rank uses plain torch operations, which torch.compile fuses; several use a custom op, which exchanges rows between ranks.
+One rank uses plain torch operations, which torch.compile fuses; several use a custom op, which exchanges rows between ranks,
+and so do chunks of a stream, which leave rows for the next one.
 Shape letters: B batch, L tokens of this rank, C channels, W taps.
 """
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
+from lightning_dilated.attention.stream import ChunkLayer, find_stream
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
 from lightning_dilated.sequence.halo import HaloRoute, halo_route, halo_wire
 
@@ -42,12 +44,19 @@ class ShortConvolution(nn.Module):
         self.right = 0 if causal else taps - 1 - (taps - 1) // 2
         self.weight = nn.Parameter(torch.zeros(taps, channels, device=device, dtype=dtype))
 
-    def forward(self, x: Tensor, lengths: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """(B, L, C) from x (B, L, C), this rank's tokens within an active `SequenceGroup`.
+    def forward(
+        self,
+        x: Tensor,
+        lengths: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        chunk: ChunkLayer | None = None,
+    ) -> Tensor:
+        """(B, L, C) from x (B, L, C), this rank's tokens within an active `SequenceGroup`, or a chunk's of a stream.
 
         Args:
             lengths: (B,) on the CPU, number of real tokens of each right-padded sample, of the whole sequence.
             cu_seqlens: (documents + 1,) on the CPU, bounds of the documents packed into one sample, of the whole sequence.
+            chunk: the layer's place in a stream; causal only.
         """
         group, weight = active_sequence(), self.weight.to(x.dtype)
         lengths = None if self.causal else lengths  # no token before the padding sees it
@@ -56,6 +65,8 @@ class ShortConvolution(nn.Module):
             return torch.ops.lightning_dilated.short_convolution(
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
+        if chunk is not None:
+            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
         left = self.taps - 1 - self.right
         same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
@@ -225,3 +236,56 @@ def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]
 
 
 short_convolution.register_autograd(_backward, setup_context=_setup)
+
+
+# -- a chunk of a stream -----------------------------------------------------------------------------------------------
+@torch.library.custom_op("lightning_dilated::chunk_convolution", mutates_args=())
+def chunk_convolution(x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str) -> Tensor:
+    """y (B, L, C) of a chunk x whose (layer, chunk) is `place`; causal."""
+    (layer, chunk), left = place.tolist(), len(weight) - 1
+    tails, positions = find_stream(stream).tails_of(layer), find_stream(stream).tokens(chunk)
+    rows = torch.cat([tails.before(chunk, x, left), x], 1)
+    if find_stream(stream).rising:
+        tails.leave(chunk, rows[:, x.shape[1] :])
+    return _convolved(rows, weight, left, _same_document(positions, left, 0, None, cu_seqlens, x.device))
+
+
+@chunk_convolution.register_fake
+def _(x, weight, place, cu_seqlens, stream):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("lightning_dilated::chunk_convolution_backward", mutates_args=())
+def chunk_convolution_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str
+) -> tuple[Tensor, Tensor]:
+    """The gradients of x, with what later chunks left for it, and of weight."""
+    (layer, chunk), left = place.tolist(), len(weight) - 1
+    tails, positions = find_stream(stream).tails_of(layer), find_stream(stream).tokens(chunk)
+    rows = torch.cat([tails.before(chunk, x, left), x], 1)
+    same = _same_document(positions, left, 0, None, cu_seqlens, x.device)
+    d_rows, d_weight = _gradients(grad, rows, weight, left, same)
+    if find_stream(stream).exact:
+        later = tails.take_grad(chunk)
+        if later is not None:
+            d_rows[:, x.shape[1] :] += later
+        tails.leave_grad(chunk, d_rows[:, :left])
+    return d_rows[:, left:].to(x.dtype).contiguous(), d_weight.to(weight.dtype)
+
+
+@chunk_convolution_backward.register_fake
+def _(grad, x, weight, *rest):
+    return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
+
+
+def _setup_chunk(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.stream = inputs
+    ctx.save_for_backward(*tensors)
+
+
+def _chunk_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    gradients = torch.ops.lightning_dilated.chunk_convolution_backward(grad, *ctx.saved_tensors, ctx.stream)
+    return *gradients, None, None, None
+
+
+chunk_convolution.register_autograd(_chunk_backward, setup_context=_setup_chunk)

@@ -19,6 +19,7 @@ from lightning_dilated._validation import flag, one_of, real
 from lightning_dilated.attention import op as _flops  # noqa: F401 - registers the op and its FLOP formulas
 from lightning_dilated.attention.backends import engine_names
 from lightning_dilated.attention.spec import encode
+from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
@@ -144,21 +145,26 @@ def op_arguments(
     sequence: SequenceGroup | None = None,
     window: tuple[int, ...] = (),
     needs_grad: bool | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str]:
+    chunk: ChunkLayer | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, str]:
     """What `torch.ops.lightning_dilated.attention` takes, after every check that needs no other rank.
 
-    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v.
+    `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in a
+    stream; `lengths` and `cu_seqlens` are then those of the whole sequence.
     """
     group = _group(sequence)
     q, k, v = autocast(q, k, v)
     arguments = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
     lengths, cu_seqlens, scale = check_call(*arguments) if group is None else group.guard(check_call, *arguments)
-    seed = torch.randint(2**62, (), dtype=torch.int64) if dropout > 0 else None
+    seed = None
+    if dropout > 0:
+        seed = torch.randint(2**62, (), dtype=torch.int64) if chunk is None else chunk.seed
     name = "" if group is None else group.name
     if needs_grad is None:
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window)
-    return q, k, v, lengths, cu_seqlens, seed, spec
+    stream, place = ("", None) if chunk is None else (chunk.stream, chunk.place)
+    spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window, stream)
+    return q, k, v, lengths, cu_seqlens, seed, place, spec
 
 
 def _group(sequence: Any) -> SequenceGroup | None:

@@ -23,6 +23,7 @@ from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
 from lightning_dilated.attention.kv_cache import KVCache, decode_attention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
@@ -123,20 +124,22 @@ class DilatedAttention(nn.Module):
         cu_seqlens: Tensor | None = None,
         causal: bool | None = None,
         sequence: SequenceGroup | None = None,
+        chunk: ChunkLayer | None = None,
     ) -> Tensor:
         """(B, N, H, D) from q (B, N, H, D) and k, v (B, N, K, D).
 
         Args:
             lengths, cu_seqlens, sequence: as in `dilated_attention`.
             causal: overrides the module's setting for this call; None: no change.
+            chunk: the place in a stream, whose chunk q, k and v are.
 
         Raises:
             TypeError, ValueError: as `dilated_attention`.
         """
-        options = self._options(causal)
-        return dilated_attention(
-            q, k, v, self.pattern, lengths=lengths, cu_seqlens=cu_seqlens, sequence=sequence, **options
-        )
+        options = {**self._options(causal), "lengths": lengths, "cu_seqlens": cu_seqlens, "sequence": sequence}
+        if chunk is None:
+            return dilated_attention(q, k, v, self.pattern, **options)
+        return torch.ops.lightning_dilated.attention(*op_arguments(q, k, v, self.pattern, **options, chunk=chunk))[0]
 
     def _options(self, causal: bool | None) -> dict[str, Any]:
         return {
@@ -268,7 +271,7 @@ class MultiheadDilatedAttention(nn.Module):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         positions: Tensor | RotaryTable | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | ChunkLayer | None = None,
     ) -> tuple[Tensor, None]:
         """Self-attention of `query` (B, N, E), or (N, E) without a batch.
 
@@ -281,7 +284,8 @@ class MultiheadDilatedAttention(nn.Module):
             lengths, cu_seqlens: as in `dilated_attention`.
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or within an active
                 `SequenceGroup` those of this rank's tokens.
-            cache: a cache of `new_cache` with the earlier tokens, to which the new ones are added; causal, one rank only.
+            cache: a cache of `new_cache` with the earlier tokens, to which the new ones are added; or the layer's place in a
+                stream, whose chunk `query` is. Causal, one rank only.
 
         Returns:
             (out of query's shape, None).
@@ -301,28 +305,30 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
-        if cache is not None:  # the first call may bring the whole prompt
+        start = 0
+        if isinstance(cache, KVCache):  # the first call may bring the whole prompt
             self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
-        table = self.table(query, positions, 0 if cache is None else cache.length)
+            start = cache.length
+        table = self.table(query, positions, start)
         project = Projection(self.head_dim, table, self._mix(query, lengths, cu_seqlens, cache))
         q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
-        if cache is None:
-            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal)
-        else:
+        if isinstance(cache, KVCache):
             out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
+        else:
+            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
         return self.join(out), None
 
     def _mix(
-        self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | None
+        self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | ChunkLayer | None
     ) -> Callable[[Tensor], Tensor] | None:
         """The convolution of k and v in this call; None without one."""
         if self.kv_conv is None:
             return None
-        if cache is not None:
+        if isinstance(cache, KVCache):
             return partial(self._continued, self.kv_conv, cache)
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens)
+        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens, chunk=cache)
 
     @staticmethod
     def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:

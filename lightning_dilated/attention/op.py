@@ -8,6 +8,7 @@ Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D he
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,35 +17,51 @@ from torch.utils.flop_counter import register_flop_formula
 
 from lightning_dilated._compat.cpython import with_room
 from lightning_dilated._compat.torch import is_fake
-from lightning_dilated.attention.resolve import resolve, share
+from lightning_dilated.attention.resolve import chunk_part, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
-from lightning_dilated.attention.views import spans
+from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
+from lightning_dilated.sequence.requirements import Problem, row_requests
 
 NAME = "lightning_dilated::attention"
 
 
 @torch.library.custom_op(NAME, mutates_args=())
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    place: Tensor | None,
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out (B, N, H, D), lse (B, H, N), received rows, number of the call); `spec` is `CallSpec.code`.
 
     On one rank nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that the
     backward needs again, so that recomputation that saves this op's results moves nothing twice. The number, () int64 on
-    the CPU, is equal on all ranks, and tells their backwards apart.
+    the CPU, is equal on all ranks, and tells their backwards apart. `place` (2,) int64 on the CPU is the (layer, chunk) of a
+    stream.
     """
-    return run_forward(q, k, v, lengths, cu_seqlens, seed, spec)
+    return run_forward(q, k, v, lengths, cu_seqlens, seed, place, spec)
 
 
 @with_room
 def run_forward(
-    q: Tensor, k: Tensor, v: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, spec: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths: Tensor | None,
+    cu_seqlens: Tensor | None,
+    seed: Tensor | None,
+    place: Tensor | None,
+    spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `attention` does."""
-    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed)
+    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place)
     out, lse, received = resolved.executor.forward((q, k, v), True)
     if received is None:
         received = q.new_empty(0, q.shape[3]) if decode(spec).sequence else q.new_empty(0)
@@ -53,7 +70,7 @@ def run_forward(
 
 
 @attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, spec):
+def _(q, k, v, lengths, cu_seqlens, seed, place, spec):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
     shared = bool(decode(spec).sequence)
@@ -75,10 +92,11 @@ def attention_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
+    place: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec)
+    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, place, spec)
 
 
 @with_room
@@ -94,10 +112,11 @@ def run_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
+    place: Tensor | None,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attention_backward` does."""
-    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, number, backward=True)
+    resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place, number, backward=True)
     dq, dk, dv = resolved.executor.backward((grad, q, k, v, out), lse, received)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
@@ -108,9 +127,9 @@ def _(grad, q, k, v, *others):
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *documents_and_seed, ctx.spec = inputs
+    q, k, v, *others, ctx.spec = inputs
     out, lse, *received = output
-    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *documents_and_seed)
+    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *others)
 
 
 def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
@@ -120,7 +139,7 @@ def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
 
 def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
     dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, ctx.spec)
-    return dq, dk, dv, None, None, None, None
+    return dq, dk, dv, None, None, None, None, None
 
 
 def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
@@ -136,25 +155,32 @@ attention_backward.register_autograd(_no_double_backward)
 
 # -- FLOPs -------------------------------------------------------------------------------------------------------------
 @register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
-def _forward_flops(q, k, v, lengths, cu_seqlens, seed, spec, *, out_val: Any = None, **options: Any) -> int:
-    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, decode(spec))
+def _forward_flops(q, k, v, lengths, cu_seqlens, seed, place, spec, *, out_val: Any = None, **options: Any) -> int:
+    return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
 def _backward_flops(grad, q, k, *others, out_val: Any = None, **options: Any) -> int:
-    *_, lengths, cu_seqlens, _, spec = others
-    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, decode(spec))
+    *_, lengths, cu_seqlens, _, place, spec = others
+    return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 
-def attention_pairs(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec) -> int:
+def attention_pairs(
+    q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Tensor | None, place: Tensor | None, spec: CallSpec
+) -> int:
     """(query, key) pairs over samples and heads; traced tensors have no lengths to read, so there every row counts.
 
     On a rank of a sequence: the pairs of its own queries (with head groups, of its heads), which sum to those of one rank.
+    In a stream: those of the chunk's queries; traced, as if the chunk were the first.
     """
     batch, seq_len, own, _ = q.shape
     first, heads, kv_heads = spec.window or (0, own, k.shape[2])
     window = first, first + own
-    lengths, cu_seqlens = (None if is_fake(x) else x for x in (lengths, cu_seqlens))
+    lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
+    if spec.stream and place is not None:
+        part = chunk_part(spec, q.shape, k.shape[2], (lengths, cu_seqlens), int(place[1]))
+        joint = sum(x.pairs for x in row_requests(part.problem, part.chunk))
+        return _pairs_of(spec, part.problem, part.local, heads, kv_heads) + joint
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:
         documents = spans(batch, seq_len, lengths, cu_seqlens)
@@ -162,9 +188,14 @@ def attention_pairs(q: Tensor, k: Tensor, lengths: Tensor | None, cu_seqlens: Te
     seq_len = group.agreed.seq_len
     documents = spans(batch, seq_len, lengths, cu_seqlens)
     problem, local = share(group, spec, heads, kv_heads, documents, seq_len, window)
-    local_pairs = (
+    joint = joint_pairs(problem, group.rank // group.head_size)
+    return _pairs_of(spec, problem, local, heads, kv_heads) + joint
+
+
+def _pairs_of(spec: CallSpec, problem: Problem, local: Sequence[Span], heads: int, kv_heads: int) -> int:
+    """Pairs of the blocks that a rank, or a chunk, computes alone."""
+    return sum(
         span.batches * block.pairs(spec.causal)
         for span in local
         for block in blocks(spec.pattern, span.document, heads, kv_heads, span.part, problem.heads)
     )
-    return sum(local_pairs) + joint_pairs(problem, group.rank // group.head_size)

@@ -1,7 +1,7 @@
 """Resolving a call: its spec, shapes and documents become one frozen `Resolved`, which forward and backward share.
 
 On one rank that is remembered by what it follows from. On several the ranks first compare their calls, then each takes its
-part of the sequence and the exchange that the planner chose.
+part of the sequence and the exchange that the planner chose. A chunk of a stream is such a part, of one rank.
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -22,10 +22,12 @@ from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
-from lightning_dilated.attention.executors.remote import AllToAll, HeadParallel, RowExchange
+from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 from lightning_dilated.attention.spec import CallSpec, decode
+from lightning_dilated.attention.stream import ChunkRoute, carry_plan, chunk_route, find_stream
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding
+from lightning_dilated.sequence.chunks import chunk_problem
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
@@ -60,6 +62,7 @@ def resolve(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
+    place: Tensor | None = None,
     number: Tensor | None = None,
     backward: bool = False,
 ) -> Resolved:
@@ -67,7 +70,7 @@ def resolve(
 
     Args:
         code: of the call's `CallSpec`.
-        lengths, cu_seqlens, seed: as the op takes them.
+        lengths, cu_seqlens, seed, place: as the op takes them.
         number, backward: of the call whose backward this is.
 
     Raises:
@@ -80,6 +83,8 @@ def resolve(
     drawn = 0 if seed is None else int(seed)
     if spec.sequence:
         resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
+    elif place is not None:
+        resolved = _chunked(key, spec, q, k, (lengths, cu_seqlens), *place.tolist())
     else:
         # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
@@ -141,6 +146,71 @@ def _engine(spec: CallSpec, request: Request, blocks: tuple, documents: Sequence
         shape = shape[0], shape[1], stop - first, shape[3]
         request = replace(request, block_flops=block_flops(blocks, spec.causal, documents, shape))
     return choose(spec.engine, request).engine
+
+
+# -- one sequence chunk by chunk ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class ChunkPart:
+    """A chunk of a stream: its number, the problem whose rank it is, the parts of documents that it computes alone."""
+
+    chunk: int
+    problem: Problem
+    local: tuple[Span, ...]
+
+
+def chunk_part(
+    spec: CallSpec,
+    shape: Sequence[int],
+    kv_heads: int,
+    documents: tuple[Tensor | None, Tensor | None],
+    chunk: int,
+) -> ChunkPart:
+    """The part of a call with q of `shape` (B, L, H, D) and K `kv_heads`.
+
+    Raises:
+        ValueError: for documents that do not fit the sequence, and a chunk of another length.
+    """
+    stream = find_stream(spec.stream)
+    tokens = stream.tokens(chunk)
+    if shape[1] != len(tokens):
+        raise ValueError(
+            f"chunk {chunk} of {stream.seq_len} tokens in chunks of {stream.chunk} has {len(tokens)} tokens; got {shape[1]}."
+        )
+    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
+    every = find_documents(shape[0], stream.seq_len, *documents, spec)
+    pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in every]
+    sizes = spec.pattern, heads, all_kv_heads, stream.seq_len, stream.chunk
+    problem = chunk_problem(*sizes, pieces, (first, first + shape[2]))
+    return ChunkPart(chunk, problem, local_spans(pieces, problem.shard.ranges(chunk)))
+
+
+def _chunked(
+    key: tuple,
+    spec: CallSpec,
+    q: Tensor,
+    k: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    layer: int,
+    chunk: int,
+) -> Resolved:
+    """The call of a chunk of a stream."""
+    stream = find_stream(spec.stream)
+    make = functools.partial(_chunk_call, spec, q, k, documents, chunk)
+    call, local, route = stream.remember((*key, stream.seq_len, stream.chunk, chunk), make)
+    rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
+    return Resolved(Chunked(call, local, route, rows, chunk, stream.rising))
+
+
+def _chunk_call(
+    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], chunk: int
+) -> tuple[Call, Executor, ChunkRoute]:
+    part = chunk_part(spec, q.shape, k.shape[2], documents, chunk)
+    problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
+    blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
+    engine = _engine(spec, request, blocks, part.local, q.shape)
+    call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained_up_to(spec.engine, request))
+    local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
+    return call, local, chunk_route(carry_plan(problem), chunk, q.shape, q.device)
 
 
 # -- one sequence on many ranks ----------------------------------------------------------------------------------------

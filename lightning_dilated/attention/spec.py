@@ -19,6 +19,7 @@ class CallSpec:
         dropout: probability with which a (query, key) pair of a branch is dropped.
         engine: as the user named it, "auto" or a family of engines included.
         sequence: the name of the `SequenceGroup` that shares the sequence; "" is one rank.
+        stream: the name of the `Stream` whose chunk this is; "" is a whole sequence.
         needs_grad: whether a backward will follow.
         window: (first, heads, kv heads): the query heads of q are first, first + 1, ... of so many, and k and v have
             theirs; () where q has all.
@@ -32,12 +33,13 @@ class CallSpec:
     sequence: str = ""
     needs_grad: bool = False
     window: tuple[int, ...] = ()
+    stream: str = ""
 
     @property
     def code(self) -> str:
         """The string that `decode` reads."""
         p = self
-        return encode(p.pattern, p.causal, p.scale, p.dropout, p.engine, p.sequence, p.needs_grad, p.window)
+        return encode(p.pattern, p.causal, p.scale, p.dropout, p.engine, p.sequence, p.needs_grad, p.window, p.stream)
 
 
 def encode(
@@ -49,16 +51,18 @@ def encode(
     sequence: str = "",
     needs_grad: bool = False,
     window: tuple[int, ...] = (),
+    stream: str = "",
 ) -> str:
     """The code of a `CallSpec` of these fields. torch.compile traces it, and it costs less than making the object."""
     heads = ",".join([str(x) for x in window])
-    return f"{int(causal)}|{float(scale)!r}|{float(dropout)!r}|{engine}|{sequence}|{int(needs_grad)}|{heads}|{pattern.code}"
+    options = f"{int(causal)}|{float(scale)!r}|{float(dropout)!r}|{engine}|{sequence}|{int(needs_grad)}|{heads}"
+    return f"{options}|{stream}|{pattern.code}"
 
 
 @functools.lru_cache(maxsize=4096)
 def decode(code: str) -> CallSpec:
     """The `CallSpec` of a code."""
-    causal, scale, dropout, engine, sequence, needs_grad, window, pattern = code.split("|", 7)
+    causal, scale, dropout, engine, sequence, needs_grad, window, stream, pattern = code.split("|", 8)
     return CallSpec(
         pattern=DilatedPattern.decode(pattern),
         causal=causal == "1",
@@ -68,4 +72,5 @@ def decode(code: str) -> CallSpec:
         sequence=sequence,
         needs_grad=needs_grad == "1",
         window=tuple(map(int, window.split(","))) if window else (),
+        stream=stream,
     )

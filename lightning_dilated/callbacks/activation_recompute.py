@@ -24,10 +24,17 @@ class ActivationRecompute(pl.Callback):
             computed twice with every policy.
         head_chunks: windows of heads that attend one after another, so that q, k and v (and gradients) of all never exist
             together. They are projected three times, four with a policy. Not with LoRA.
+        stream: tokens of a chunk of each sequence. Sequences that are longer are computed chunk by chunk, once forward and
+            once more with the backward; memory is then that of one chunk, and of the keys and values that later chunks
+            read. Other settings act on a chunk. Loss and gradients are those of one pass; hidden dropout draws other masks
+            than one pass would. LongNetLM only; ranks stream sequences of their own (sequence_size=1). Validation, test and
+            predict stream as well.
+        truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), which are
+            then computed once. The loss is that of one pass, the gradients are not.
 
     Raises:
-        ValueError: for other values; and when a fit starts with a LightningModule that has no TransformerBlock, or for
-            `every` and `offload`, no DilatedTransformer.
+        ValueError: for other values; and when a run starts with a LightningModule that has no TransformerBlock, for
+            `every` and `offload`, no DilatedTransformer, or for `stream`, is no causal language model.
     """
 
     def __init__(
@@ -37,13 +44,25 @@ class ActivationRecompute(pl.Callback):
         offload: float = 0.0,
         tile: int | None = None,
         head_chunks: int = 1,
+        stream: int | None = None,
+        truncate: bool = False,
     ) -> None:
-        self.settings = MemorySettings(policy, every, offload, tile, head_chunks)
+        self.settings = MemorySettings(policy, every, offload, tile, head_chunks, stream, truncate)
         self._before: list[tuple[Adjustable, MemorySettings]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hand the settings to the model."""
-        self.teardown(trainer, pl_module, "fit")  # which Lightning does not call for a fit that failed
+        self._set(trainer, pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Long sequences are evaluated chunk by chunk, too; within a fit the settings are set."""
+        if self.settings.stream is not None and not self._before:
+            self._set(trainer, pl_module)
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.teardown(trainer, pl_module, "")  # which Lightning does not call for a run that failed
         self._before = set_memory(pl_module, self.settings)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -19,6 +19,7 @@ from lightning_dilated._compat.torch import without_runtime_asserts as without_a
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.attention.stream import ChunkLayer, Stream
 from lightning_dilated.memory.head_chunks import AttentionParts, HeadChunks, attend_in_chunks
 from lightning_dilated.memory.offload import Host
 from lightning_dilated.memory.recompute import in_groups, recomputed, result_is_unused
@@ -132,14 +133,14 @@ class BlockMemory(nn.Module):
         positions: Tensor | RotaryTable | None = None,
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
-        cache: KVCache | None = None,
+        cache: KVCache | ChunkLayer | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
         """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
         the two halves (see `drop_path_factors`)."""
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
-        settings = self._memory if cache is None else MemorySettings()
+        settings = MemorySettings() if isinstance(cache, KVCache) else self._memory
         policy = settings.policy if torch.is_grad_enabled() else "none"
         attend = self._attend_in_chunks if settings.head_chunks > 1 else self._pieces.get("attend", self._attend)
 
@@ -166,13 +167,14 @@ class BlockMemory(nn.Module):
         positions: Tensor | RotaryTable | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        cache: None,
+        chunk: ChunkLayer | None,
         drop: Tensor | None,
     ) -> Tensor:
         """`_attend`, one chunk of heads after another."""
         self._check_bare(self._memory)
         a, tile = self.attention_layer, self._memory.narrow_tile
-        arguments = partial(a.attention.op_arguments, causal=a.attention.causal, lengths=lengths, cu_seqlens=cu_seqlens)
+        documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}
+        arguments = partial(a.attention.op_arguments, causal=a.attention.causal, chunk=chunk, **documents)
         parts = AttentionParts(self._pieces.get("norm", self._normed), (self.attention_norm,), arguments, tile)
         table = a.table(x, positions)
         rows = table.rows() if table else ()
@@ -196,6 +198,8 @@ class StackMemory(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self._memory, self._host = MemorySettings(), Host(0)
+        #: of sequences that are computed chunk by chunk
+        self.stream = Stream()
 
     @property
     def memory(self) -> MemorySettings:
@@ -230,7 +234,8 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjust
         Each of them with the settings that it had.
 
     Raises:
-        ValueError: where there is none, or `every` or `offload` is set and there are blocks outside of stacks.
+        ValueError: where there is none, or `every` or `offload` is set and there are blocks outside of stacks; for `stream`
+            with a model that cannot be computed chunk by chunk.
     """
     stacks = [m for m in module.modules() if isinstance(m, StackMemory)]
     stacked = {block for stack in stacks for block in stack.blocks}
@@ -245,6 +250,11 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjust
         raise ValueError(
             f"every and offload work on a DilatedTransformer's blocks, and {name} has blocks outside of one. Stack them by "
             "lightning_dilated.models.transformer.DilatedTransformer, or leave both settings out."
+        )
+    if settings.stream is not None and not getattr(module, "streams", False):
+        raise ValueError(
+            f"stream={settings.stream} computes a sequence chunk by chunk, and {name} cannot: it takes a causal model with "
+            "a loss for each token (LongNetLM). In others a chunk needs later ones. Leave stream out."
         )
     before = [(m, m.memory) for m in (*stacks, *alone)]
     for m, _ in before:

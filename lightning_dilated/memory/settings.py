@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.memory.offload import check_offload
 from lightning_dilated.memory.recompute import check_policy
 
@@ -15,7 +15,7 @@ NARROW = 8
 
 @dataclass(frozen=True)
 class MemorySettings:
-    """How a DilatedTransformer trains in less memory; gradients are the same with all of them.
+    """How a DilatedTransformer trains in less memory; gradients are the same with all of them but `truncate`.
 
     Attributes:
         policy: what each block saves, one of `recompute.POLICIES`.
@@ -26,6 +26,9 @@ class MemorySettings:
             and loss, are computed at a time (fewer for the loss of a wide vocabulary, see `chunked_loss.loss_tile`); None:
             all. With head chunks, NARROW times as many are projected to q, k and v, and from the heads' outputs, at a time.
         head_chunks: chunks of heads whose q, k and v are computed one after another.
+        stream: tokens of a chunk of each sequence, for longer ones: the model computes one chunk after another, forward and
+            then once more with its backward; the other settings act on a chunk. Causal language models only.
+        truncate: with `stream`: gradients end at the bounds of chunks, which are then computed once.
 
     Raises:
         ValueError: naming the setting; also for `every` or `offload` with a policy that saves no block inputs.
@@ -36,14 +39,19 @@ class MemorySettings:
     offload: float = 0.0
     tile: int | None = None
     head_chunks: int = 1
+    stream: int | None = None
+    truncate: bool = False
 
     def __post_init__(self) -> None:
         check_policy(self.policy)
         check_offload(self.offload)
         integer(self.every, "every", 1)
         integer(self.head_chunks, "head_chunks", 1)
-        if self.tile is not None:
-            integer(self.tile, "tile", 1)
+        for name in ("tile", "stream"):
+            if getattr(self, name) is not None:
+                integer(getattr(self, name), name, 1)
+        if flag(self.truncate, "truncate") and self.stream is None:
+            raise ValueError("truncate=True ends gradients at the bounds of a stream's chunks: it needs stream=TOKENS.")
         if self.every > 1 and self.policy != "block":
             raise ValueError(f'every={self.every} saves the inputs of groups of blocks: it needs policy="block".')
         if self.offload and self.policy == "none":

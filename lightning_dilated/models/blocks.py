@@ -16,6 +16,7 @@ from lightning_dilated.attention.functional import AUTOCAST_DEVICES
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import BlockMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
@@ -153,7 +154,7 @@ class TransformerBlock(BlockMemory):
         positions: Tensor | RotaryTable | None,
         lengths: Tensor | None,
         cu_seqlens: Tensor | None,
-        cache: KVCache | None,
+        cache: KVCache | ChunkLayer | None,
         drop: Tensor | None,
     ) -> Tensor:
         documents = {"lengths": lengths, "cu_seqlens": cu_seqlens}

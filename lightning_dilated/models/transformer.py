@@ -21,6 +21,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.pattern import DilatedPattern
@@ -235,6 +236,7 @@ class DilatedTransformer(StackMemory):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         caches: Sequence[KVCache] | None = None,
+        chunk: Sequence[ChunkLayer] | None = None,
         watch: Callable[[Tensor], None] | None = None,
         normed: bool = True,
     ) -> Tensor:
@@ -244,6 +246,7 @@ class DilatedTransformer(StackMemory):
             positions: (N,), global; None: from 0 on, or after the cached tokens.
             lengths, cu_seqlens: as of `dilated_attention`.
             caches: one for each block.
+            chunk: the place of each block in a stream, whose chunk x is; `positions` are then given.
             watch: called with the input and with every block's output.
             normed: False leaves the last norm to the caller.
         """
@@ -252,8 +255,9 @@ class DilatedTransformer(StackMemory):
         shared = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:
             drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
-            each = zip(self.blocks, tables, itertools.repeat(None) if drops is None else drops, strict=False)
-            layers = [partial(block, **shared, positions=t, drop=drop) for block, t, drop in each]
+            none = itertools.repeat(None)
+            each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
+            layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
         else:  # `forward` is not compiled: each new token would have a length of its own
             each = zip(self.blocks, tables, caches, strict=True)
             layers = [partial(block.forward, **shared, positions=t, cache=cache) for block, t, cache in each]
@@ -276,8 +280,8 @@ class DilatedTransformer(StackMemory):
     def compile_blocks(self) -> None:
         """Compile each block in place, as one graph; a compiled block takes a rotary table in place of positions."""
         kinds = len({block.attention_layer.attention.pattern for block in self.blocks})
-        # a graph for each pattern: with gradients, without, with static and dynamic lengths
-        allow_recompiles(8 * kinds)
+        # graphs for each pattern: with gradients and without, of whole sequences and of chunks, static and dynamic lengths
+        allow_recompiles(16 * kinds)
         for block in self.blocks:
             block.compile(fullgraph=True)
 

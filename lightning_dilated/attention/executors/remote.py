@@ -1,7 +1,8 @@
-"""Executors on several ranks: each wraps the executor of a rank's own blocks and adds what other ranks hold.
+"""Executors of a part of a sequence: each wraps the executor of a rank's own blocks and adds what other ranks hold.
 
 `RowExchange` brings rows of K and V here; `AllToAll` sends queries, too, to the owners of (segment, head) problems, and
-brings their outputs back; `HeadParallel` trades tokens for heads around either. Rows are picked by number: a batch has
+brings their outputs back; `HeadParallel` trades tokens for heads around either. `Chunked` takes the rows that earlier chunks
+of a stream left. Rows are picked by number: a batch has
 requests of equal shape, whose keys lie in a store of rows from many ranks.
 Shape letters: B batch, L local tokens, H heads of q, D head dim, G requests of a batch, n queries and m keys of each; a row
 of the store is (2, D): K and V.
@@ -21,6 +22,7 @@ from lightning_dilated.attention.backends.base import Engine
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
 from lightning_dilated.attention.dropout import BatchDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, Executor, attend_pads, empty_state
+from lightning_dilated.attention.stream import ChunkRoute, LayerRows
 from lightning_dilated.sequence.exchange import row_ops
 from lightning_dilated.sequence.exchange.row_ops import Batch, Rows, add_at, add_rows, take, take_apart
 from lightning_dilated.sequence.exchange.run import BackwardRun, Compiled, Run
@@ -114,7 +116,7 @@ class RowExchange:
         reached = self.route.queries
         with Run(self.route, self.wires[0], k, v) as run:
             out, lse, _ = self.local.forward(inputs, reached is not None)
-            queries, state = _picked(reached, q), (_picked(reached, out).to(lse.dtype), _picked_lse(reached, lse))
+            queries, state = picked(reached, q), (picked(reached, out).to(lse.dtype), picked_lse(reached, lse))
             for arrival in run.arrivals():
                 for batch in arrival.batches:
                     merge_batch(self.call, batch, queries, arrival.rows, *state)
@@ -129,7 +131,7 @@ class RowExchange:
         grad, q, k, v, out = tensors
         reached = self.route.queries
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
-            picked, rows_lse = [_picked(reached, x) for x in (grad, q, out)], _picked_lse(reached, lse)
+            picked, rows_lse = [picked(reached, x) for x in (grad, q, out)], picked_lse(reached, lse)
             dq = torch.zeros(picked[1].shape, dtype=lse.dtype, device=q.device)
             for arrival in run.arrivals():
                 for batch in arrival.batches:
@@ -140,12 +142,12 @@ class RowExchange:
         return total
 
 
-def _picked(reached: Rows | None, x: Tensor) -> Tensor:
+def picked(reached: Rows | None, x: Tensor) -> Tensor:
     """(1, n, 1, D) of a (B, L, H, D) tensor, or all of it."""
     return x if reached is None else reached.take(x)[None, :, None]
 
 
-def _picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
+def picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
     """(1, 1, n) of a (B, H, L) tensor, or all of it."""
     return lse if reached is None else reached.take(lse.transpose(1, 2))[None, None]
 
@@ -253,3 +255,59 @@ class HeadParallel:
         sizes = [batch * tokens * w for w in widths]
         *parts, rest = rows.split([*sizes, len(rows) - sum(sizes)])
         return [*(p.view(batch, tokens, w, q.shape[3]) for p, w in zip(parts, widths, strict=True)), rest]
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """Local blocks are computed, then the requests for rows of earlier chunks are merged.
+
+    Attributes:
+        local: the executor of the chunk's own blocks.
+        route: which carried rows it reads, and which rows it leaves.
+        carried: the layer's rows.
+        chunk: its number.
+        leaves: whether the forward leaves rows for later chunks.
+    """
+
+    call: Call
+    local: Executor
+    route: ChunkRoute
+    carried: LayerRows
+    chunk: int
+    leaves: bool
+
+    def masked(self, mask: Dropout) -> Chunked:
+        return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
+
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
+        q, k, v = inputs
+        route, reached = self.route, self.route.queries
+        self.carried.enter(self.chunk, route, k)
+        out, lse, _ = self.local.forward(inputs, reached is not None or (final and not route.batches))
+        if route.batches:
+            queries, state = picked(reached, q), (picked(reached, out).to(lse.dtype), picked_lse(reached, lse))
+            for batch in route.batches:
+                merge_batch(self.call, batch, queries, self.carried.rows, *state)
+            if reached is not None:
+                reached.put(out, state[0][0, :, 0])
+                reached.put(lse.transpose(1, 2), state[1][0, 0])
+        if self.leaves:
+            self.carried.leave(k, v)
+        return out, lse, None
+
+    def backward(
+        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
+    ) -> list[Tensor]:
+        grad, q, k, _, out = tensors
+        route, carried, reached = self.route, self.carried, self.route.queries
+        carried.enter(self.chunk, route, k)
+        total = self.local.backward(tensors, lse, None, total)
+        if route.batches:
+            grads = carried.read_grads(lse.dtype)
+            sides, rows_lse = tuple(picked(reached, x) for x in (grad, q, out)), picked_lse(reached, lse)
+            dq = torch.zeros(sides[1].shape, dtype=lse.dtype, device=q.device)
+            for batch in route.batches:
+                add_batch(self.call, batch, sides, carried.rows, rows_lse, dq, grads)
+            add_rows(reached, total[0], dq[0, :, 0] if reached is not None else dq)
+        carried.add_own_grads(*total[1:])
+        return total

@@ -1,0 +1,304 @@
+"""A sequence computed chunk by chunk: the rows of keys and values that each layer carries, and their gradients.
+
+Chunks are computed in rising order; a layer then drops the rows that no later chunk reads. In exact training they are
+stored, and chunks are computed once more in falling order: the stored rows come back, and the gradients that later chunks
+left for a chunk's rows are added to its own.
+Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row is (2, D): K and V.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import integer
+from lightning_dilated.sequence.chunks import CarryPlan, chunk_count
+from lightning_dilated.sequence.exchange.program import RowSet
+from lightning_dilated.sequence.exchange.row_ops import (
+    Batch,
+    LocalRows,
+    ReceivedRows,
+    Rows,
+    add_rows,
+    batches,
+    expand,
+    pair,
+    select_rows,
+)
+from lightning_dilated.sequence.requirements import row_requests
+
+#: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
+REMEMBERED = 32
+
+_streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
+_numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class ChunkLayer:
+    """What one layer's attention is given of the chunk that is computed.
+
+    Attributes:
+        stream: name of the `Stream`.
+        place: (2,) int64 on the CPU: the layer's number, the chunk's. A tensor, so that compiled layers share a graph.
+        seed: of attention dropout, () int64 on the CPU; None without.
+    """
+
+    stream: str
+    place: Tensor
+    seed: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ChunkRoute:
+    """Which rows a chunk reads and leaves, as index tensors.
+
+    Attributes:
+        live: rows that arrive from earlier chunks.
+        batches: requests whose keys number these rows.
+        queries: the rows of q that batches number; None: all.
+        leaving: the chunk's own rows that later chunks read.
+        staying, dropped: numbers of live rows that later chunks read as well, and of the others.
+    """
+
+    live: int
+    batches: list[Batch]
+    queries: Rows | None
+    leaving: Rows
+    staying: Tensor
+    dropped: Tensor
+
+
+def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch.device) -> ChunkRoute:
+    """The route of a chunk whose q has the `shape` (B, L, ...)."""
+    problem, (batch, length) = plan.problem, shape[:2]
+    start = chunk * plan.chunk
+    piece = (range(start, start + length),)
+    queries, own, store = LocalRows(piece, problem.heads), LocalRows(piece, problem.kv_heads), ReceivedRows()
+    live = plan.live(chunk)
+    store.add([RowSet(x.document, x.head, x.rows) for x in live])
+    joined = batches(problem, row_requests(problem, chunk), queries, store)
+    heads = problem.heads[1] - problem.heads[0]
+    selected, numbers = select_rows([b.queries for b in joined], batch * length * heads, length, heads)
+    moved = [Batch(**{**vars(b), "queries": n}).to(device) for b, n in zip(joined, numbers, strict=True)]
+    runs = [
+        run
+        for x in plan.leaving(chunk)
+        for sample in range(x.document.samples)
+        for _, run in own.find(x.document, x.head, x.rows, sample)
+    ]
+    leaving = Rows.of(expand(runs), length, problem.kv_heads[1] - problem.kv_heads[0]).to(device)
+    read_again = torch.tensor([x.last > chunk for x in live], dtype=torch.bool, device=device)
+    sizes = torch.tensor([x.count for x in live], dtype=torch.int64, device=device)
+    stays = torch.repeat_interleave(read_again, sizes, output_size=store.size)
+    index = lambda x: x.nonzero()[:, 0]  # noqa: E731
+    selected = None if selected is None else selected.to(device)
+    return ChunkRoute(store.size, moved, selected, leaving, index(stays), index(~stays))
+
+
+class LayerRows:
+    """The rows that one layer (or one window of its heads) carries to its current chunk, and in the descent their gradients.
+
+    Attributes:
+        chunk: the current one.
+        rows: (n, 2, D) of earlier chunks.
+        grads: (n, 2, D), at least fp32; None before the descent.
+        own_grads: gradients that later chunks left for the rows that the current one leaves; None: none.
+    """
+
+    def __init__(self, store: bool) -> None:
+        self.chunk, self.rows = 0, None
+        self.grads: Tensor | None = None
+        self.own_grads: Tensor | None = None
+        self._route: ChunkRoute | None = None
+        self._leaving: Tensor | None = None
+        self._dropped: list[Tensor] | None = [] if store else None
+
+    def enter(self, chunk: int, route: ChunkRoute, like: Tensor) -> None:
+        """Make a chunk the current one: the same, the next, or in the descent the one before; `like` is k."""
+        if self.rows is None:
+            self.rows = like.new_empty(0, 2, like.shape[3])
+        if chunk == self.chunk + 1 and self._leaving is not None:
+            self._ascend()
+        elif chunk == self.chunk - 1 and self._dropped is not None:
+            self._descend(route, like)
+        elif chunk != self.chunk:
+            raise RuntimeError(f"a stream's layer cannot go from chunk {self.chunk} to chunk {chunk}.")
+        self.chunk, self._route = chunk, route
+
+    def leave(self, k: Tensor, v: Tensor) -> None:
+        """Take the rows that later chunks read of the current chunk's k and v (B, L, K, D)."""
+        self._leaving = pair(k, v, self._route.leaving.flat)
+
+    def _ascend(self) -> None:
+        if self._dropped is not None:
+            self._dropped.append(self.rows[self._route.dropped])
+        self.rows = torch.cat([self.rows[self._route.staying], self._leaving])
+        self._leaving = None
+
+    def _descend(self, route: ChunkRoute, like: Tensor) -> None:
+        stayed = len(route.staying)
+        rows = like.new_empty(route.live, *self.rows.shape[1:])
+        rows[route.staying], rows[route.dropped] = self.rows[:stayed], self._dropped.pop()
+        if self.grads is not None:
+            grads = torch.zeros(rows.shape, dtype=self.grads.dtype, device=rows.device)
+            grads[route.staying] = self.grads[:stayed]
+            self.own_grads, self.grads = self.grads[stayed:], grads
+        self.rows = rows
+
+    def read_grads(self, dtype: torch.dtype) -> Tensor:
+        """(n, 2, D) to which gradients of `rows` are added; without a descent nobody reads them."""
+        if self._dropped is None or self.grads is None:
+            grads = torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
+            if self._dropped is None:
+                return grads
+            self.grads = grads
+        return self.grads
+
+    def add_own_grads(self, dk: Tensor, dv: Tensor) -> None:
+        """Add what later chunks left for this chunk's rows to the gradients of its k and v."""
+        if self.own_grads is not None and len(self.own_grads):
+            add_rows(self._route.leaving, dk, self.own_grads[:, 0])
+            add_rows(self._route.leaving, dv, self.own_grads[:, 1])
+
+
+class LayerTails:
+    """The last rows of each chunk's input to a layer's `kv_conv`, which the next chunk reads, and their gradients."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, Tensor] = {}
+        self._grads: dict[int, Tensor] = {}
+
+    def before(self, chunk: int, like: Tensor, count: int) -> Tensor:
+        """(B, count, C): the rows before a chunk with the input `like`; zeros before the first."""
+        return like.new_zeros(len(like), count, like.shape[2]) if chunk == 0 else self._rows[chunk - 1]
+
+    def leave(self, chunk: int, rows: Tensor) -> None:
+        """Store a chunk's last rows."""
+        self._rows[chunk] = rows.clone()
+
+    def take_grad(self, chunk: int) -> Tensor | None:
+        """What the next chunk left for the gradient of this one's last rows; None: nothing."""
+        return self._grads.pop(chunk, None)
+
+    def leave_grad(self, chunk: int, grad: Tensor) -> None:
+        """Leave the gradient of the rows before a chunk."""
+        if chunk:
+            self._grads[chunk - 1] = grad.clone()
+
+
+class Stream:
+    """One sequence computed chunk by chunk by a stack of layers. The op finds it by its name.
+
+    `begin` starts a sequence; then for every chunk in rising order each layer runs with its `layer`; after `descend`, the
+    chunks from the last one on.
+    """
+
+    def __init__(self) -> None:
+        self.name = f"stream-{next(_numbers)}"
+        self._layers: dict[tuple[int, int], LayerRows] = {}
+        self._tails: dict[int, LayerTails] = {}
+        self._remembered: OrderedDict[Any, Any] = OrderedDict()
+        self._lengths = 0, 0
+        self._stores = False
+        #: whether chunks leave rows for later ones; False where they are computed a second time
+        self.rising = True
+        _streams[self.name] = self
+
+    def begin(self, seq_len: int, chunk: int, store: bool) -> None:
+        """Start a sequence of N tokens in chunks of C; `store`: chunks will be computed once more in falling order."""
+        self._lengths = integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1)
+        self._stores, self.rising = store, True
+        self._free()
+
+    def descend(self) -> None:
+        """From now on chunks are computed once more, from the last one on."""
+        self.rising = False
+
+    def end(self) -> None:
+        """Free all rows and routes."""
+        self._free()
+        self._remembered.clear()
+
+    def _free(self) -> None:
+        self._layers.clear()
+        self._tails.clear()
+
+    @property
+    def seq_len(self) -> int:
+        return self._lengths[0]
+
+    @property
+    def chunk(self) -> int:
+        """C."""
+        return self._lengths[1]
+
+    @property
+    def chunks(self) -> int:
+        return chunk_count(*self._lengths)
+
+    def tokens(self, chunk: int) -> range:
+        """The positions of a chunk."""
+        return range(chunk * self.chunk, min((chunk + 1) * self.chunk, self.seq_len))
+
+    def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
+        """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
+        places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
+        return [ChunkLayer(self.name, place, seed) for place, seed in zip(places, seeds, strict=True)]
+
+    def rows_of(self, layer: int, first_head: int) -> LayerRows:
+        """The rows of a layer, or of the window of its heads from `first_head` on."""
+        key = layer, first_head
+        if key not in self._layers:
+            self._layers[key] = LayerRows(self._stores)
+        return self._layers[key]
+
+    def tails_of(self, layer: int) -> LayerTails:
+        """The rows of a layer that its `kv_conv` carries."""
+        return self._tails.setdefault(layer, LayerTails())
+
+    @property
+    def exact(self) -> bool:
+        """Whether gradients pass from chunk to chunk."""
+        return self._stores
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """make(), cached by `key` while it is among the latest `REMEMBERED`."""
+        if key not in self._remembered:
+            self._remembered[key] = make()
+            if len(self._remembered) > REMEMBERED:
+                self._remembered.popitem(last=False)
+        self._remembered.move_to_end(key)
+        return self._remembered[key]
+
+    def __deepcopy__(self, memo: Any) -> Stream:
+        return Stream()
+
+    def __reduce__(self) -> tuple[type[Stream], tuple[()]]:
+        return Stream, ()
+
+
+def find_stream(name: str) -> Stream:
+    """The stream of a name.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    stream = _streams.get(name)
+    if stream is None:
+        raise ValueError(f"no stream of this process has the name {name!r}: its model was deleted before the backward.")
+    return stream
+
+
+@functools.lru_cache(maxsize=64)
+def carry_plan(problem: Any) -> CarryPlan:
+    """The plan of a `chunk_problem`, shared by layers with the same pattern."""
+    return CarryPlan(problem)

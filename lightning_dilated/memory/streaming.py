@@ -1,0 +1,192 @@
+"""Training on a sequence chunk by chunk, with the gradients of one pass: memory for one chunk, and for carried rows.
+
+First the chunks are computed in rising order without a graph; each layer keeps the keys and values that later chunks read.
+Then they are computed once more from the last to the first, and differentiated: what a chunk's keys and values contributed
+to later chunks has arrived by then. Parameter gradients are summed in at least fp32 and returned once, so that hooks on them
+(of DDP) run once.
+
+Shape letters: B batch, N tokens, C tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.checkpoint import get_device_states, set_device_states
+
+from lightning_dilated._compat.torch import hooks_paused
+from lightning_dilated.attention.stream import ChunkLayer, Stream
+from lightning_dilated.memory.recompute import forget_casts
+from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
+from lightning_dilated.sequence.group import active_sequence
+
+#: computes a chunk: its positions, and what each layer is given of it
+RunChunk = Callable[[range, list[ChunkLayer]], Tensor]
+
+
+class Chunks(NamedTuple):
+    """How a sequence is streamed.
+
+    Attributes:
+        seq_len, chunk: N and C.
+        depth: layers.
+        dropout: whether attention weights are dropped; the masks are those of one pass.
+        truncate: whether gradients end at the bounds of chunks.
+    """
+
+    seq_len: int
+    chunk: int
+    depth: int
+    dropout: bool = False
+    truncate: bool = False
+
+    def seeds(self) -> list[Tensor | None]:
+        """A seed of attention dropout for each layer, drawn as one pass draws them."""
+        return [torch.randint(2**62, (), dtype=torch.int64) if self.dropout else None for _ in range(self.depth)]
+
+
+def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int) -> None:
+    """Raise where a stream's result or gradients would not be those of one pass.
+
+    Raises:
+        ValueError: with ranks that share the sequence, FSDP, and fp16.
+    """
+    if active_sequence() is not None:
+        raise ValueError(
+            f"stream={chunk} computes each sequence on one rank, and here ranks share it. Set sequence_size=1, so that "
+            "every rank streams sequences of its own, or leave stream out."
+        )
+    if any(isinstance(m, FSDPModule) for module in modules for m in module.modules()):
+        raise ValueError(
+            f"stream={chunk} is not offered with FSDP, which would gather all weights for every chunk. Take "
+            'strategy="ring_dilated", whose ranks hold all weights, or leave stream out.'
+        )
+    if dtype == torch.float16:
+        raise ValueError(
+            f"stream={chunk} is not offered in fp16: a loss scale comes too late for gradients that are made with the loss. "
+            'Take precision="bf16-mixed".'
+        )
+    check_whole(modules)
+
+
+def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequence[nn.Module], like: Tensor) -> Tensor:
+    """The sum of run(positions, layers) over the chunks, with its gradients.
+
+    Args:
+        run: computes one number of a chunk, the same in every run but for random numbers, which are repeated.
+        modules: whose parameters `run` uses.
+        like: a tensor on the device that computes.
+    """
+    leaves = trained(modules)
+    if torch.is_grad_enabled() and leaves:
+        return _Streamed.apply(stream, run, chunks, like, *leaves)
+    total = None
+    for part in streamed(stream, run, chunks):
+        total = added(total, part)
+    return total
+
+
+@torch.no_grad()
+def streamed(stream: Stream, run: Callable[[range, list[ChunkLayer]], Any], chunks: Chunks) -> Iterator[Any]:
+    """run(positions, layers) of each chunk in rising order, without gradients."""
+    seeds = chunks.seeds()
+    stream.begin(chunks.seq_len, chunks.chunk, store=False)
+    try:
+        for i in range(stream.chunks):
+            yield run(stream.tokens(i), stream.layers(i, seeds))
+    finally:
+        stream.end()
+
+
+class _Streamed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, stream, run, chunks, like, *leaves):
+        # saved-tensor hooks of a checkpoint or an offload around this call are not for tensors that live within it
+        plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        stream.begin(chunks.seq_len, chunks.chunk, store=not chunks.truncate)
+        try:
+            with plain:
+                total, sums = (_truncated if chunks.truncate else _exact)(stream, run, chunks, like, leaves)
+        finally:
+            stream.end()
+            forget_casts()
+        ctx.dtypes = [x.dtype for x in leaves]
+        ctx.save_for_backward(*sums)
+        return total
+
+    @staticmethod
+    @only_once
+    def backward(ctx, grad):
+        sums = zip(ctx.saved_tensors, ctx.dtypes, strict=True)
+        return None, None, None, None, *(None if x is None else (x * grad).to(dtype) for x, dtype in sums)
+
+
+Sums = list[Tensor | None]
+
+
+def _exact(
+    stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
+) -> tuple[Tensor, Sums]:
+    """(the sum, its gradients of the leaves), those of one pass."""
+    seeds, last = chunks.seeds(), stream.chunks - 1
+    total, states, sums = None, [], [None] * len(leaves)
+    for i in range(last):  # the last one is computed once, with its graph
+        states.append(_RandomState.of(like))
+        total = added(total, run(stream.tokens(i), stream.layers(i, seeds)))
+    stream.descend()
+    end = None
+    for i in range(last, -1, -1):
+        if i < last:
+            states[i].restore()
+        part = _differentiate(run, stream, i, seeds, leaves, sums)
+        if end is None:
+            total, end = added(total, part), _RandomState.of(like)
+    end.restore()
+    return total, sums
+
+
+def _truncated(
+    stream: Stream, run: RunChunk, chunks: Chunks, like: Tensor, leaves: Sequence[Tensor]
+) -> tuple[Tensor, Sums]:
+    """The same in one pass, in which carried rows are constants: truncated back-propagation through time."""
+    seeds, total, sums = chunks.seeds(), None, [None] * len(leaves)
+    for i in range(stream.chunks):
+        total = added(total, _differentiate(run, stream, i, seeds, leaves, sums))
+    return total, sums
+
+
+def _differentiate(
+    run: RunChunk, stream: Stream, i: int, seeds: list[Tensor | None], leaves: Sequence[Tensor], sums: Sums
+) -> Tensor:
+    """The sum of chunk i; its gradients are added to `sums`."""
+    forget_casts()
+    with torch.enable_grad():
+        part = run(stream.tokens(i), stream.layers(i, seeds))
+    with hooks_paused(leaves):  # they are for the gradient of all chunks, with which autograd calls them
+        grads = torch.autograd.grad(part, leaves, allow_unused=True)
+    forget_casts()
+    for k, grad in enumerate(grads):
+        sums[k] = added(sums[k], grad)
+    return part.detach()
+
+
+class _RandomState(NamedTuple):
+    """States of the generators that a chunk's dropout draws from."""
+
+    cpu: Tensor
+    devices: list[int]
+    states: list[Tensor]
+    kind: str
+
+    @classmethod
+    def of(cls, like: Tensor) -> _RandomState:
+        return cls(torch.get_rng_state(), *get_device_states(like), like.device.type)
+
+    def restore(self) -> None:
+        torch.set_rng_state(self.cpu)
+        if self.devices:
+            set_device_states(self.devices, self.states, device_type=self.kind)

@@ -1,0 +1,174 @@
+"""A sequence chunk by chunk: output and gradients are those of one pass, from no other rows than the integer plan's."""
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from lightning_dilated import DilatedPattern
+from lightning_dilated.attention.functional import op_arguments
+from lightning_dilated.attention.stream import Stream, carry_plan
+from lightning_dilated.sequence.chunks import chunk_problem
+from lightning_dilated.sequence.requirements import Document
+
+from ..examples import examples
+from ..pattern.strategies import patterns
+from .strategies import cases
+
+TOL = {"rtol": 1e-10, "atol": 1e-10}
+
+
+class Chunks:
+    """A causal case computed in chunks of C tokens, first in rising and then in falling order."""
+
+    def __init__(self, case, chunk, dropout=0.0, windows=((0, None),)):
+        self.case, self.stream, self.windows = case, Stream(), windows
+        self.options = {**case.options(), "dropout": dropout}
+        self.seed = torch.randint(2**62, (), dtype=torch.int64)
+        self.stream.begin(case.seq_len, chunk, store=True)
+        self.rows = []
+
+    def attend(self, tensors, i):
+        """out of chunk i, whose keys and values are overwritten afterwards: nothing but carried rows may be read later."""
+        case, (layer,) = self.case, self.stream.layers(i, [self.seed])
+        parts = []
+        for first, stop in self.windows:
+            stop, group = stop or case.heads, case.heads // case.kv_heads
+            q, *kv = tensors
+            q, kv = q[:, :, first:stop], [x[:, :, first // group : stop // group] for x in kv]
+            window = (first, case.heads, case.kv_heads) if len(self.windows) > 1 else ()
+            arguments = op_arguments(q, *kv, case.pattern, **self.options, window=window, chunk=layer)
+            parts.append(torch.ops.lightning_dilated.attention(*arguments)[0])
+        return torch.cat(parts, 2)
+
+    def run(self, q, k, v, grad):
+        """(out, dq, dk, dv)."""
+        cut = lambda x, i: x[:, self.stream.tokens(i).start : self.stream.tokens(i).stop].detach().clone()  # noqa: E731
+        outs, grads, last = {}, {}, self.stream.chunks - 1
+        with torch.no_grad():
+            for i in range(last):
+                chunk = [cut(x, i) for x in (q, k, v)]
+                outs[i] = self.attend(chunk, i)
+                for x in chunk:
+                    x.fill_(torch.nan)
+        self.stream.descend()
+        for i in range(last, -1, -1):
+            chunk = [cut(x, i).requires_grad_() for x in (q, k, v)]
+            out = self.attend(chunk, i)
+            if i < last:
+                assert torch.equal(out, outs[i]), "the two passes differ"
+            outs[i] = out.detach()
+            grads[i] = torch.autograd.grad(out, chunk, cut(grad, i))
+            self.rows.append(self.stream.rows_of(0, self.windows[0][0]).rows.shape[0])
+        joined = [torch.cat([grads[i][j] for i in range(last + 1)], 1) for j in range(3)]
+        return torch.cat([outs[i] for i in range(last + 1)], 1), *joined
+
+
+def compare(case, chunk, dropout=0.0, windows=((0, None),)):
+    q, k, v, grad = case.tensors()
+    torch.manual_seed(5)
+    want = case.run(q, k, v, dropout=dropout)
+    wanted = torch.autograd.grad(want, (q, k, v), grad)
+    torch.manual_seed(5)
+    chunks = Chunks(case, chunk, dropout, windows)
+    for got, expected in zip(chunks.run(q, k, v, grad), (want, *wanted), strict=True):
+        torch.testing.assert_close(got, expected, **TOL)
+    return chunks
+
+
+@given(cases(), st.integers(1, 70), st.sampled_from([0.0, 0.0, 0.3]))
+@settings(max_examples=examples(250))
+def test_equals_one_pass(case, chunk, dropout):
+    """Any pattern, shift, documents, lengths, grouped heads; chunks shorter and longer than every segment."""
+    assume(case.seq_len and case.batch)
+    compare(replace(case, causal=True, layout="contiguous"), chunk, dropout)
+
+
+@given(cases(longest=40), st.integers(1, 20))
+@settings(max_examples=examples(40))
+def test_windows_of_heads(case, chunk):
+    """Each window of heads carries rows of its own."""
+    assume(case.seq_len and case.batch and case.kv_heads > 1)
+    group = case.heads // case.kv_heads
+    windows = [(h, h + group) for h in range(0, case.heads, group)]
+    compare(replace(case, causal=True, layout="contiguous"), chunk, windows=windows)
+
+
+@given(cases(longest=50), st.integers(1, 50))
+@settings(max_examples=examples(60))
+def test_carried_rows_are_the_plan(case, chunk):
+    """As many rows are live as the plan says, and the plan has exactly the rows that later chunks see."""
+    assume(case.seq_len and case.batch)
+    case = replace(case, causal=True, layout="contiguous", lengths=None)
+    chunks = compare(case, chunk)
+    bounds = case.documents or (0, case.seq_len)
+    samples = (0, case.batch)
+    documents = [Document(*samples, a, b) for a, b in pairwise(bounds) if b > a]
+    sizes = case.heads, case.kv_heads, case.seq_len, chunk
+    plan = carry_plan(chunk_problem(case.pattern, *sizes, documents, (0, case.heads)))
+    live = [sum(x.count for x in plan.live(i)) for i in range(plan.chunks)]
+    assert chunks.rows == live[::-1]
+    assert plan.most_live() == max(live)
+    sees = case.counts()[0][0].view(case.kv_heads, -1, case.seq_len, case.seq_len).sum(1) > 0
+    stored = 0
+    for i in range(plan.chunks):
+        bound = i * chunk
+        rows = {(x.head, p) for x in plan.live(i) for p in x.rows}
+        assert len(rows) * case.batch == live[i], "a row twice"
+        assert rows == {(h, p) for h, p in sees[:, bound:, :bound].any(1).nonzero().tolist()}
+        stored += sum(x.count for x in plan.leaving(i))
+    assert plan.stored() == stored
+
+
+@given(st.data())
+@settings(max_examples=examples(20))
+def test_several_layers_keep_their_own_rows(data):
+    """Two layers of different patterns in one stream."""
+    first, second = data.draw(patterns(2, 2)), data.draw(patterns(2, 2))
+    n, chunk = data.draw(st.integers(2, 40)), data.draw(st.integers(1, 20))
+    generator = torch.Generator().manual_seed(n)
+    x = torch.randn(1, n, 2, 4, dtype=torch.float64, generator=generator, requires_grad=True)
+
+    def run(x, layers):
+        for pattern, layer in zip((first, second), layers, strict=True):
+            x = x + torch.ops.lightning_dilated.attention(*op_arguments(x, x.sin(), x, pattern, True, chunk=layer))[0]
+        return x
+
+    want = run(x, [None, None])
+    (wanted,) = torch.autograd.grad(want.square().sum(), x)
+    stream = Stream()
+    stream.begin(n, chunk, store=True)
+    cut = lambda i: x[:, stream.tokens(i).start : stream.tokens(i).stop].detach()  # noqa: E731
+    with torch.no_grad():
+        for i in range(stream.chunks - 1):
+            run(cut(i), stream.layers(i, [None, None]))
+    stream.descend()
+    for i in range(stream.chunks - 1, -1, -1):
+        part = cut(i).requires_grad_()
+        out = run(part, stream.layers(i, [None, None]))
+        torch.testing.assert_close(out, want[:, stream.tokens(i).start : stream.tokens(i).stop], **TOL)
+        (grad,) = torch.autograd.grad(out.square().sum(), part)
+        torch.testing.assert_close(grad, wanted[:, stream.tokens(i).start : stream.tokens(i).stop], **TOL)
+
+
+def test_chunks_out_of_order_and_of_other_lengths_are_refused():
+    pattern = DilatedPattern.longnet([8, 32], [1, 4])
+    stream = Stream()
+    stream.begin(24, 8, store=True)
+    x = torch.randn(1, 8, 2, 4, dtype=torch.float64)
+
+    def attend(x, layer):
+        return torch.ops.lightning_dilated.attention(*op_arguments(x, x, x, pattern, True, chunk=layer))[0]
+
+    zeroth, first, second = (stream.layers(i, [None])[0] for i in range(3))
+    with pytest.raises(ValueError, match="chunk 1 of 24 tokens in chunks of 8 has 8 tokens; got 7"):
+        attend(x[:, :7], first)
+    with pytest.raises(RuntimeError, match="cannot go from chunk 0 to chunk 2"):
+        attend(x, second)
+    name = stream.name
+    del stream
+    with pytest.raises(ValueError, match=name):
+        attend(x, zeroth)

@@ -1,0 +1,287 @@
+"""Models on sequences chunk by chunk: losses, gradients and trained weights are those of one pass."""
+
+import warnings
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_dilated as ld
+from lightning_dilated.callbacks import ActivationRecompute
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.streaming import streamed_sum
+
+GEOMETRIC = ld.DilatedPattern.longnet([8, 16, 32, 64], [1, 2, 4, 8])
+VOCABULARY = 32
+
+
+def lm(pattern=GEOMETRIC, seed=0, **options):
+    """A float64 LongNetLM whose weights are large enough for attention to matter."""
+    torch.manual_seed(seed)
+    model = ld.LongNetLM(pattern, VOCABULARY, 16, 3, 4, max_seq_len=64, **options)
+    model.configure_model()
+    for p in model.double().parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def text(tokens=64, batch=1, seed=1, **more):
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(0, VOCABULARY, (batch, tokens), generator=generator)
+    labels = tokens.roll(-1, 1)
+    labels[:, 3::7] = -100
+    return {"tokens": tokens, "labels": labels, **more}
+
+
+def gradients(model, batch, **settings):
+    """(loss, gradient of each parameter) of a training step."""
+    model.transformer.memory = MemorySettings(**settings)
+    model.zero_grad()
+    torch.manual_seed(3)
+    total, count = model.loss_terms(batch)
+    (total / count).backward()
+    return total.detach() / count, {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+PACKED = {"cu_seqlens": torch.tensor([0, 5, 14, 30, 64], dtype=torch.int32)}
+PADDED = {"lengths": torch.tensor([40, 64])}
+HYBRID = ld.DilatedPattern.hybrid(3, 4, local=8, global_every=2)
+CASES = {
+    "plain": ({}, {}, text(), 16),
+    "not a multiple": ({}, {}, text(61), 13),
+    "chunks of one token": ({}, {}, text(17), 1),
+    "longer than the text": ({}, {}, text(), 100),
+    "shifted layers": ({"pattern": [GEOMETRIC, GEOMETRIC.shifted()]}, {}, text(61), 13),
+    "dense heads": ({"pattern": HYBRID}, {}, text(), 10),
+    "grouped heads, padded": ({"num_kv_heads": 2}, {}, text(batch=2, **PADDED), 16),
+    "packed": ({}, {}, text(**PACKED), 10),
+    "attention dropout": ({"attention_dropout": 0.2}, {}, text(), 16),
+    "convolution": ({"kv_conv": 4}, {}, text(), 16),
+    "convolution, short chunks": ({"kv_conv": 4}, {}, text(17), 2),
+    "convolution, packed": ({"kv_conv": 4}, {"policy": "block"}, text(**PACKED), 13),
+    "block": ({}, {"policy": "block"}, text(), 16),
+    "attention-kept": ({"kv_conv": 3}, {"policy": "attention-kept"}, text(), 16),
+    "everything": ({}, {"policy": "block", "every": 2, "offload": 1.0, "tile": 8, "head_chunks": 2}, text(), 16),
+    "heads, dropout": ({"attention_dropout": 0.2}, {"policy": "block", "head_chunks": 4}, text(), 16),
+    "frozen embedding": ({}, {}, text(), 16),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_equals_one_pass(name):
+    options, settings, batch, chunk = CASES[name]
+    model = lm(**options)
+    if name == "frozen embedding":
+        model = lm(**options, tie_embeddings=False)
+        model.embedding.requires_grad_(False)
+        model.transformer.blocks[0].requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        total, _ = model.loss_terms(batch)
+        want = torch.autograd.grad(total, trained)
+        model.transformer.memory = MemorySettings(stream=chunk)
+        got = torch.autograd.grad(model.loss_terms(batch)[0], trained)
+        for x, y in zip(got, want, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-10, atol=1e-10)
+        return
+    want, wanted = gradients(model, batch)
+    got, found = gradients(model, batch, stream=chunk, **settings)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    for key, grad in found.items():
+        torch.testing.assert_close(grad, wanted[key], rtol=1e-10, atol=1e-10, msg=key)
+
+
+def test_evaluation_equals_one_pass():
+    """Losses, each token's loss, and what callbacks see."""
+    model, batch = lm(kv_conv=4).eval(), text(61, batch=2)
+    with torch.no_grad():
+        want, wanted = model.loss_terms(batch)[0], model.token_losses(batch)
+        model.transformer.memory = MemorySettings(stream=10)
+        torch.testing.assert_close(model.loss_terms(batch)[0], want, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(model.token_losses(batch), wanted, rtol=1e-12, atol=1e-12)
+        seen = []
+        model.watch_losses = lambda batch, losses: seen.append(losses)
+        model.watch_predictions = lambda batch, tokens: seen.append(tokens)
+        torch.testing.assert_close(model.loss_terms(batch)[0], want, rtol=1e-12, atol=1e-12)
+        likeliest = model(batch["tokens"]).argmax(-1).where(batch["labels"] != -100, torch.tensor(-100))
+        assert torch.equal(seen[0], likeliest)
+        torch.testing.assert_close(seen[1], wanted, rtol=1e-12, atol=1e-12)
+    assert not model.transformer.stream._layers, "rows were not freed"
+
+
+def test_hidden_dropout_has_the_same_masks_in_both_passes():
+    """Each chunk's sum is equal in both, chunks differ, and the generator ends where one rising pass would end."""
+    model, batch, sums = lm(dropout=0.3), text(), {}
+    run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
+
+    def watched(at, layers):
+        out = run(at, layers)
+        sums.setdefault(at.start, []).append(float(out.detach()))
+        return out
+
+    model.transformer.memory = MemorySettings(stream=16)
+    torch.manual_seed(0)
+    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+    ended = torch.get_rng_state()
+    assert all(a == b for a, b in (sums[at] for at in (0, 16, 32))) and len(sums[48]) == 1
+    torch.manual_seed(0)
+    with torch.no_grad():
+        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+    assert [x[-1] for x in sums.values()] == [x[0] for x in sums.values()]
+    assert torch.equal(torch.get_rng_state(), ended)
+
+
+def fit(optimizer, steps, stream=None, tokens=64, callbacks=(), **trainer):
+    """(losses, weights) of a fit."""
+    model = lm(optimizer=optimizer)
+    losses = []
+
+    class Losses(pl.Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, *unused):
+            losses.append(float(outputs["loss"]))
+
+    recompute = [ActivationRecompute(stream=stream)] if stream else []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer = pl.Trainer(
+            accelerator="cpu", max_steps=steps, precision="64-true", logger=False, enable_checkpointing=False,
+            enable_progress_bar=False, enable_model_summary=False, callbacks=[*recompute, Losses(), *callbacks], **trainer,
+        )  # fmt: skip
+        loader = DataLoader([{k: v[0] for k, v in text(tokens, seed=i).items()} for i in range(20)], batch_size=1)
+        trainer.fit(model, loader)
+    return losses, dict(model.named_parameters())
+
+
+def adamw(parameters):
+    return torch.optim.AdamW(parameters, lr=3e-3, fused=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("optimizer", "tol"), [(lambda p: torch.optim.SGD(p, lr=0.05), 1e-8), (adamw, 1e-6)])
+def test_the_same_loss_curve(optimizer, tol):
+    want, weights = fit(optimizer, 100, tokens=4096)
+    got, streamed = fit(optimizer, 100, stream=512, tokens=4096)
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0, atol=tol)
+    assert want[-1] < want[0] - 0.1
+    for name, p in streamed.items():
+        torch.testing.assert_close(p, weights[name], rtol=0, atol=100 * tol)
+
+
+def test_accumulation_clipping_and_hooks():
+    """Hooks on gradients run once a micro-batch; clipping and accumulation see the whole sequence's gradient."""
+    calls = {"one pass": 0, "stream": 0}
+
+    class Hooked(pl.Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_fit_start(self, trainer, pl_module):
+            pl_module.head.weight.register_hook(self.count)
+
+        def count(self, grad):
+            calls[self.name] += 1
+            return grad * 0.5
+
+    more = {"accumulate_grad_batches": 2, "gradient_clip_val": 0.3}
+    want, weights = fit(adamw, 4, callbacks=[Hooked("one pass")], **more)
+    got, streamed = fit(adamw, 4, stream=10, callbacks=[Hooked("stream")], **more)
+    assert calls["stream"] == calls["one pass"] == 8
+    torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0, atol=1e-10)
+    for name, p in streamed.items():
+        torch.testing.assert_close(p, weights[name], rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_stages_stream(stage):
+    """Outside of a fit, too; afterwards the model has its own settings back."""
+    model, loader = lm(), DataLoader([{k: v[0] for k, v in text(seed=i).items()} for i in range(3)], batch_size=1)
+    chunks = []
+
+    class Count(pl.Callback):
+        def setup(self, trainer, pl_module, stage):
+            run = pl_module._chunk
+            pl_module._chunk = lambda *args: (chunks.append(args[1]), run(*args))[1]
+
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "precision": "64-true"}
+
+    def results(*callbacks):
+        trainer = pl.Trainer(accelerator="cpu", callbacks=list(callbacks), **quiet)
+        out = getattr(trainer, stage)(model, loader, **({} if stage == "predict" else {"verbose": False}))
+        key = {"validate": "val_loss", "test": "test_loss"}.get(stage)
+        return [float(x["bits_per_byte"]) for x in out] if key is None else out[0][key]
+
+    want = results()
+    got = results(Count(), ActivationRecompute(stream=20))
+    assert got == pytest.approx(want, abs=1e-10)
+    assert len(chunks) == 3 * 4
+    assert model.transformer.memory == MemorySettings()
+
+
+def test_truncated_gradients_end_at_chunks():
+    """Where nothing crosses a chunk's bound they are exact; elsewhere the loss is, and the gradients are not."""
+    walls = ld.DilatedPattern.dense(16)
+    _, wanted = gradients(lm(walls), text())
+    _, found = gradients(lm(walls), text(), stream=16, truncate=True)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-10, atol=1e-10)
+    want, wanted = gradients(lm(kv_conv=3), text())
+    got, found = gradients(lm(kv_conv=3), text(), stream=16, truncate=True, policy="block")
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+    assert max(float((found[name] - wanted[name]).abs().max()) for name in found) > 1e-3
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bfloat16(precision):
+    """Weights' gradients are summed over chunks in fp32; they differ from one pass by bf16's rounding only."""
+    model, batch = lm(), text()
+    model = model.to(torch.bfloat16 if precision == "bf16-true" else torch.float32)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        want, wanted = gradients(model, batch)
+        got, found = gradients(model, batch, stream=10, policy="block")
+    assert float(got) == pytest.approx(float(want), rel=2e-2)
+    for name, grad in found.items():
+        assert grad.dtype == wanted[name].dtype
+        assert (grad - wanted[name]).norm() <= 0.1 * wanted[name].norm() + 1e-4, name
+
+
+def test_compiled_blocks():
+    """One graph serves all layers and chunks: chunk and layer are tensors, not constants."""
+    torch._dynamo.reset()
+    want, wanted = gradients(lm(), text())
+    model = lm(compile_blocks=True)
+    got, found = gradients(model, text(), stream=16)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+    with torch.compiler.set_stance("fail_on_recompile"):
+        gradients_again = torch.autograd.grad(model.loss_terms(text(seed=5))[0], list(model.parameters()))
+    assert all(x.isfinite().all() for x in gradients_again)
+
+
+class Redefined(ld.LongNetLM):
+    def token_losses(self, batch):
+        return 2 * super().token_losses(batch)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"truncate=True ends gradients at .* it needs stream=TOKENS"):
+        MemorySettings(truncate=True)
+    with pytest.raises(ValueError, match="stream must be at least 1, got 0"):
+        ActivationRecompute(stream=0)
+    sizes = {"dim": 16, "depth": 1, "num_heads": 4}
+    for model in (ld.LongNetMLM(GEOMETRIC, 8, **sizes), ld.LongNetClassifier(GEOMETRIC, num_classes=2, **sizes)):
+        model.configure_model()
+        with pytest.raises(ValueError, match=f"stream=8 .* {type(model).__name__} cannot: it takes a causal model"):
+            ActivationRecompute(stream=8).on_fit_start(None, model)
+    model = lm()
+    model.transformer.memory = MemorySettings(stream=16)
+    with pytest.raises(ValueError, match=r"gradients are made with the sum of losses \(loss_terms\)"):
+        model.token_losses(text())
+    with pytest.raises(ValueError, match=r'not offered in fp16.*Take precision="bf16-mixed"'):
+        model.half().loss_terms(text())
+    model = Redefined(GEOMETRIC, VOCABULARY, 16, 1, 4, max_seq_len=64)
+    model.configure_model()
+    model.transformer.memory = MemorySettings(stream=16)
+    with pytest.raises(ValueError, match=r"Redefined redefines token_losses.*leave out stream=16"):
+        model.loss_terms(text())
