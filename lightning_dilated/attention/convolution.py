@@ -60,13 +60,13 @@ class ShortConvolution(nn.Module):
         """
         group, weight = active_sequence(), self.weight.to(x.dtype)
         lengths = None if self.causal else lengths  # no token before the padding sees it
+        if chunk is not None:
+            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return torch.ops.lightning_dilated.short_convolution(
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
-        if chunk is not None:
-            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
         left = self.taps - 1 - self.right
         same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)

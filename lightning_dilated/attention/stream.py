@@ -35,6 +35,8 @@ from lightning_dilated.sequence.exchange.row_ops import (
 )
 from lightning_dilated.sequence.requirements import row_requests
 
+#: stored rows take this share of a GPU's memory; others wait in pinned host memory
+ON_GPU = 1 / 8
 #: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
 REMEMBERED = 32
 
@@ -104,6 +106,39 @@ def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch
     return ChunkRoute(store.size, moved, selected, leaving, index(stays), index(~stays))
 
 
+class Store:
+    """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
+
+    A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
+
+    Args:
+        budget: bytes on the device; None: `ON_GPU` of a GPU's memory, and everything on a CPU.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget, self.on_device, self.on_host = budget, 0, 0
+
+    def put(self, rows: Tensor) -> Tensor:
+        """The rows, where they wait."""
+        if rows.device.type != "cuda":
+            return rows
+        if self.budget is None:
+            self.budget = int(torch.cuda.get_device_properties(rows.device).total_memory * ON_GPU)
+        if self.on_device + rows.nbytes <= self.budget:
+            self.on_device += rows.nbytes
+            return rows
+        self.on_host += rows.nbytes
+        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+
+    def take(self, rows: Tensor, device: torch.device) -> Tensor:
+        """The rows on the device again."""
+        if rows.device == device:
+            self.on_device -= rows.nbytes
+            return rows
+        self.on_host -= rows.nbytes
+        return rows.to(device, non_blocking=True)
+
+
 class LayerRows:
     """The rows that one layer (or one window of its heads) carries to its current chunk, and in the descent their gradients.
 
@@ -114,13 +149,13 @@ class LayerRows:
         own_grads: gradients that later chunks left for the rows that the current one leaves; None: none.
     """
 
-    def __init__(self, store: bool) -> None:
+    def __init__(self, store: Store | None) -> None:
         self.chunk, self.rows = 0, None
         self.grads: Tensor | None = None
         self.own_grads: Tensor | None = None
         self._route: ChunkRoute | None = None
         self._leaving: Tensor | None = None
-        self._dropped: list[Tensor] | None = [] if store else None
+        self._store, self._dropped = store, []
 
     def enter(self, chunk: int, route: ChunkRoute, like: Tensor) -> None:
         """Make a chunk the current one: the same, the next, or in the descent the one before; `like` is k."""
@@ -128,7 +163,7 @@ class LayerRows:
             self.rows = like.new_empty(0, 2, like.shape[3])
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
-        elif chunk == self.chunk - 1 and self._dropped is not None:
+        elif chunk == self.chunk - 1 and self._dropped:
             self._descend(route, like)
         elif chunk != self.chunk:
             raise RuntimeError(f"a stream's layer cannot go from chunk {self.chunk} to chunk {chunk}.")
@@ -139,15 +174,16 @@ class LayerRows:
         self._leaving = pair(k, v, self._route.leaving.flat)
 
     def _ascend(self) -> None:
-        if self._dropped is not None:
-            self._dropped.append(self.rows[self._route.dropped])
+        if self._store is not None:
+            self._dropped.append(self._store.put(self.rows[self._route.dropped]))
         self.rows = torch.cat([self.rows[self._route.staying], self._leaving])
         self._leaving = None
 
     def _descend(self, route: ChunkRoute, like: Tensor) -> None:
         stayed = len(route.staying)
         rows = like.new_empty(route.live, *self.rows.shape[1:])
-        rows[route.staying], rows[route.dropped] = self.rows[:stayed], self._dropped.pop()
+        rows[route.staying] = self.rows[:stayed]
+        rows[route.dropped] = self._store.take(self._dropped.pop(), rows.device)
         if self.grads is not None:
             grads = torch.zeros(rows.shape, dtype=self.grads.dtype, device=rows.device)
             grads[route.staying] = self.grads[:stayed]
@@ -156,11 +192,10 @@ class LayerRows:
 
     def read_grads(self, dtype: torch.dtype) -> Tensor:
         """(n, 2, D) to which gradients of `rows` are added; without a descent nobody reads them."""
-        if self._dropped is None or self.grads is None:
-            grads = torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
-            if self._dropped is None:
-                return grads
-            self.grads = grads
+        if self._store is None:
+            return torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
+        if self.grads is None:
+            self.grads = torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
         return self.grads
 
     def add_own_grads(self, dk: Tensor, dv: Tensor) -> None:
@@ -208,7 +243,7 @@ class Stream:
         self._tails: dict[int, LayerTails] = {}
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
         self._lengths = 0, 0
-        self._stores = False
+        self._store: Store | None = None
         #: whether chunks leave rows for later ones; False where they are computed a second time
         self.rising = True
         _streams[self.name] = self
@@ -216,7 +251,7 @@ class Stream:
     def begin(self, seq_len: int, chunk: int, store: bool) -> None:
         """Start a sequence of N tokens in chunks of C; `store`: chunks will be computed once more in falling order."""
         self._lengths = integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1)
-        self._stores, self.rising = store, True
+        self._store, self.rising = Store() if store else None, True
         self._free()
 
     def descend(self) -> None:
@@ -258,7 +293,7 @@ class Stream:
         """The rows of a layer, or of the window of its heads from `first_head` on."""
         key = layer, first_head
         if key not in self._layers:
-            self._layers[key] = LayerRows(self._stores)
+            self._layers[key] = LayerRows(self._store)
         return self._layers[key]
 
     def tails_of(self, layer: int) -> LayerTails:
@@ -268,7 +303,7 @@ class Stream:
     @property
     def exact(self) -> bool:
         """Whether gradients pass from chunk to chunk."""
-        return self._stores
+        return self._store is not None
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """make(), cached by `key` while it is among the latest `REMEMBERED`."""

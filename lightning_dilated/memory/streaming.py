@@ -55,7 +55,8 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     Raises:
         ValueError: with ranks that share the sequence, FSDP, and fp16.
     """
-    if active_sequence() is not None:
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
         raise ValueError(
             f"stream={chunk} computes each sequence on one rank, and here ranks share it. Set sequence_size=1, so that "
             "every rank streams sequences of its own, or leave stream out."

@@ -270,7 +270,10 @@ def test_refusals():
     with pytest.raises(ValueError, match="stream must be at least 1, got 0"):
         ActivationRecompute(stream=0)
     sizes = {"dim": 16, "depth": 1, "num_heads": 4}
-    for model in (ld.LongNetMLM(GEOMETRIC, 8, **sizes), ld.LongNetClassifier(GEOMETRIC, num_classes=2, **sizes)):
+    for model in (
+        ld.LongNetMLM(GEOMETRIC, 8, **sizes),
+        ld.LongNetClassifier(GEOMETRIC, feature_dim=3, num_classes=2, **sizes),
+    ):
         model.configure_model()
         with pytest.raises(ValueError, match=f"stream=8 .* {type(model).__name__} cannot: it takes a causal model"):
             ActivationRecompute(stream=8).on_fit_start(None, model)
