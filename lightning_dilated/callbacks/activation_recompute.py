@@ -81,7 +81,8 @@ class ActivationRecompute(pl.Callback):
         if isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
             raise ValueError(
                 f"stream={stream} is not offered with {type(strategy).__name__}, which would gather all weights for every "
-                'chunk. Take strategy="ring_dilated" with sequence_size=1, whose ranks hold all weights, or leave stream out.'
+                'chunk. Take strategy="ring_dilated" with sequence_size=1, whose ranks hold all weights, or leave stream '
+                "out."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

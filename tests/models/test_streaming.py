@@ -122,12 +122,12 @@ def test_hidden_dropout_has_the_same_masks_in_both_passes():
 
     model.transformer.memory = MemorySettings(stream=16)
     torch.manual_seed(0)
-    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
     ended = torch.get_rng_state()
     assert all(a == b for a, b in (sums[at] for at in (0, 16, 32))) and len(sums[48]) == 1
     torch.manual_seed(0)
     with torch.no_grad():
-        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
     assert [x[-1] for x in sums.values()] == [x[0] for x in sums.values()]
     assert torch.equal(torch.get_rng_state(), ended)
 

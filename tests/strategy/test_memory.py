@@ -31,10 +31,9 @@ STREAMS = {
 def test_streams(pools, way):
     """Ranks stream sequences of their own: validation, too; hooks of DDP run once a micro-batch."""
     ranks, run = STREAMS[way]
-    if run.kind == "documents":  # packed documents are one sample, and one rank would have to hold two
-        want = pools(2).run(2, fit, run.but(memory=None))[0]
-    else:
-        want = pools(1).run(1, fit, RUN)[0]
+    # packed documents are one sample, and one rank would have to hold two
+    plain, of = (run.but(memory=None), 2) if run.kind == "documents" else (RUN, 1)
+    want = pools(of).run(of, fit, plain)[0]
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
 

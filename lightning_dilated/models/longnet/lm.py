@@ -352,6 +352,12 @@ class LongNetLM(TokenModel):
             return torch.cat([self._losses(*states) for states in self._chunk_states(batch)], 1)
         return self._losses(*self._states(batch))
 
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """As `DilatedModule`; sequences that are computed chunk by chunk stay on the CPU, and each chunk is copied."""
+        if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys() and self._in_chunks(batch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
     # -- a sequence chunk by chunk -------------------------------------------------------------------------------------
     def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
         """Whether the batch's sequences are longer than the chunks of `memory.stream`."""
@@ -363,15 +369,17 @@ class LongNetLM(TokenModel):
         """How the batch is streamed, after the checks."""
         tokens, truncate = batch["tokens"], self.transformer.memory.truncate
         chunk = integer(self.transformer.memory.stream, "stream", 1)
-        dtype = autocast(working(tokens.new_empty(0, dtype=torch.float32), self.head.weight))[0].dtype
+        weight = self.head.weight
+        dtype = autocast(working(weight.new_empty(0, dtype=torch.float32), weight))[0].dtype
         check_streamed([self], dtype, chunk)
         drops = self.training and self.options.attention_dropout > 0
         return Chunks(tokens.shape[1], chunk, self.depth, drops, truncate)
 
     def _chunk(self, batch: Mapping[str, Any], at: range, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
-        """`_states` of the tokens at `at`."""
-        tokens, labels = (batch[name][:, at.start : at.stop] for name in ("tokens", "labels"))
-        positions = torch.arange(at.start, at.stop, device=tokens.device)
+        """`_states` of the tokens at `at`, which may wait on the host."""
+        device, entries = self.head.weight.device, (batch["tokens"], batch["labels"])
+        tokens, labels = (x[:, at.start : at.stop].to(device, non_blocking=True) for x in entries)
+        positions = torch.arange(at.start, at.stop, device=device)
         documents = {name: batch.get(name) for name in ("lengths", "cu_seqlens")}
         return self._hidden(tokens, positions=positions, chunk=layers, **documents), labels
 
@@ -394,11 +402,11 @@ class LongNetLM(TokenModel):
         count = (batch["labels"] != IGNORE).sum()
         if self.watch_losses is None and self.watch_predictions is None:
             run = lambda at, layers: self._losses(*self._chunk(batch, at, layers), summed=True)  # noqa: E731
-            return streamed_sum(self.transformer.stream, run, self._chunks(batch), [self], batch["tokens"]), count
-        losses, likeliest = [], []
+            return streamed_sum(self.transformer.stream, run, self._chunks(batch), [self], self.head.weight), count
+        losses, likeliest, device = [], [], batch["labels"].device
         for states in self._chunk_states(batch):
-            losses.append(self._losses(*states))
-            likeliest += [self._predictions(*states)] if self.watch_predictions is not None else []
+            losses.append(self._losses(*states).to(device))
+            likeliest += [self._predictions(*states).to(device)] if self.watch_predictions is not None else []
         if self.watch_predictions is not None:
             self.watch_predictions(batch, torch.cat(likeliest, 1))
         whole = torch.cat(losses, 1)
@@ -453,6 +461,7 @@ class LongNetLM(TokenModel):
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels."""
         losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
+        counted = counted.to(losses.device)
         losses, counted = sequence_sum(losses), sequence_sum(counted)
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
         index = {"index": batch["index"]} if "index" in batch else {}
