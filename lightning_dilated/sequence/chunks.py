@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import remove
+from lightning_dilated.sequence.ranges import remove, union
 from lightning_dilated.sequence.requirements import Document, Problem, served
 from lightning_dilated.sequence.shard import Shard
 
@@ -146,5 +146,5 @@ def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[ran
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):
         out.append((last, remove([rows], taken)))
-        taken.append(rows)
+        taken = union([*taken, rows])  # where rows nest, the densest alone: removing it leaves one range
     return out
