@@ -19,10 +19,18 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_dilated._compat.torch import ahead_of_time, is_op, min_cut, with_parameters
+from lightning_dilated._compat.torch import (
+    ahead_of_time,
+    flatten,
+    is_op,
+    map_tree,
+    min_cut,
+    returns_view,
+    unflatten,
+    with_parameters,
+)
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
@@ -213,9 +221,7 @@ def _viewed(node: fx.Node) -> bool:
     """Whether the result is memory of an input."""
     if not is_op(node.target):
         return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
+    return returns_view(node.target)
 
 
 def _extern(node: fx.Node) -> bool:
@@ -223,7 +229,7 @@ def _extern(node: fx.Node) -> bool:
         return False
     if node.target.namespace not in ("aten", "prims"):
         return True
-    return node.target._schema.name.partition("::")[2] in EXTERN
+    return node.target.overloadpacket.__name__ in EXTERN
 
 
 def _numbers(node: fx.Node) -> int:
@@ -348,12 +354,12 @@ class _Table(NamedTuple):
 
 def _flattened(given: Any, options: Any) -> tuple[list[Any], Any]:
     plain = lambda x: _Table(x.cos, x.sin, x.scale) if isinstance(x, RotaryTable) else x  # noqa: E731
-    return tree_flatten(tree_map(plain, (given, options), is_leaf=lambda x: isinstance(x, RotaryTable)))
+    return flatten(map_tree(plain, (given, options), RotaryTable))
 
 
 def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
     back = lambda x: RotaryTable(*x) if isinstance(x, _Table) else x  # noqa: E731
-    return tree_map(back, tree_unflatten(flat, spec), is_leaf=lambda x: isinstance(x, _Table))
+    return map_tree(back, unflatten(flat, spec), _Table)
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: int, **options: Any) -> Any:
