@@ -110,7 +110,8 @@ def _candidates(name: str) -> tuple[str, ...]:
 
 def _grouped(request: Request) -> str | None:
     """Why the triton engine's grouped launch is preferred to engines that are called block by block; None if it is not."""
-    if request.block_flops == inf or (capability := kernels.capability(request.device)) is None:
+    capability = request.capability or kernels.capability(request.device)
+    if request.block_flops == inf or capability is None:
         return None
     limit = GROUPED_BELOW.get(capability, DEFAULT)
     if request.block_flops >= limit:
