@@ -255,7 +255,7 @@ def _details(case: Case, row: Row) -> list[str]:
     if x.states:
         lines += [f"  {'states on the host':<22}{x.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     else:
-        end = moved_as_fit_ends(case.found(row.settings), case.facts.depth, case.setup)
+        end = moved_as_fit_ends(case.footprint(row.settings), case.facts.depth, case.setup)
         over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"

@@ -46,7 +46,7 @@ class Graphs:
     """A cache of compiled functions, the calls for which all of them exist, and the tape that counts them now."""
 
     tape: Tape
-    made: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
     ready: set[tuple] = field(default_factory=set)
 
 
@@ -286,21 +286,21 @@ class Pieces:
         self.policies = {name: "attention-kept" if name == "attend_kept" else "none" for name in self.runs}
         block._pieces = {name: partial(self._call, name) for name in self.runs}
 
-    def _whole(self, *given: Any, **options: Any) -> Tensor:
+    def _whole(self, *args: Any, **options: Any) -> Tensor:
         """The block's forward with everything saved: the partitioner decides what to recompute."""
         before, self.block._memory = self.block._memory, self.block._memory.__class__()
         try:
-            return TransformerBlock.forward(self.block, *given, **options)
+            return TransformerBlock.forward(self.block, *args, **options)
         finally:
             self.block._memory = before
 
-    def _call(self, name: str, *given: Any, **options: Any) -> Any:
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         if not self.traced:
-            self.seen[name] = given, options
+            self.seen[name] = args, options
             if name == "attend":
-                self.seen["attend_kept"] = given, options
-            return self.runs[name](*given, **options)
-        flat, spec = _flattened(given, options)
+                self.seen["attend_kept"] = args, options
+            return self.runs[name](*args, **options)
+        flat, spec = _flattened(args, options)
         return self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
 
     def parameters(self) -> list[Tensor]:
@@ -326,9 +326,9 @@ class Pieces:
         attends = name in ("whole", "attend", "attend_kept")
         pattern = self.block.attention.attention.pattern if attends else None
         key = self.stack, name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
-        if key not in self.graphs.made:
-            self.graphs.made[key] = self._compiled(name, flat, spec)
-        return self.graphs.made[key]
+        if key not in self.graphs.compiled:
+            self.graphs.compiled[key] = self._compiled(name, flat, spec)
+        return self.graphs.compiled[key]
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
@@ -352,9 +352,9 @@ class _Table(NamedTuple):
     scale: Tensor | None
 
 
-def _flattened(given: Any, options: Any) -> tuple[list[Any], Any]:
+def _flattened(args: Any, options: Any) -> tuple[list[Any], Any]:
     plain = lambda x: _Table(x.cos, x.sin, x.scale) if isinstance(x, RotaryTable) else x  # noqa: E731
-    return flatten(map_tree(plain, (given, options), RotaryTable))
+    return flatten(map_tree(plain, (args, options), RotaryTable))
 
 
 def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
