@@ -5,6 +5,7 @@ Shape letters: N tokens of the sequence, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dilated.cli.find_max import run as find_max
@@ -26,11 +27,14 @@ from lightning_dilated.planning.estimate import (
     in_words,
     measured_machine,
     recommended,
+    streams,
     yaml_lines,
 )
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.planning.simulating.rounds import EXACT
+from lightning_dilated.planning.streams import in_chunks
+from lightning_dilated.sequence.chunks import chunk_count
 
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
@@ -152,8 +156,13 @@ def report(request: Request) -> Report:
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
     settings = [request.settings] if request.settings else candidates(facts.windows, case.room, facts.depth)
+    _check_stream(request, settings)
     rows = [row_of(case, x, request.tokens) for x in settings]
     best = recommended(case, settings, request.tokens)
+    if best is None and request.settings is None and request.ranks == 1 and getattr(request.model, "streams", False):
+        settings = [*settings, *streams(settings)]
+        rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
+        best = recommended(case, settings, request.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
     lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
     if chosen is not None and chosen.memory is not None:
@@ -166,6 +175,18 @@ def report(request: Request) -> Report:
     title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
     return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
+
+
+def _check_stream(request: Request, settings: Sequence[MemorySettings]) -> None:
+    """Raise where a stream cannot be run."""
+    sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
+    if sizes and not getattr(request.model, "streams", False):
+        raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
+    if sizes and request.ranks > 1:
+        raise ValueError(
+            f"--stream {sizes[0]} is planned for one GPU: several stream sequences of their own (sequence_size=1), each as "
+            "one GPU does. Set --gpus 1."
+        )
 
 
 def strategy_of(request: Request, facts: Facts) -> str:
@@ -246,6 +267,8 @@ def _details(case: Case, row: Row) -> list[str]:
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
     lines += [f"  {kind:<22}{memory.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in memory.kinds]
     lines += [f"  {'peak':<22}{memory.peak / GIB:>9.2f} GiB, in: {parts}"]
+    if memory.carried:
+        lines += [f"  {'of it carried rows':<22}{memory.carried / GIB:>9.2f} GiB"]
     if memory.host:
         lines += [f"  {'pinned host memory':<22}{memory.host / GIB:>9.2f} GiB a rank"]
     if memory.states:
@@ -256,6 +279,8 @@ def _details(case: Case, row: Row) -> list[str]:
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"
         ]
+    if in_chunks(row.settings, row.tokens):
+        lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
     for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
         if kind == "optimizer" and case.setup.cpu_offload:
             lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
@@ -263,7 +288,7 @@ def _details(case: Case, row: Row) -> list[str]:
             lines.append(f"  {kind:<22}{time.step.compute[kind] * 1e3:>9.1f} ms")
     named = sum(time.step.compute.values()) + time.exposed
     named -= time.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
-    if time.seconds - named > 5e-5:
+    if time.seconds - named > 5e-5 and not in_chunks(row.settings, row.tokens):
         lines.append(f"  {'groups, tiles, windows':<22}{(time.seconds - named) * 1e3:>9.1f} ms")
     lines.append(f"  {'step':<22}{time.seconds * 1e3:>9.1f} ms, of which {time.exposed * 1e3:.1f} ms wait")
     return [*lines, *_exchange(case, memory, time)]

@@ -17,17 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lightning_dilated._validation import integer
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Subject, footprint, lighter, of_call
-from lightning_dilated.planning.counting.memory_tracker import Tape
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.planning.counting.model_specs import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
+from lightning_dilated.planning.streams import Carried, further_pairs, in_chunks
+from lightning_dilated.sequence.chunks import chunk_count
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
@@ -283,7 +286,7 @@ class Case:
 
     def footprint(self, settings: MemorySettings) -> Footprint:
         """What the model holds with these settings; counted once for all `offload`."""
-        bare = replace(settings, offload=0.0)
+        bare = replace(settings, offload=0.0, stream=None, truncate=False)
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
         counted = self.counted[bare]
@@ -291,11 +294,49 @@ class Case:
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
         """What a rank holds with N tokens; `rows`: the exchange's memory, where it is known."""
+        if in_chunks(settings, tokens):
+            return self._stream_memory(settings, tokens)
         return memory(self.footprint(settings), self.facts.depth, tokens, self.setup, rows)
 
+    def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
+        """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
+        whole = replace(settings, stream=None, truncate=False)
+        chunk = self.memory(whole, integer(settings.stream, "stream", 1))
+        carried = Carried.of(self.subject.call, self.facts.depth, tokens, settings, self.gpu.memory)
+        kinds = dict(chunk.kinds)
+        kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + carried.on_gpu
+        kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
+        return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
+
     def time(self, settings: MemorySettings, tokens: int) -> Time:
+        """Of a step with N tokens; `step` of a stream is that of one chunk."""
+        if in_chunks(settings, tokens):
+            return self._stream_time(settings, tokens)
         away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
+
+    def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
+        """Every chunk forward and backward, all but the last forward once more, and the pairs that cross their bounds."""
+        size, call, depth = integer(settings.stream, "stream", 1), self.facts.call, self.facts.depth
+        one = self.time(replace(settings, stream=None, truncate=False), size)
+        blocks = [self.time(MemorySettings(policy), size).seconds for policy in ("none", "block")]
+        forward = (
+            0.0 if settings.truncate else blocks[1] - blocks[0] + scaled(self.facts, self.gpu).at(size).edge_forward
+        )
+        crossing, own = further_pairs(call, depth, tokens, size)
+        attention = one.step.compute.get("attention", 0.0) / max(1.0, own)
+        again = 1.0 if settings.truncate else 4 / 3  # a forward is a third of the forward and backward
+        optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)
+        seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
+        seconds += crossing * attention * again
+        chunks = tokens / size
+        return replace(
+            one,
+            seconds=seconds,
+            hidden=one.hidden * chunks,
+            exposed=one.exposed * chunks,
+            flops=_flops(self.facts, tokens),
+        )
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
         """Whether N tokens fit into GPU and host."""
@@ -311,6 +352,11 @@ class Case:
 
     def longest(self, settings: MemorySettings) -> int:
         """The most tokens N that fit, a multiple of GRAIN * R; 0 where none do."""
+        if settings.stream is not None and self.memory(settings, settings.stream).peak <= self.gpu.usable(
+            self.setup.ranks
+        ):
+            unit = settings.stream
+            return unit * last_true(lambda n: self.fits(settings, n * unit), MOST // unit)
         unit = GRAIN * self.setup.ranks
         up_to = lambda rows: last_true(lambda n: self.fits(settings, n * unit, rows), MOST // GRAIN)  # noqa: E731
         units = up_to(Exchanged())
@@ -353,6 +399,13 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
     return list(dict.fromkeys(fitting))
 
 
+def streams(settings: Sequence[MemorySettings]) -> list[MemorySettings]:
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first."""
+    sizes = [("none", 1 << 18), ("attention-kept", 1 << 20), ("block", 1 << 20)]
+    chunked = [MemorySettings(policy, stream=size) for policy, size in sizes]
+    return [x for x in chunked if x not in settings]
+
+
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
     """The fastest settings with which N tokens fit, or without N those that fit most; None if none fit."""
     if tokens is None:
@@ -369,6 +422,7 @@ def in_words(settings: MemorySettings) -> str:
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
     parts += [f"head_chunks={settings.head_chunks}"] * (settings.head_chunks > 1)
     parts += [f"offload={_budget(settings.offload)}"] * (settings.offload > 0)
+    parts += [f"stream={settings.stream}"] * (settings.stream is not None) + ["truncate"] * settings.truncate
     return ", ".join(parts)
 
 
@@ -400,6 +454,7 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
         yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
         options = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
         options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
+        options |= {"stream": settings.stream, "truncate": settings.truncate}
         defaults = MemorySettings("block")
         options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
         if options:

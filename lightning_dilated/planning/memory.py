@@ -183,6 +183,7 @@ class Memory:
         moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
+        carried: of `peak`, what a stream carries from chunk to chunk.
     """
 
     kinds: dict[str, int]
@@ -190,6 +191,7 @@ class Memory:
     moment: tuple
     exchange: Exchanged = field(default_factory=Exchanged)
     states: int = 0
+    carried: int = 0
 
     @property
     def peak(self) -> int:

@@ -42,6 +42,11 @@ def chunk_bounds(seq_len: int, chunk: int, start: int = 0) -> tuple[int, ...]:
     return (*range(start, start + seq_len, chunk), start + seq_len)
 
 
+def chunk_count(seq_len: int, chunk: int) -> int:
+    """Chunks of C tokens in N, the last one perhaps shorter."""
+    return -(-seq_len // chunk)
+
+
 def chunk_problem(
     pattern: DilatedPattern,
     num_heads: int,
