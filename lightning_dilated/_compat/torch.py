@@ -441,11 +441,6 @@ def dump_memory(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def records_memory() -> bool:
-    """Whether this build of torch has both."""
-    return hasattr(torch.cuda.memory, "_record_memory_history") and hasattr(torch.cuda.memory, "_dump_snapshot")
-
-
 # -- traced tensors ----------------------------------------------------------------------------------------------------
 def is_fake(x: object) -> bool:
     """Whether a tensor has no data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`; 2.11 to 2.13."""

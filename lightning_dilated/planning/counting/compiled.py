@@ -21,16 +21,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_dilated._compat.torch import (
-    ahead_of_time,
-    flatten,
-    is_op,
-    map_tree,
-    min_cut,
-    returns_view,
-    unflatten,
-    with_parameters,
-)
+from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
@@ -219,13 +210,13 @@ def _of_operator(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> bool:
     """Whether the result is memory of an input."""
-    if not is_op(node.target):
+    if not compat.is_op(node.target):
         return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
-    return returns_view(node.target)
+    return compat.returns_view(node.target)
 
 
 def _extern(node: fx.Node) -> bool:
-    if node.op != "call_function" or not is_op(node.target):
+    if node.op != "call_function" or not compat.is_op(node.target):
         return False
     if node.target.namespace not in ("aten", "prims"):
         return True
@@ -336,12 +327,12 @@ class Pieces:
         def call(*tensors: Tensor) -> Any:
             rest = iter(tensors[len(names) :])
             args, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
-            with with_parameters(self.block, dict(zip(names, tensors, strict=False))):
+            with compat.with_parameters(self.block, dict(zip(names, tensors, strict=False))):
                 return run(*args, **options)
 
         make = lambda graph, inputs: Kernels(graph, self.graphs)  # noqa: E731
         cut = partial(_partition, policy=self.policies[name], parameters=len(names))
-        return ahead_of_time(call, make, cut, len(names))
+        return compat.ahead_of_time(call, make, cut, len(names))
 
 
 class _Table(NamedTuple):
@@ -354,12 +345,12 @@ class _Table(NamedTuple):
 
 def _flattened(args: Any, options: Any) -> tuple[list[Any], Any]:
     plain = lambda x: _Table(x.cos, x.sin, x.scale) if isinstance(x, RotaryTable) else x  # noqa: E731
-    return flatten(map_tree(plain, (args, options), RotaryTable))
+    return compat.flatten(compat.map_tree(plain, (args, options), RotaryTable))
 
 
 def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
     back = lambda x: RotaryTable(*x) if isinstance(x, _Table) else x  # noqa: E731
-    return map_tree(back, unflatten(flat, spec), _Table)
+    return compat.map_tree(back, compat.unflatten(flat, spec), _Table)
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: int, **options: Any) -> Any:
@@ -372,7 +363,7 @@ def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: i
             node.meta["recompute"] = _tag(node, policy)
             node.meta["ac_graph_id"] = 1
     options["static_lifetime_input_indices"] = list(range(parameters))
-    return min_cut(joint, inputs, **options)
+    return compat.min_cut(joint, inputs, **options)
 
 
 def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:
