@@ -6,8 +6,9 @@ Shape letters: N tokens of the sequence, C tokens of a chunk, H query heads, K k
 from __future__ import annotations
 
 import functools
+import random
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from lightning_dilated.attention.stream import ON_GPU
@@ -15,8 +16,11 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_bounds, chunk_problem
+from lightning_dilated.sequence.chunks import chunk_bounds, chunk_problem, leaving_rows, live_count
 from lightning_dilated.sequence.requirements import Document
+
+#: most chunks whose rows are counted, and the last ones that are counted besides
+SAMPLED, LAST = 96, 4
 
 
 def in_chunks(settings: MemorySettings, tokens: int) -> bool:
@@ -29,14 +33,20 @@ def carried_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int
     """(rows stored over all chunks, most rows at a time) of one layer and sample.
 
     Kv heads whose query heads are in the same branches have as many, but for the ends of segments: one of them is counted.
+    Of more than `SAMPLED` chunks so many are counted, drawn at random, and the last ones, which have most rows behind them.
     """
-    bounds, stored, live = chunk_bounds(tokens, chunk), 0, 0
+    bounds, stored, live = chunk_bounds(tokens, chunk), 0.0, 0
+    inner = bounds[1:-1]
+    counted: Sequence[int] = inner
+    if len(inner) > SAMPLED:
+        counted = sorted({*random.Random(0).sample(inner, SAMPLED), *inner[-LAST:]})
     for first, count in _classes(pattern, heads, kv_heads):
         window = first * heads // kv_heads, (first + 1) * heads // kv_heads
         problem = chunk_problem(pattern, heads, kv_heads, [Document(0, 1, 0, tokens)], bounds, window)
-        plan = CarryPlan(problem, bounds)
-        stored, live = stored + count * plan.stored(), live + count * plan.most_live()
-    return stored, live
+        rows = [sum(x.count for x in leaving_rows(problem, range(at - chunk, at))) for at in counted]
+        stored += count * sum(rows) * len(inner) / max(1, len(rows))
+        live += count * max((live_count(problem, at) for at in counted), default=0)
+    return round(stored), live
 
 
 def _classes(pattern: DilatedPattern, heads: int, kv_heads: int) -> Iterator[tuple[int, int]]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import remove, union
+from lightning_dilated.sequence.ranges import remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, served
 from lightning_dilated.sequence.shard import Shard
 
@@ -88,7 +88,7 @@ class CarryPlan:
     def leaving(self, chunk: int) -> tuple[CarriedRows, ...]:
         """The rows of a chunk that later chunks read, none twice."""
         if chunk not in self._leaving:
-            self._leaving[chunk] = tuple(_leaving(self.problem, self.positions(chunk)))
+            self._leaving[chunk] = tuple(leaving_rows(self.problem, self.positions(chunk)))
         return self._leaving[chunk]
 
     def live(self, chunk: int) -> list[CarriedRows]:
@@ -121,14 +121,31 @@ class CarryPlan:
         return most
 
 
-def _leaving(problem: Problem, piece: range) -> list[CarriedRows]:
+def leaving_rows(problem: Problem, piece: range) -> list[CarriedRows]:
+    """The rows at these positions that later ones read, none twice."""
+    return [
+        CarriedRows(*key, rows, last)
+        for key, progressions in _read_later(problem, piece).items()
+        for last, pieces in _disjoint(progressions)
+        for rows in pieces
+    ]
+
+
+def live_count(problem: Problem, bound: int) -> int:
+    """How many rows before a bound are read from there on."""
+    found = _read_later(problem, range(0, bound))
+    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in found.items())
+
+
+def _read_later(problem: Problem, piece: range) -> dict[tuple[Document, int], list[tuple[int, range]]]:
+    """(document, kv head) -> (last position that reads them, rows at these positions) of each branch and query head."""
     start, stop = piece.start, piece.stop
     found: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not document.start < stop < document.stop:
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the one segment that may reach beyond the chunk
+            # the one segment that may reach beyond the piece
             segment = segment_at(branch, document.length, stop - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
             for head in served(problem, number):
@@ -137,12 +154,7 @@ def _leaving(problem: Problem, piece: range) -> list[CarriedRows]:
                 later = head_rows(stop, end, first, branch.dilation_rate, offset)
                 if rows and later:
                     found.setdefault((document, head // problem.group), []).append((later[-1], rows))
-    return [
-        CarriedRows(*key, piece, last)
-        for key, progressions in found.items()
-        for last, pieces in _disjoint(progressions)
-        for piece in pieces
-    ]
+    return found
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
