@@ -11,7 +11,7 @@ from .pool import Pool
 from .strategies import ANY, EXCHANGES, LAYOUTS, Sharded, larger_groups, sharded
 
 #: random calls for each number of ranks and each exchange that can serve so many
-EXAMPLES = {1: 6, 2: 50, 3: 120, 4: 64}
+EXAMPLES = {1: 6, 2: 50, 3: 64, 4: 64}
 SERVING = {1: EXCHANGES, 2: (*ANY, "butterfly"), 3: ANY, 4: EXCHANGES}
 RUNS = [(ranks, exchange) for ranks in EXAMPLES for exchange in SERVING[ranks]]
 #: what every sample has to hold, in calls that move rows; see `Sharded.features`
