@@ -8,14 +8,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cor
 os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not what was measured on this machine
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from lightning_dilated.attention import resolve
 
 from .examples import examples
 
-torch.set_num_threads(1)
+# torch and the package are imported below, where tests run: the process that hands them out needs neither
 # a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -61,6 +58,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Under xdist the longest files come first.
     """
+    import torch
+
+    torch.set_num_threads(1)
     if "PYTEST_XDIST_WORKER" in os.environ:
         order = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
@@ -80,6 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Every test starts from the same random state, whatever ran before it, and resolves its calls anew."""
+    import torch
+
+    from lightning_dilated.attention import resolve
+
     torch.manual_seed(0)
     resolve.forget()
 
@@ -87,6 +91,8 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def no_process_group_left():
     """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and to what these start."""
+    import torch
+
     before = {name: os.environ.get(name) for name in LAUNCHED}
     yield
     for name, value in before.items():

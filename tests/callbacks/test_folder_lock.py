@@ -18,6 +18,7 @@ from .checkpoint_runs import STEPS, names, on_rank, run
 
 pytestmark = pytest.mark.full
 
+
 def hold(folder, told):
     """Hold the folder until killed."""
     FolderLock(folder).acquire()

@@ -85,7 +85,9 @@ CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and
 #: in CI four ranks of one sequence take what only they can show, and two what neither four nor two pairs of ranks take
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents", "schedule")
 SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
-SLOW += [c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"]
+SLOW += [
+    c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"
+]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 
