@@ -2,6 +2,7 @@
 
 from lightning_dilated import callbacks, data, sequence
 from lightning_dilated.attention import DilatedAttention, MultiheadDilatedAttention, dilated_attention
+from lightning_dilated.attention.stream import StreamState
 from lightning_dilated.models import (
     DilatedModule,
     LongNetClassifier,
@@ -32,6 +33,7 @@ __all__ = [
     "SequenceSpec",
     "SlideEncoder",
     "SlidePretrainer",
+    "StreamState",
     "__version__",
     "callbacks",
     "data",

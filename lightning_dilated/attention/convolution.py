@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
-from lightning_dilated.attention.stream import ChunkLayer, find_stream
+from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
 from lightning_dilated.sequence.halo import HaloRoute, halo_route, halo_wire
 
@@ -60,13 +60,13 @@ class ShortConvolution(nn.Module):
         """
         group, weight = active_sequence(), self.weight.to(x.dtype)
         lengths = None if self.causal else lengths  # no token before the padding sees it
+        if chunk is not None:
+            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return torch.ops.lightning_dilated.short_convolution(
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
-        if chunk is not None:
-            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
         left = self.taps - 1 - self.right
         same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
@@ -239,15 +239,34 @@ short_convolution.register_autograd(_backward, setup_context=_setup)
 
 
 # -- a chunk of a stream -----------------------------------------------------------------------------------------------
+def _same_in_stream(
+    stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device
+) -> Tensor | None:
+    """`_same_document` of a chunk, by the stream's documents or by `cu_seqlens`."""
+    positions = stream.tokens(chunk)
+    if stream.documents is None:
+        return _same_document(positions, left, 0, None, cu_seqlens, device)
+    starts: dict[int, list[int]] = {}
+    for document in stream.documents:
+        starts.setdefault(document.sample, []).append(document.start)
+    if all(x == [0] for x in starts.values()):
+        return None
+    at = torch.arange(positions.start, positions.stop)
+    begins = [torch.tensor(x)[torch.searchsorted(torch.tensor(x), at, right=True) - 1] for x in starts.values()]
+    seen = at[:, None] + torch.arange(-left, 1)
+    return (seen >= torch.stack(begins)[:, :, None]).to(device)
+
+
 @torch.library.custom_op("lightning_dilated::chunk_convolution", mutates_args=())
 def chunk_convolution(x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str) -> Tensor:
     """y (B, L, C) of a chunk x whose (layer, chunk) is `place`; causal."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
-    tails, positions = find_stream(stream).tails_of(layer), find_stream(stream).tokens(chunk)
+    found = find_stream(stream)
+    tails = found.tails_of(layer)
     rows = torch.cat([tails.before(chunk, x, left), x], 1)
-    if find_stream(stream).rising:
+    if found.rising:
         tails.leave(chunk, rows[:, x.shape[1] :])
-    return _convolved(rows, weight, left, _same_document(positions, left, 0, None, cu_seqlens, x.device))
+    return _convolved(rows, weight, left, _same_in_stream(found, chunk, left, cu_seqlens, x.device))
 
 
 @chunk_convolution.register_fake
@@ -261,11 +280,12 @@ def chunk_convolution_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, with what later chunks left for it, and of weight."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
-    tails, positions = find_stream(stream).tails_of(layer), find_stream(stream).tokens(chunk)
+    found = find_stream(stream)
+    tails = found.tails_of(layer)
     rows = torch.cat([tails.before(chunk, x, left), x], 1)
-    same = _same_document(positions, left, 0, None, cu_seqlens, x.device)
+    same = _same_in_stream(found, chunk, left, cu_seqlens, x.device)
     d_rows, d_weight = _gradients(grad, rows, weight, left, same)
-    if find_stream(stream).exact:
+    if found.exact:
         later = tails.take_grad(chunk)
         if later is not None:
             d_rows[:, x.shape[1] :] += later

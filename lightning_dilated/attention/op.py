@@ -23,7 +23,7 @@ from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import blocks, pairs
 from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
-from lightning_dilated.sequence.requirements import Problem, row_requests
+from lightning_dilated.sequence.requirements import Problem, piece_requests
 
 NAME = "lightning_dilated::attention"
 
@@ -179,7 +179,7 @@ def attention_pairs(
     lengths, cu_seqlens, place = (None if is_fake(x) else x for x in (lengths, cu_seqlens, place))
     if spec.stream and place is not None:
         part = chunk_part(spec, q.shape, k.shape[2], (lengths, cu_seqlens), int(place[1]))
-        joint = sum(x.pairs for x in row_requests(part.problem, part.chunk))
+        joint = sum(x.pairs for x in piece_requests(part.problem, part.positions))
         return _pairs_of(spec, part.problem, part.local, heads, kv_heads) + joint
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is None or group.agreed is None:

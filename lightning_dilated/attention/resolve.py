@@ -24,7 +24,7 @@ from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 from lightning_dilated.attention.spec import CallSpec, decode
-from lightning_dilated.attention.stream import ChunkRoute, carry_plan, chunk_route, find_stream
+from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_stream
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.chunks import chunk_problem
@@ -151,9 +151,9 @@ def _engine(spec: CallSpec, request: Request, blocks: tuple, documents: Sequence
 # -- one sequence chunk by chunk ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ChunkPart:
-    """A chunk of a stream: its number, the problem whose rank it is, the parts of documents that it computes alone."""
+    """A chunk of a stream: its positions, the problem that it belongs to, the parts of documents that it computes alone."""
 
-    chunk: int
+    positions: range
     problem: Problem
     local: tuple[Span, ...]
 
@@ -174,14 +174,18 @@ def chunk_part(
     tokens = stream.tokens(chunk)
     if shape[1] != len(tokens):
         raise ValueError(
-            f"chunk {chunk} of {stream.seq_len} tokens in chunks of {stream.chunk} has {len(tokens)} tokens; got {shape[1]}."
+            f"chunk {chunk} of {stream.seq_len} tokens has {len(tokens)} tokens, {tokens.start} to {tokens.stop - 1}; got "
+            f"{shape[1]}."
         )
     first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
-    every = find_documents(shape[0], stream.seq_len, *documents, spec)
-    pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in every]
-    sizes = spec.pattern, heads, all_kv_heads, stream.seq_len, stream.chunk
-    problem = chunk_problem(*sizes, pieces, (first, first + shape[2]))
-    return ChunkPart(chunk, problem, local_spans(pieces, problem.shard.ranges(chunk)))
+    pieces = stream.documents
+    if pieces is None:
+        every = find_documents(shape[0], stream.seq_len, *documents, spec)
+        pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
+    problem = chunk_problem(spec.pattern, heads, all_kv_heads, pieces, stream.bounds, (first, first + shape[2]))
+    # no token sees a later one, so for the chunk's own blocks a document ends with it
+    own = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
+    return ChunkPart(tokens, problem, local_spans(own, [tokens]))
 
 
 def _chunked(
@@ -195,14 +199,15 @@ def _chunked(
 ) -> Resolved:
     """The call of a chunk of a stream."""
     stream = find_stream(spec.stream)
-    make = functools.partial(_chunk_call, spec, q, k, documents, chunk)
-    call, local, route = stream.remember((*key, stream.seq_len, stream.chunk, chunk), make)
+    make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk)
+    # layers with the same pattern share a route, unless they carry rows of earlier calls
+    call, local, route = stream.remember((*key, chunk, layer if stream.documents else None), make)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
     return Resolved(Chunked(call, local, route, rows, chunk, stream.rising))
 
 
 def _chunk_call(
-    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], chunk: int
+    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], layer: int, chunk: int
 ) -> tuple[Call, Executor, ChunkRoute]:
     part = chunk_part(spec, q.shape, k.shape[2], documents, chunk)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
@@ -210,7 +215,8 @@ def _chunk_call(
     engine = _engine(spec, request, blocks, part.local, q.shape)
     call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained_up_to(spec.engine, request))
     local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
-    return call, local, chunk_route(carry_plan(problem), chunk, q.shape, q.device)
+    plan = find_stream(spec.stream).plan_of(problem, layer)
+    return call, local, chunk_route(plan, chunk, q.shape, q.device)
 
 
 # -- one sequence on many ranks ----------------------------------------------------------------------------------------

@@ -8,19 +8,18 @@ Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row
 
 from __future__ import annotations
 
-import functools
 import itertools
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_count
+from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, chunk_bounds
 from lightning_dilated.sequence.exchange.program import RowSet
 from lightning_dilated.sequence.exchange.row_ops import (
     Batch,
@@ -33,10 +32,12 @@ from lightning_dilated.sequence.exchange.row_ops import (
     pair,
     select_rows,
 )
-from lightning_dilated.sequence.requirements import row_requests
+from lightning_dilated.sequence.requirements import Document, Problem, piece_requests
 
+#: stored rows take this share of a GPU's memory; others wait in pinned host memory
+ON_GPU = 1 / 8
 #: how many calls' routes a stream remembers: those of a chunk for every kind of layer, but not of every chunk
-REMEMBERED = 32
+REMEMBERED = 8
 
 _streams: weakref.WeakValueDictionary[str, Stream] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -79,13 +80,11 @@ class ChunkRoute:
 
 def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch.device) -> ChunkRoute:
     """The route of a chunk whose q has the `shape` (B, L, ...)."""
-    problem, (batch, length) = plan.problem, shape[:2]
-    start = chunk * plan.chunk
-    piece = (range(start, start + length),)
-    queries, own, store = LocalRows(piece, problem.heads), LocalRows(piece, problem.kv_heads), ReceivedRows()
+    problem, (batch, length), piece = plan.problem, shape[:2], plan.positions(chunk)
+    queries, own, store = LocalRows((piece,), problem.heads), LocalRows((piece,), problem.kv_heads), ReceivedRows()
     live = plan.live(chunk)
     store.add([RowSet(x.document, x.head, x.rows) for x in live])
-    joined = batches(problem, row_requests(problem, chunk), queries, store)
+    joined = batches(problem, piece_requests(problem, piece), queries, store)
     heads = problem.heads[1] - problem.heads[0]
     selected, numbers = select_rows([b.queries for b in joined], batch * length * heads, length, heads)
     moved = [Batch(**{**vars(b), "queries": n}).to(device) for b, n in zip(joined, numbers, strict=True)]
@@ -96,7 +95,7 @@ def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch
         for _, run in own.find(x.document, x.head, x.rows, sample)
     ]
     leaving = Rows.of(expand(runs), length, problem.kv_heads[1] - problem.kv_heads[0]).to(device)
-    read_again = torch.tensor([x.last > chunk for x in live], dtype=torch.bool, device=device)
+    read_again = torch.tensor([x.last >= piece.stop for x in live], dtype=torch.bool, device=device)
     sizes = torch.tensor([x.count for x in live], dtype=torch.int64, device=device)
     stays = torch.repeat_interleave(read_again, sizes, output_size=store.size)
     index = lambda x: x.nonzero()[:, 0]  # noqa: E731
@@ -104,8 +103,45 @@ def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch
     return ChunkRoute(store.size, moved, selected, leaving, index(stays), index(~stays))
 
 
+class Store:
+    """Rows that were dropped, of all layers: on the device up to a budget, then in pinned host memory.
+
+    A copy runs in the order of the computing stream: a chunk takes seconds, its rows milliseconds.
+
+    Args:
+        budget: bytes on the device; None: `ON_GPU` of a GPU's memory, and everything on a CPU.
+    """
+
+    def __init__(self, budget: int | None = None) -> None:
+        self.budget, self.on_device, self.on_host = budget, 0, 0
+
+    def put(self, rows: Tensor) -> Tensor:
+        """The rows, where they wait."""
+        if rows.device.type != "cuda":
+            return rows
+        if self.budget is None:
+            self.budget = int(torch.cuda.get_device_properties(rows.device).total_memory * ON_GPU)
+        if self.on_device + rows.nbytes <= self.budget:
+            self.on_device += rows.nbytes
+            return rows
+        self.on_host += rows.nbytes
+        return torch.empty(rows.shape, dtype=rows.dtype, pin_memory=True).copy_(rows, non_blocking=True)
+
+    def take(self, rows: Tensor, device: torch.device) -> Tensor:
+        """The rows on the device again."""
+        if rows.device == device:
+            self.on_device -= rows.nbytes
+            return rows
+        self.on_host -= rows.nbytes
+        return rows.to(device, non_blocking=True)
+
+
 class LayerRows:
     """The rows that one layer (or one window of its heads) carries to its current chunk, and in the descent their gradients.
+
+    Args:
+        store: of rows that are dropped; None: chunks are not computed once more.
+        rows: of earlier calls.
 
     Attributes:
         chunk: the current one.
@@ -114,13 +150,13 @@ class LayerRows:
         own_grads: gradients that later chunks left for the rows that the current one leaves; None: none.
     """
 
-    def __init__(self, store: bool) -> None:
-        self.chunk, self.rows = 0, None
+    def __init__(self, store: Store | None, rows: Tensor | None = None) -> None:
+        self.chunk, self.rows = 0, rows
         self.grads: Tensor | None = None
         self.own_grads: Tensor | None = None
         self._route: ChunkRoute | None = None
         self._leaving: Tensor | None = None
-        self._dropped: list[Tensor] | None = [] if store else None
+        self._store, self._dropped = store, []
 
     def enter(self, chunk: int, route: ChunkRoute, like: Tensor) -> None:
         """Make a chunk the current one: the same, the next, or in the descent the one before; `like` is k."""
@@ -128,7 +164,7 @@ class LayerRows:
             self.rows = like.new_empty(0, 2, like.shape[3])
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
-        elif chunk == self.chunk - 1 and self._dropped is not None:
+        elif chunk == self.chunk - 1 and self._dropped:
             self._descend(route, like)
         elif chunk != self.chunk:
             raise RuntimeError(f"a stream's layer cannot go from chunk {self.chunk} to chunk {chunk}.")
@@ -139,15 +175,21 @@ class LayerRows:
         self._leaving = pair(k, v, self._route.leaving.flat)
 
     def _ascend(self) -> None:
-        if self._dropped is not None:
-            self._dropped.append(self.rows[self._route.dropped])
+        if self._store is not None:
+            self._dropped.append(self._store.put(self.rows[self._route.dropped]))
         self.rows = torch.cat([self.rows[self._route.staying], self._leaving])
         self._leaving = None
+
+    def after(self) -> Tensor:
+        """The rows that are carried beyond the current chunk, the last one."""
+        self._ascend()
+        return self.rows
 
     def _descend(self, route: ChunkRoute, like: Tensor) -> None:
         stayed = len(route.staying)
         rows = like.new_empty(route.live, *self.rows.shape[1:])
-        rows[route.staying], rows[route.dropped] = self.rows[:stayed], self._dropped.pop()
+        rows[route.staying] = self.rows[:stayed]
+        rows[route.dropped] = self._store.take(self._dropped.pop(), rows.device)
         if self.grads is not None:
             grads = torch.zeros(rows.shape, dtype=self.grads.dtype, device=rows.device)
             grads[route.staying] = self.grads[:stayed]
@@ -156,11 +198,10 @@ class LayerRows:
 
     def read_grads(self, dtype: torch.dtype) -> Tensor:
         """(n, 2, D) to which gradients of `rows` are added; without a descent nobody reads them."""
-        if self._dropped is None or self.grads is None:
-            grads = torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
-            if self._dropped is None:
-                return grads
-            self.grads = grads
+        if self._store is None:
+            return torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
+        if self.grads is None:
+            self.grads = torch.zeros(self.rows.shape, dtype=dtype, device=self.rows.device)
         return self.grads
 
     def add_own_grads(self, dk: Tensor, dv: Tensor) -> None:
@@ -173,13 +214,18 @@ class LayerRows:
 class LayerTails:
     """The last rows of each chunk's input to a layer's `kv_conv`, which the next chunk reads, and their gradients."""
 
-    def __init__(self) -> None:
-        self._rows: dict[int, Tensor] = {}
+    def __init__(self, before: Tensor | None = None) -> None:
+        self._rows: dict[int, Tensor] = {} if before is None else {-1: before}
         self._grads: dict[int, Tensor] = {}
 
     def before(self, chunk: int, like: Tensor, count: int) -> Tensor:
-        """(B, count, C): the rows before a chunk with the input `like`; zeros before the first."""
-        return like.new_zeros(len(like), count, like.shape[2]) if chunk == 0 else self._rows[chunk - 1]
+        """(B, count, C): the rows before a chunk with the input `like`; zeros before the first token."""
+        rows = self._rows.get(chunk - 1)
+        return like.new_zeros(len(like), count, like.shape[2]) if rows is None else rows
+
+    def last(self) -> Tensor:
+        """The last chunk's rows."""
+        return self._rows[max(self._rows)]
 
     def leave(self, chunk: int, rows: Tensor) -> None:
         """Store a chunk's last rows."""
@@ -195,6 +241,73 @@ class LayerTails:
             self._grads[chunk - 1] = grad.clone()
 
 
+#: rows (n, 2, D) of keys and values, and which rows these are
+Carried = tuple[Tensor, tuple[CarriedRows, ...]]
+
+
+@dataclass
+class StreamState:
+    """What a model carries from one call of its `stream` to the next: bounded, as long as segments are.
+
+    Attributes:
+        position: tokens of each sample so far.
+        starts: of each sample, where the document began that goes on.
+        rows: by (layer, first head): (n, 2, D) rows of keys and values, and which rows these are.
+        tails: by layer: (B, W - 1, C) last inputs of `kv_conv`.
+        hidden: (B, 1, E) the last token's hidden state, which predicts the next; None before the first token.
+    """
+
+    position: int = 0
+    starts: list[int] = field(default_factory=list)
+    rows: dict[tuple[int, int], Carried] = field(default_factory=dict)
+    tails: dict[int, Tensor] = field(default_factory=dict)
+    hidden: Tensor | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = [x for x, _ in self.rows.values()] + [*self.tails.values(), self.hidden]
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def resumed(self, key: tuple[int, int], documents: Sequence[Document]) -> Carried | None:
+        """The rows of a layer that `documents` still read; None: it has none."""
+        if key not in self.rows:
+            return None
+        rows, pieces = self.rows[key]
+        goes_on = {(d.sample, d.start): d for d in documents if d.stop > self.position}
+        kept, parts = [], []
+        for x, part in zip(pieces, rows.split([x.count for x in pieces]), strict=True):
+            document = goes_on.get((x.document.sample, x.document.start))
+            if document is not None and min(x.last, document.stop - 1) >= self.position:
+                kept.append(x._replace(document=document, last=min(x.last, document.stop - 1)))
+                parts.append(part)
+        return torch.cat([rows[:0], *parts]), tuple(kept)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Tensors and plain numbers only."""
+        rows = [
+            {"layer": layer, "head": head, "rows": x, "pieces": [_plain(p) for p in pieces]}
+            for (layer, head), (x, pieces) in self.rows.items()
+        ]
+        numbers = {"position": self.position, "starts": list(self.starts)}
+        return {**numbers, "rows": rows, "tails": dict(self.tails), "hidden": self.hidden}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> StreamState:
+        """From a `state_dict`."""
+        rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
+        return cls(int(state["position"]), list(state["starts"]), rows, dict(state["tails"]), state["hidden"])
+
+
+def _plain(x: CarriedRows) -> list[int]:
+    d = x.document
+    return [d.sample, d.samples, d.start, d.stop, x.head, x.rows.start, x.rows.stop, x.rows.step, x.last]
+
+
+def _piece(x: Sequence[int]) -> CarriedRows:
+    return CarriedRows(Document(*x[:4]), x[4], range(*x[5:8]), x[8])
+
+
 class Stream:
     """One sequence computed chunk by chunk by a stack of layers. The op finds it by its name.
 
@@ -207,17 +320,40 @@ class Stream:
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerTails] = {}
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self._lengths = 0, 0
-        self._stores = False
+        self.bounds: tuple[int, ...] = (0,)
+        #: of all samples; None: a call's own, by `lengths` or `cu_seqlens`
+        self.documents: tuple[Document, ...] | None = None
+        self._before: StreamState | None = None
+        self._from_before: dict[tuple[int, int], Carried | None] = {}
+        self.left: StreamState | None = None
+        self._plans: dict[tuple[Problem, int, int], CarryPlan] = {}
+        self._store: Store | None = None
         #: whether chunks leave rows for later ones; False where they are computed a second time
         self.rising = True
         _streams[self.name] = self
 
     def begin(self, seq_len: int, chunk: int, store: bool) -> None:
         """Start a sequence of N tokens in chunks of C; `store`: chunks will be computed once more in falling order."""
-        self._lengths = integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1)
-        self._stores, self.rising = store, True
-        self._free()
+        self.end()
+        self.bounds = chunk_bounds(integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1))
+        self._store, self.rising = Store() if store else None, True
+
+    def go_on(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
+        """Go on after `state` with N tokens in chunks of C.
+
+        Args:
+            starts: of each sample, the positions at which a document begins, rising; the first one may lie before the
+                state's position.
+        """
+        self.begin(seq_len, chunk, store=False)
+        self.bounds = chunk_bounds(seq_len, chunk, state.position)
+        ends = [[*at[1:], ENDLESS] for at in starts]
+        self.documents = tuple(
+            Document(sample, 1, a, b)
+            for sample, (begins, stops) in enumerate(zip(starts, ends, strict=True))
+            for a, b in zip(begins, stops, strict=True)
+        )
+        self._before = state
 
     def descend(self) -> None:
         """From now on chunks are computed once more, from the last one on."""
@@ -225,29 +361,60 @@ class Stream:
 
     def end(self) -> None:
         """Free all rows and routes."""
-        self._free()
-        self._remembered.clear()
+        for held in (self._layers, self._tails, self._plans, self._remembered, self._from_before):
+            held.clear()
+        self._before = self.documents = None
 
-    def _free(self) -> None:
-        self._layers.clear()
-        self._tails.clear()
+    def state(self) -> StreamState:
+        """What the next call of `go_on` continues from, after the last chunk."""
+        carried = {
+            (layer, head): (self._layers[layer, head].after(), tuple(plan.live(plan.chunks)))
+            for (_, layer, head), plan in self._plans.items()
+        }
+        starts = {d.sample: d.start for d in self.documents or ()}  # the last one of each
+        return StreamState(
+            self.bounds[-1], list(starts.values()), carried, {i: x.last() for i, x in self._tails.items()}
+        )
+
+    def take_left(self) -> StreamState:
+        """What the last sequence left for the next call of `go_on`."""
+        left, self.left = self.left, None
+        assert left is not None, "no sequence has gone on from a state"
+        return left
+
+    def _resumed(self, layer: int, first_head: int) -> Carried | None:
+        """What earlier calls left for a layer."""
+        key = layer, first_head
+        if self._before is None:
+            return None
+        if key not in self._from_before:
+            self._from_before[key] = self._before.resumed(key, self.documents or ())
+        return self._from_before[key]
+
+    def plan_of(self, problem: Problem, layer: int) -> CarryPlan:
+        """The plan of a layer's call, or of a window of its heads."""
+        key = problem, layer, problem.heads[0]
+        if key not in self._plans:
+            same = next((p for (other, *_), p in self._plans.items() if other == problem), None)
+            if self._before is None and same is not None:
+                self._plans[key] = same
+            else:
+                before = self._resumed(layer, problem.heads[0])
+                self._plans[key] = CarryPlan(problem, self.bounds, () if before is None else before[1])
+        return self._plans[key]
 
     @property
     def seq_len(self) -> int:
-        return self._lengths[0]
-
-    @property
-    def chunk(self) -> int:
-        """C."""
-        return self._lengths[1]
+        """N, with earlier calls."""
+        return self.bounds[-1]
 
     @property
     def chunks(self) -> int:
-        return chunk_count(*self._lengths)
+        return len(self.bounds) - 1
 
     def tokens(self, chunk: int) -> range:
         """The positions of a chunk."""
-        return range(chunk * self.chunk, min((chunk + 1) * self.chunk, self.seq_len))
+        return range(self.bounds[chunk], self.bounds[chunk + 1])
 
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
         """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
@@ -258,17 +425,20 @@ class Stream:
         """The rows of a layer, or of the window of its heads from `first_head` on."""
         key = layer, first_head
         if key not in self._layers:
-            self._layers[key] = LayerRows(self._stores)
+            before = self._resumed(*key)
+            self._layers[key] = LayerRows(self._store, None if before is None else before[0])
         return self._layers[key]
 
     def tails_of(self, layer: int) -> LayerTails:
         """The rows of a layer that its `kv_conv` carries."""
-        return self._tails.setdefault(layer, LayerTails())
+        if layer not in self._tails:
+            self._tails[layer] = LayerTails(self._before.tails.get(layer) if self._before is not None else None)
+        return self._tails[layer]
 
     @property
     def exact(self) -> bool:
         """Whether gradients pass from chunk to chunk."""
-        return self._stores
+        return self._store is not None
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """make(), cached by `key` while it is among the latest `REMEMBERED`."""
@@ -296,9 +466,3 @@ def find_stream(name: str) -> Stream:
     if stream is None:
         raise ValueError(f"no stream of this process has the name {name!r}: its model was deleted before the backward.")
     return stream
-
-
-@functools.lru_cache(maxsize=64)
-def carry_plan(problem: Any) -> CarryPlan:
-    """The plan of a `chunk_problem`, shared by layers with the same pattern."""
-    return CarryPlan(problem)

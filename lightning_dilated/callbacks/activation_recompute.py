@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import lightning.pytorch as pl
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 
 from lightning_dilated._device import leave_room
 from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
@@ -62,8 +63,27 @@ class ActivationRecompute(pl.Callback):
     on_test_start = on_predict_start = on_validation_start
 
     def _set(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._refuse_shared(trainer)
         self.teardown(trainer, pl_module, "")  # which Lightning does not call for a run that failed
         self._before = set_memory(pl_module, self.settings)
+
+    def _refuse_shared(self, trainer: pl.Trainer) -> None:
+        """Raise where a stream would need rows, or weights, of other ranks."""
+        stream, strategy = self.settings.stream, getattr(trainer, "strategy", None)
+        if stream is None:
+            return
+        sizes = getattr(strategy, "sizes", None)
+        if sizes is not None and sizes.sequence_size > 1:
+            raise ValueError(
+                f"stream={stream} computes each sequence on one rank, and here {sizes.sequence_size} ranks share one. Set "
+                "sequence_size=1 in the strategy, so that every rank streams sequences of its own, or leave stream out."
+            )
+        if isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
+            raise ValueError(
+                f"stream={stream} is not offered with {type(strategy).__name__}, which would gather all weights for every "
+                'chunk. Take strategy="ring_dilated" with sequence_size=1, whose ranks hold all weights, or leave stream '
+                "out."
+            )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave GPU memory for others than torch, which would otherwise take all of it."""

@@ -10,6 +10,7 @@ Shape letters: B batch, N tokens, C tokens of a chunk.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import get_device_states, set_device_states
 
 from lightning_dilated._compat.torch import hooks_paused
-from lightning_dilated.attention.stream import ChunkLayer, Stream
+from lightning_dilated.attention.stream import ChunkLayer, Stream, StreamState
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
 from lightning_dilated.sequence.group import active_sequence
@@ -36,6 +37,9 @@ class Chunks(NamedTuple):
         depth: layers.
         dropout: whether attention weights are dropped; the masks are those of one pass.
         truncate: whether gradients end at the bounds of chunks.
+        before: what earlier calls left, None for a sequence of its own; the stream's `left` is then set. Gradients do not
+            reach earlier calls.
+        starts: with `before`: of each sample, where documents begin, see `Stream.go_on`.
     """
 
     seq_len: int
@@ -43,6 +47,22 @@ class Chunks(NamedTuple):
     depth: int
     dropout: bool = False
     truncate: bool = False
+    before: StreamState | None = None
+    starts: Sequence[Sequence[int]] = ()
+
+    @contextlib.contextmanager
+    def begun(self, stream: Stream, store: bool) -> Iterator[None]:
+        """Within, the stream computes these chunks."""
+        if self.before is None:
+            stream.begin(self.seq_len, self.chunk, store)
+        else:
+            stream.go_on(self.before, self.starts, self.seq_len, self.chunk)
+        try:
+            yield
+            if self.before is not None:
+                stream.left = stream.state()
+        finally:
+            stream.end()
 
     def seeds(self) -> list[Tensor | None]:
         """A seed of attention dropout for each layer, drawn as one pass draws them."""
@@ -55,7 +75,8 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     Raises:
         ValueError: with ranks that share the sequence, FSDP, and fp16.
     """
-    if active_sequence() is not None:
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
         raise ValueError(
             f"stream={chunk} computes each sequence on one rank, and here ranks share it. Set sequence_size=1, so that "
             "every rank streams sequences of its own, or leave stream out."
@@ -94,12 +115,9 @@ def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequenc
 def streamed(stream: Stream, run: Callable[[range, list[ChunkLayer]], Any], chunks: Chunks) -> Iterator[Any]:
     """run(positions, layers) of each chunk in rising order, without gradients."""
     seeds = chunks.seeds()
-    stream.begin(chunks.seq_len, chunks.chunk, store=False)
-    try:
+    with chunks.begun(stream, store=False):
         for i in range(stream.chunks):
             yield run(stream.tokens(i), stream.layers(i, seeds))
-    finally:
-        stream.end()
 
 
 class _Streamed(torch.autograd.Function):
@@ -107,12 +125,10 @@ class _Streamed(torch.autograd.Function):
     def forward(ctx, stream, run, chunks, like, *leaves):
         # saved-tensor hooks of a checkpoint or an offload around this call are not for tensors that live within it
         plain = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
-        stream.begin(chunks.seq_len, chunks.chunk, store=not chunks.truncate)
         try:
-            with plain:
+            with plain, chunks.begun(stream, store=not chunks.truncate):
                 total, sums = (_truncated if chunks.truncate else _exact)(stream, run, chunks, like, leaves)
         finally:
-            stream.end()
             forget_casts()
         ctx.dtypes = [x.dtype for x in leaves]
         ctx.save_for_backward(*sums)

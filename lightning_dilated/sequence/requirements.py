@@ -164,22 +164,27 @@ def wide_segments(problem: Problem, piece: range) -> Iterator[BranchSegment]:
 def row_requests(problem: Problem, rank: int) -> Iterator[RowRequest]:
     """Everything that a rank computes with rows beyond one run of its own consecutive positions."""
     for piece in problem.shard.ranges(rank):
-        for segment in wide_segments(problem, piece):
-            for head in served(problem, segment.branch):
-                rows = segment_rows(problem, segment, head)
-                queries = intersect(rows, piece)
-                if not queries:
-                    continue
-                if piece.step == 1:
-                    after = range(0) if problem.causal else clip(rows, piece.stop, segment.stop)
-                    keys = tuple(x for x in (clip(rows, segment.start, piece.start), after) if x)
-                    if keys:
-                        yield RowRequest(segment.document, segment.branch, head, queries, keys)
-                elif problem.causal:
-                    yield from _triangles(segment, head, rows, queries)
-                else:
-                    pads = segment_padding(problem, segment, rows)
-                    yield RowRequest(segment.document, segment.branch, head, queries, (rows,), pads=pads)
+        yield from piece_requests(problem, piece)
+
+
+def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
+    """Everything that the queries at these positions compute with rows at others."""
+    for segment in wide_segments(problem, piece):
+        for head in served(problem, segment.branch):
+            rows = segment_rows(problem, segment, head)
+            queries = intersect(rows, piece)
+            if not queries:
+                continue
+            if piece.step == 1:
+                after = range(0) if problem.causal else clip(rows, piece.stop, segment.stop)
+                keys = tuple(x for x in (clip(rows, segment.start, piece.start), after) if x)
+                if keys:
+                    yield RowRequest(segment.document, segment.branch, head, queries, keys)
+            elif problem.causal:
+                yield from _triangles(segment, head, rows, queries)
+            else:
+                pads = segment_padding(problem, segment, rows)
+                yield RowRequest(segment.document, segment.branch, head, queries, (rows,), pads=pads)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:

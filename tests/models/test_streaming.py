@@ -122,12 +122,12 @@ def test_hidden_dropout_has_the_same_masks_in_both_passes():
 
     model.transformer.memory = MemorySettings(stream=16)
     torch.manual_seed(0)
-    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+    streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
     ended = torch.get_rng_state()
     assert all(a == b for a, b in (sums[at] for at in (0, 16, 32))) and len(sums[48]) == 1
     torch.manual_seed(0)
     with torch.no_grad():
-        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], batch["tokens"])
+        streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
     assert [x[-1] for x in sums.values()] == [x[0] for x in sums.values()]
     assert torch.equal(torch.get_rng_state(), ended)
 
@@ -270,7 +270,10 @@ def test_refusals():
     with pytest.raises(ValueError, match="stream must be at least 1, got 0"):
         ActivationRecompute(stream=0)
     sizes = {"dim": 16, "depth": 1, "num_heads": 4}
-    for model in (ld.LongNetMLM(GEOMETRIC, 8, **sizes), ld.LongNetClassifier(GEOMETRIC, num_classes=2, **sizes)):
+    for model in (
+        ld.LongNetMLM(GEOMETRIC, 8, **sizes),
+        ld.LongNetClassifier(GEOMETRIC, feature_dim=3, num_classes=2, **sizes),
+    ):
         model.configure_model()
         with pytest.raises(ValueError, match=f"stream=8 .* {type(model).__name__} cannot: it takes a causal model"):
             ActivationRecompute(stream=8).on_fit_start(None, model)

@@ -19,6 +19,40 @@ WAYS = {
 }
 
 
+STREAM = {**EVERYTHING, "stream": 16}
+STREAMS = {
+    "one rank": (1, RUN.but(memory=STREAM)),
+    "ddp": (2, RUN.but(memory=STREAM, strategy={"sequence_size": 1})),
+    "ddp, documents": (2, RUN.but(memory={"stream": 7}, kind="documents", batch_size=2, strategy={"sequence_size": 1})),
+}
+
+
+@pytest.mark.parametrize("way", STREAMS)
+def test_streams(pools, way):
+    """Ranks stream sequences of their own: validation, too; hooks of DDP run once a micro-batch."""
+    ranks, run = STREAMS[way]
+    # packed documents are one sample, and one rank would have to hold two
+    plain, of = (run.but(memory=None), 2) if run.kind == "documents" else (RUN, 1)
+    want = pools(of).run(of, fit, plain)[0]
+    assert min(want["norms"]) > 0
+    check(pools(ranks).run(ranks, fit, run), want, 1e-9)
+
+
+def refused(rank, group, changes):
+    """The message of a fit that is refused."""
+    try:
+        fit(rank, group, RUN.but(memory={"stream": 16}, **changes))
+    except ValueError as error:
+        return str(error)
+
+
+def test_streams_are_refused_where_ranks_share(pools):
+    for got in pools(2).run(2, refused, {}):
+        assert "2 ranks share one. Set sequence_size=1" in got
+    for got in pools(2).run(2, refused, {"fsdp": True, "double": True, "strategy": {"sequence_size": 1}}):
+        assert "not offered with RingDilatedFSDPStrategy" in got
+
+
 SLOW = ("ddp, head 2", "ddp, ring")  # their exchanges in windows of heads are in tests/distributed
 
 

@@ -8,9 +8,15 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dilated._compat.torch import compiled_call, in_backward, plain_call, set_compiled_call, storage_key
+from lightning_dilated._compat.torch import (
+    compiled_call,
+    in_backward,
+    leaves,
+    plain_call,
+    set_compiled_call,
+    storage_key,
+)
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -39,11 +45,11 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
     """The tensors that optimizers keep."""
     all_states = (getattr(x, "state", {}) for x in optimizers)
-    return [t for state in all_states for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
+    return [t for state in all_states for t in leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    return [t for t in leaves(batch) if isinstance(t, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
@@ -166,7 +172,7 @@ class Watch:
 
     def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
         """Call `then` with the gradient of each tensor, once it is there."""
-        for t in tree_leaves(tensors):
+        for t in leaves(tensors):
             if isinstance(t, Tensor) and t.requires_grad:
                 self._hooks.append(t.register_hook(then))
 

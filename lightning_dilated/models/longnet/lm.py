@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,11 +18,10 @@ from torch import Tensor, nn
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
-from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
-from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed, streamed_sum
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
+from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import USUAL, DilatedTransformer, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
@@ -302,7 +300,7 @@ class TokenModel(TransformerModel):
         return losses.sum() if summed else losses
 
 
-class LongNetLM(TokenModel):
+class LongNetLM(StreamedLosses, TokenModel):
     """Causal language model over tokens (bytes by default).
 
     Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
@@ -311,8 +309,6 @@ class LongNetLM(TokenModel):
     Logged with each mean loss: bits per byte and perplexity.
     """
 
-    #: whether `memory.stream` computes long sequences chunk by chunk
-    streams = True
     #: called with a batch and its losses (B, L) before they are summed, while a callback watches
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     #: called with a batch and the likeliest token at each label (B, L), -100 elsewhere, while a callback watches
@@ -352,61 +348,6 @@ class LongNetLM(TokenModel):
             return torch.cat([self._losses(*states) for states in self._chunk_states(batch)], 1)
         return self._losses(*self._states(batch))
 
-    # -- a sequence chunk by chunk -------------------------------------------------------------------------------------
-    def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the batch's sequences are longer than the chunks of `memory.stream`."""
-        self.configure_model()
-        chunk = self.transformer.memory.stream
-        return chunk is not None and self._checked(batch)[0].shape[1] > chunk
-
-    def _chunks(self, batch: Mapping[str, Any]) -> Chunks:
-        """How the batch is streamed, after the checks."""
-        tokens, truncate = batch["tokens"], self.transformer.memory.truncate
-        chunk = integer(self.transformer.memory.stream, "stream", 1)
-        dtype = autocast(working(tokens.new_empty(0, dtype=torch.float32), self.head.weight))[0].dtype
-        check_streamed([self], dtype, chunk)
-        drops = self.training and self.options.attention_dropout > 0
-        return Chunks(tokens.shape[1], chunk, self.depth, drops, truncate)
-
-    def _chunk(self, batch: Mapping[str, Any], at: range, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
-        """`_states` of the tokens at `at`."""
-        tokens, labels = (batch[name][:, at.start : at.stop] for name in ("tokens", "labels"))
-        positions = torch.arange(at.start, at.stop, device=tokens.device)
-        documents = {name: batch.get(name) for name in ("lengths", "cu_seqlens")}
-        return self._hidden(tokens, positions=positions, chunk=layers, **documents), labels
-
-    def _chunk_states(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
-        """`_states` of each chunk, without gradients."""
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"with stream={self.transformer.memory.stream} gradients are made with the sum of losses (loss_terms), not "
-                "with each token's. Call token_losses under torch.no_grad(), or leave stream out."
-            )
-        return streamed(self.transformer.stream, partial(self._chunk, batch), self._chunks(batch))
-
-    def _streamed_terms(self, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
-        """`loss_terms`, with gradients where they are enabled."""
-        if redefined:
-            raise ValueError(
-                f"{type(self).__name__} redefines token_losses, which takes whole sequences: leave out "
-                f"stream={self.transformer.memory.stream}."
-            )
-        count = (batch["labels"] != IGNORE).sum()
-        if self.watch_losses is None and self.watch_predictions is None:
-            run = lambda at, layers: self._losses(*self._chunk(batch, at, layers), summed=True)  # noqa: E731
-            return streamed_sum(self.transformer.stream, run, self._chunks(batch), [self], batch["tokens"]), count
-        losses, likeliest = [], []
-        for states in self._chunk_states(batch):
-            losses.append(self._losses(*states))
-            likeliest += [self._predictions(*states)] if self.watch_predictions is not None else []
-        if self.watch_predictions is not None:
-            self.watch_predictions(batch, torch.cat(likeliest, 1))
-        whole = torch.cat(losses, 1)
-        if self.watch_losses is not None:
-            self.watch_losses(batch, whole)
-        return whole.sum(), count
-
-    # -- a sequence at once --------------------------------------------------------------------------------------------
     def _checked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(tokens, labels)."""
         tokens, labels = batch["tokens"], batch["labels"]
@@ -453,6 +394,7 @@ class LongNetLM(TokenModel):
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
         """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels."""
         losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
+        counted = counted.to(losses.device)
         losses, counted = sequence_sum(losses), sequence_sum(counted)
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
         index = {"index": batch["index"]} if "index" in batch else {}

@@ -16,13 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_dilated._compat.torch import (
     TorchDispatchMode,
     fake_tensors,
     function_modes,
+    fused_rms_norm,
     is_traced,
+    leaves,
+    reads_number,
     real_tensors,
     replaced,
 )
@@ -81,9 +83,7 @@ def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tenso
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:
         return _RMS_NORM(x, shape, weight, eps)
-    if is_traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-    return _RMS_NORM(x, shape, weight, eps) if is_traced() else _RMSNorm.apply(x, weight)
+    return fused_rms_norm(x, shape, weight, eps) if is_traced() else _RMSNorm.apply(x, weight)
 
 
 def _wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
@@ -114,7 +114,7 @@ class _Ones(TorchDispatchMode):
     """Within, a number that is read from a fake tensor is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if not reads_number(func):
             return func(*args, **(kwargs or {}))
         if args[0].dtype == torch.bool:
             return True
@@ -241,7 +241,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     pieces = [Pieces(block, graphs, name) for block, name in named]
     patterns = {block.attention.attention.pattern for block, _ in named}
     positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
-    shapes = tuple(x.shape for x in tree_leaves(data) if isinstance(x, Tensor))
+    shapes = tuple(x.shape for x in leaves(data) if isinstance(x, Tensor))
     key = model.transformer.memory, frozenset(patterns), positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():

@@ -14,9 +14,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dilated._compat.torch import TorchDispatchMode, in_dispatch_mode, run_on_device, storage_key
+from lightning_dilated._compat.torch import (
+    TorchDispatchMode,
+    changes_inputs,
+    in_dispatch_mode,
+    leaves,
+    run_on_device,
+    sparse_parts,
+    storage_key,
+)
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -159,14 +166,14 @@ class Meter(TorchDispatchMode):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
             for t in inputs:
                 self._see(t, func in FRESH)
         out = self._run(func, args, kwargs, inputs)
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = [t for t in leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*inputs, *results) if func._schema.is_mutable else results:  # mutable: may have been resized
+            for t in (*inputs, *results) if changes_inputs(func) else results:  # mutable: may have been resized
                 self._see(t, True)
             for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
@@ -233,7 +240,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
+        yield from sparse_parts(tensor)
     else:
         raise TypeError(
             f"a Meter counts strided tensors and sparse ones of coordinates, got one of layout {tensor.layout}."

@@ -1,0 +1,207 @@
+"""StreamedLosses: a language model's losses over sequences chunk by chunk, and over endless ones call by call.
+
+Shape letters: B batch, N tokens, n tokens of a call, E embedding dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import integer
+from lightning_dilated.attention.functional import autocast
+from lightning_dilated.attention.stream import ChunkLayer, StreamState
+from lightning_dilated.memory.chunked_loss import IGNORE
+from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed, streamed_sum
+from lightning_dilated.models.blocks import working
+from lightning_dilated.models.module import DilatedModule
+
+#: tokens of a call that are computed at a time
+CHUNK = 1 << 16
+
+
+class StreamedLosses(DilatedModule):
+    """Base of a causal language model that `MemorySettings.stream` computes chunk by chunk.
+
+    A subclass has a `transformer` and an output projection `head`, and defines what it does with a sequence at once:
+
+        _checked(batch): (tokens, labels), or an error.
+        _hidden(tokens, **options): (B, N, E) before the last norm.
+        _losses(x, labels, summed=False): nats of the labels of hidden states.
+        _predictions(x, labels): the likeliest tokens.
+    """
+
+    #: whether `memory.stream` computes long sequences chunk by chunk
+    streams = True
+    watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
+    watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """As `DilatedModule`; sequences that are computed chunk by chunk stay on the CPU, and each chunk is copied."""
+        if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys() and self._in_chunks(batch):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    # -- a batch chunk by chunk ----------------------------------------------------------------------------------------
+    def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the batch's sequences are longer than the chunks of `memory.stream`."""
+        self.configure_model()
+        chunk = self.transformer.memory.stream
+        return chunk is not None and self._checked(batch)[0].shape[1] > chunk
+
+    def _chunks(self, batch: Mapping[str, Any]) -> Chunks:
+        """How the batch is streamed, after the checks."""
+        tokens, truncate = batch["tokens"], self.transformer.memory.truncate
+        chunk = integer(self.transformer.memory.stream, "stream", 1)
+        check_streamed([self], self._product_dtype(), chunk)
+        drops = self.training and self.options.attention_dropout > 0
+        return Chunks(tokens.shape[1], chunk, self.depth, drops, truncate)
+
+    def _chunk(
+        self, batch: Mapping[str, Any], at: range, layers: list[ChunkLayer], first: int = 0
+    ) -> tuple[Tensor, Tensor]:
+        """`_states` of the tokens at positions `at`, which may wait on the host; `first` is that of the batch's first."""
+        device, entries = self.head.weight.device, (batch["tokens"], batch["labels"])
+        tokens, labels = (x[:, at.start - first : at.stop - first].to(device, non_blocking=True) for x in entries)
+        positions = torch.arange(at.start, at.stop, device=device)
+        documents = {name: batch.get(name) for name in ("lengths", "cu_seqlens")}
+        return self._hidden(tokens, positions=positions, chunk=layers, **documents), labels
+
+    def _chunk_states(self, batch: Mapping[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """`_states` of each chunk, without gradients."""
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"with stream={self.transformer.memory.stream} gradients are made with the sum of losses (loss_terms), not "
+                "with each token's. Call token_losses under torch.no_grad(), or leave stream out."
+            )
+        return streamed(self.transformer.stream, partial(self._chunk, batch), self._chunks(batch))
+
+    def _streamed_terms(self, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
+        """`loss_terms`, with gradients where they are enabled."""
+        if redefined:
+            raise ValueError(
+                f"{type(self).__name__} redefines token_losses, which takes whole sequences: leave out "
+                f"stream={self.transformer.memory.stream}."
+            )
+        count = (batch["labels"] != IGNORE).sum()
+        if self.watch_losses is None and self.watch_predictions is None:
+            run = lambda at, layers: self._losses(*self._chunk(batch, at, layers), summed=True)  # noqa: E731
+            return streamed_sum(self.transformer.stream, run, self._chunks(batch), [self], self.head.weight), count
+        losses, likeliest, device = [], [], batch["labels"].device
+        for states in self._chunk_states(batch):
+            losses.append(self._losses(*states).to(device))
+            likeliest += [self._predictions(*states).to(device)] if self.watch_predictions is not None else []
+        if self.watch_predictions is not None:
+            self.watch_predictions(batch, torch.cat(likeliest, 1))
+        whole = torch.cat(losses, 1)
+        if self.watch_losses is not None:
+            self.watch_losses(batch, whole)
+        return whole.sum(), count
+
+    def _product_dtype(self) -> torch.dtype:
+        """The dtype in which the output projection multiplies."""
+        weight = self.head.weight
+        return autocast(working(weight.new_empty(0, dtype=torch.float32), weight))[0].dtype
+
+    # -- endless sequences ---------------------------------------------------------------------------------------------
+    def stream(
+        self,
+        tokens: Tensor,
+        labels: Tensor | None = None,
+        state: StreamState | None = None,
+        *,
+        chunk: int = CHUNK,
+        starts: Tensor | None = None,
+        per_token: bool = False,
+    ) -> tuple[Tensor, StreamState]:
+        """Nats of the next tokens of endless sequences, and what the next call continues from.
+
+        Memory is that of a chunk and of the keys and values that later tokens read, whatever the number of calls; branches
+        over the whole sequence keep theirs. With gradients enabled this is truncated back-propagation through time:
+        gradients end at the bounds of chunks.
+
+        Args:
+            tokens: (B, n) that follow those of earlier calls.
+            labels: (B, n), -100 where none counts. None: the tokens themselves, each predicted by those before it; without
+                gradients only.
+            state: from the call before; None: nothing came before.
+            chunk: tokens that are computed at a time.
+            starts: (B, n) bool, where a document begins, before which nothing is seen; None: nowhere. The first token of a
+                sequence always does.
+            per_token: return (B, n) nats without gradients, and not their sum.
+
+        Returns:
+            (sum of nats, or (B, n); the new state). The old state stays as it was.
+
+        Raises:
+            ValueError: for shapes that do not fit, and without labels where gradients are enabled.
+        """
+        self.configure_model()
+        state = state or StreamState(starts=[0] * len(tokens))
+        trains = torch.is_grad_enabled() and not per_token
+        begins = _check_call(tokens, labels, state, starts, trains)
+        check_streamed([self], self._product_dtype(), chunk)
+        drops = self.training and self.options.attention_dropout > 0
+        chunks = Chunks(tokens.shape[1], integer(chunk, "chunk", 1), self.depth, drops, True, state, begins)
+        batch = {"tokens": tokens, "labels": _following(tokens, starts) if labels is None else labels}
+        last: list[Tensor] = []
+
+        def run(at: range, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
+            x, y = self._chunk(batch, at, layers, state.position)
+            last[:] = [x[:, -1:].detach()]
+            return x, y
+
+        if trains:
+            summed = lambda at, layers: self._losses(*run(at, layers), summed=True)  # noqa: E731
+            nats = streamed_sum(self.transformer.stream, summed, chunks, [self], self.head.weight)
+        else:
+            nats = torch.cat([self._losses(*states) for states in streamed(self.transformer.stream, run, chunks)], 1)
+            if labels is None:
+                nats = torch.cat([self._first_nats(tokens, state, starts), nats[:, :-1]], 1)
+            nats = nats if per_token else nats.sum()
+        after = self.transformer.stream.take_left()
+        after.hidden = last[0]
+        return nats, after
+
+    @torch.no_grad()
+    def _first_nats(self, tokens: Tensor, state: StreamState, starts: Tensor | None) -> Tensor:
+        """(B, 1) nats of the first tokens, 0 where a sequence or document begins."""
+        weight, first = self.head.weight, tokens[:, :1]
+        if state.hidden is None:
+            return torch.zeros_like(first, dtype=torch.float32, device=weight.device)
+        first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
+        return self._losses(state.hidden, first.to(weight.device))
+
+
+def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
+    """(B, n) the next token of each, -100 where it is not there or begins a document."""
+    labels = torch.nn.functional.pad(tokens[:, 1:], (0, 1), value=IGNORE)
+    return labels if starts is None else labels.masked_fill(torch.nn.functional.pad(starts[:, 1:], (0, 1)), IGNORE)
+
+
+def _check_call(
+    tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
+) -> list[list[int]]:
+    """Of each sample, the positions at which the document that goes on, and those of this call, begin."""
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point():
+        raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
+    for name, x in (("labels", labels), ("starts", starts)):
+        if x is not None and x.shape != tokens.shape:
+            raise ValueError(f"{name} must be {tuple(tokens.shape)} as tokens are; got {tuple(x.shape)}.")
+    if starts is not None and starts.dtype != torch.bool:
+        raise ValueError(f"starts must be bool, True where a document begins; got {starts.dtype}.")
+    if len(state.starts) != len(tokens):
+        raise ValueError(
+            f"the state belongs to {len(state.starts)} sequences, and tokens has {len(tokens)}. Sequences keep their order."
+        )
+    if trains and labels is None:
+        raise ValueError("training needs labels, the next token of each, -100 where none counts; of the last one, too.")
+    begins = [[at] for at in state.starts]
+    for sample, at in [] if starts is None else starts.nonzero().tolist():
+        position = state.position + at
+        begins[sample] = [position] if at == 0 else [*begins[sample], position]
+    return begins

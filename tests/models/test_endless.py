@@ -1,0 +1,131 @@
+"""`model.stream`: endless sequences call by call, equal to the whole, with a bounded state."""
+
+import io
+from dataclasses import fields
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
+
+from ..examples import examples
+from .test_streaming import GEOMETRIC, HYBRID, VOCABULARY, lm
+
+MODELS = {
+    "geometric": lm(),
+    "shifted": lm([GEOMETRIC, GEOMETRIC.shifted()], num_kv_heads=2),
+    "convolution": lm(kv_conv=4),
+    "dense heads": lm(HYBRID, kv_conv=3),
+}
+
+
+def call(model, tokens, sizes, starts=None, chunk=7, **options):
+    """(nats of each token, states) of calls of these sizes."""
+    state, nats, states, at = None, [], [], 0
+    for n in sizes:
+        begin = None if starts is None else starts[:, at : at + n]
+        part, state = model.stream(
+            tokens[:, at : at + n], None, state, starts=begin, chunk=chunk, per_token=True, **options
+        )
+        nats.append(part)
+        states.append(state)
+        at += n
+    return torch.cat(nats, 1), states
+
+
+def expected(model, tokens, starts):
+    """The same of whole samples, packed documents each; 0 for a document's first token."""
+    rows = []
+    for row, begin in zip(tokens, starts, strict=True):
+        bounds = torch.tensor([0, *[int(x) for x in begin.nonzero()[:, 0] if x], len(row)], dtype=torch.int32)
+        labels = torch.cat([row[1:], row.new_full((1,), -100)])
+        labels[bounds[1:-1].long() - 1] = -100
+        batch = {"tokens": row[None], "labels": labels[None], "cu_seqlens": bounds}
+        rows.append(torch.cat([torch.zeros(1, 1, dtype=torch.float64), model.token_losses(batch)[:, :-1]], 1))
+    return torch.cat(rows)
+
+
+@given(st.data(), st.sampled_from(sorted(MODELS)))
+@settings(max_examples=examples(10))
+def test_equals_the_whole(data, name):
+    """Calls and chunks of any length; documents that begin anywhere, in each sample elsewhere."""
+    model, batch = MODELS[name].eval(), data.draw(st.integers(1, 3))
+    sizes = data.draw(st.lists(st.integers(1, 30), min_size=1, max_size=4))
+    n, chunk = sum(sizes), data.draw(st.integers(1, 40))
+    generator = torch.Generator().manual_seed(n)
+    tokens = torch.randint(0, VOCABULARY, (batch, n), generator=generator)
+    starts = torch.zeros(batch, n, dtype=torch.bool)
+    for row in starts:
+        row[data.draw(st.lists(st.integers(0, n - 1), max_size=3))] = True
+    with torch.no_grad():
+        got, _ = call(model, tokens, sizes, starts if data.draw(st.booleans()) or starts.any() else None, chunk)
+        torch.testing.assert_close(got, expected(model, tokens, starts), rtol=1e-10, atol=1e-10)
+
+
+def test_state_is_bounded_and_can_be_saved():
+    """Rows as many as widths say, however long the stream; the state survives a file of plain tensors."""
+    model = MODELS["convolution"].eval()
+    tokens = torch.randint(0, VOCABULARY, (2, 64 * 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        want, states = call(model, tokens, [64 + 16] + [64] * 10 + [48])
+        sizes = [s.nbytes for s in states]
+        most = 3 * sum(-(-b.segment_length // b.dilation_rate) for b in GEOMETRIC.branches) * 4 * 2 * 2 * 4 * 8
+        assert max(sizes) <= most + 3 * 2 * 3 * 32 * 8 + 2 * 16 * 8
+        assert len(set(sizes[:-1])) == 1
+        file = io.BytesIO()
+        torch.save(states[4].state_dict(), file)
+        file.seek(0)
+        state = ld.StreamState.of(torch.load(file, weights_only=True))
+        assert {f.name for f in fields(state)} == states[4].state_dict().keys()
+        at = states[4].position
+        again, _ = model.stream(tokens[:, at:], None, state, per_token=True)
+        torch.testing.assert_close(again, want[:, at:], rtol=1e-10, atol=1e-10)
+        total, _ = model.stream(tokens[:, at:], None, states[4])
+        torch.testing.assert_close(total, want[:, at:].sum(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("more", [{}, {"policy": "block", "head_chunks": 2}, {"policy": "attention-kept"}])
+def test_training_is_truncated(more):
+    """Calls give the gradients that `truncate` gives for the whole."""
+    name = "geometric" if more.get("head_chunks") else "convolution"
+    model, tokens = MODELS[name].train(), torch.randint(0, VOCABULARY, (2, 64))
+    labels = tokens.roll(-1, 1)
+    model.transformer.memory = MemorySettings(stream=16, truncate=True, **more)
+    model.zero_grad()
+    want = model.loss_terms({"tokens": tokens, "labels": labels})[0]
+    want.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    state, total = None, 0.0
+    for at in (0, 32):
+        nats, state = model.stream(tokens[:, at : at + 32], labels[:, at : at + 32], state, chunk=16)
+        nats.backward()
+        total += float(nats)
+    model.transformer.memory = MemorySettings()
+    assert total == pytest.approx(float(want), abs=1e-9)
+    for key, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, wanted[key], rtol=1e-10, atol=1e-10)
+
+
+def test_refusals():
+    model, tokens = MODELS["geometric"], torch.randint(0, VOCABULARY, (2, 8))
+    for bad, message in [
+        (tokens[0], r"tokens must be \(B, n\)"),
+        (tokens[:, :0], "at least one"),
+        (tokens.double(), "float64"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.stream(bad, bad)
+    with pytest.raises(ValueError, match="training needs labels"):
+        model.stream(tokens)
+    with pytest.raises(ValueError, match=r"labels must be \(2, 8\)"):
+        model.stream(tokens, tokens[:, 1:])
+    with pytest.raises(ValueError, match="starts must be bool"):
+        model.stream(tokens, tokens, starts=tokens)
+    with torch.no_grad():
+        _, state = model.stream(tokens)
+    with pytest.raises(ValueError, match="the state belongs to 2 sequences, and tokens has 1"):
+        model.stream(tokens[:1], tokens[:1], state)
