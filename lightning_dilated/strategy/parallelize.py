@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -123,6 +124,8 @@ def make_groups(strategy: SequenceStrategy) -> None:
             timeout=timeout,
             **strategy._exchange_settings,
         )
+        # the threads of its control messages end with the strategy, so that trainers may follow one another in a process
+        weakref.finalize(strategy, strategy._sequence.close)
     set_device_mesh(strategy.lightning_module, strategy._mesh)
 
 

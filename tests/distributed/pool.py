@@ -6,6 +6,7 @@ with the process group of those R, and sends back what it returned or raised. R 
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pickle
@@ -159,6 +160,7 @@ def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[
     minute = timedelta(seconds=60)
     dist.init_process_group("gloo", store=dist.FileStore(store, size), rank=rank, world_size=size, timeout=minute)
     groups = {n: dist.new_group(list(range(n)), timeout=minute) for n in SIZES if n <= size}
+    kept = set(_groups())
     while True:
         try:
             ranks, (module, name), args = pickle.loads(pipe.recv_bytes())
@@ -170,3 +172,20 @@ def _work(rank: int, size: int, store: str, pipe: Connection, environment: dict[
         except Exception as error:
             answer = Answer(rank, None, type(error).__name__, str(error), traceback.format_exc())
         pipe.send_bytes(pickle.dumps(answer))
+        del answer
+        _end_groups(kept)
+
+
+def _end_groups(kept: set[dist.ProcessGroup]) -> None:
+    """End the groups that a call made: their threads would wake up for the rest of the session."""
+    new = [group for group in _groups() if group not in kept]
+    for group in new:
+        dist.destroy_process_group(group)
+    if new:
+        new.clear()
+        gc.collect()
+
+
+def _groups() -> list[dist.ProcessGroup]:
+    """All process groups of this process."""
+    return list(dist.distributed_c10d._world.pg_map)
