@@ -22,6 +22,7 @@ from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed,
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.sequence.exchange.switch import windows
 
 #: tokens of a call that are computed at a time
 CHUNK = 1 << 16
@@ -142,13 +143,15 @@ class StreamedLosses(DilatedModule):
             (sum of nats, or (B, n); the new state). The old state stays as it was.
 
         Raises:
-            ValueError: for shapes that do not fit, and without labels where gradients are enabled.
+            ValueError: for shapes that do not fit, without labels where gradients are enabled, and for a state of other
+                `head_chunks`.
         """
         self.configure_model()
         state = state or StreamState(starts=[0] * len(tokens))
         trains = torch.is_grad_enabled() and not per_token
         begins = _check_call(tokens, labels, state, starts, trains)
         check_streamed([self], self._product_dtype(), chunk)
+        self._check_heads(state)
         drops = self.training and self.options.attention_dropout > 0
         chunks = Chunks(tokens.shape[1], integer(chunk, "chunk", 1), self.depth, drops, True, state, begins)
         batch = {"tokens": tokens, "labels": _following(tokens, starts) if labels is None else labels}
@@ -169,8 +172,18 @@ class StreamedLosses(DilatedModule):
             nats = nats if per_token else nats.sum()
         after = self.transformer.stream.take_left()
         after.hidden = last[0]
-        _check_layers(state, after)
         return nats, after
+
+    def _check_heads(self, state: StreamState) -> None:
+        """Raise ValueError for a state of other `head_chunks`: layers would not find its rows."""
+        held = sorted({head for _, head in state.rows})
+        chunks = self.transformer.memory.head_chunks
+        first = [window[0] for window in windows(self.num_heads, self.num_kv_heads or self.num_heads, chunks)]
+        if held and held != first:
+            raise ValueError(
+                f"the state was left with head_chunks={len(held)}, and the memory settings say {chunks}: set the former, or "
+                "let the sequences begin."
+            )
 
     @torch.no_grad()
     def _first_nats(self, tokens: Tensor, state: StreamState, starts: Tensor | None) -> Tensor:
@@ -273,16 +286,6 @@ class StreamedLosses(DilatedModule):
 
     def on_predict_epoch_end(self) -> None:
         self.carried_in_evaluation.clear()
-
-
-def _check_layers(before: StreamState, after: StreamState) -> None:
-    """Raise where a state was left under other settings, so that layers would not find their rows."""
-    if before.rows and before.rows.keys() != after.rows.keys():
-        heads = [sorted(x.rows) for x in (before, after)]
-        raise ValueError(
-            f"the state holds rows of the (layers, first heads) {heads[0]}, and the model computes {heads[1]}: go on with "
-            "the memory settings (head_chunks) and patterns that the state was left with, or begin the sequences."
-        )
 
 
 def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:
