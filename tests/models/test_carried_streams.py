@@ -192,7 +192,7 @@ def test_resuming_within_an_epoch(tmp_path, stop):
     assert sorted(held) == [0, 1, 2]
     _, again, _, rest = fitted(tmp_path, 13, tmp_path / "a.ckpt")
     assert len(first + rest) == 13
-    torch.testing.assert_close(torch.tensor(first + rest), torch.tensor(whole), rtol=1e-9, atol=0)
+    assert first + rest == pytest.approx(whole, rel=1e-9)
     for a, b in zip(model.parameters(), again.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
@@ -213,7 +213,7 @@ def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
     states = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
     assert {x["position"] for x in states.values()} == {4 * STEP}
     _, _, _, rest = fitted(tmp_path, 6, tmp_path / "a.ckpt")
-    torch.testing.assert_close(torch.tensor(rest), torch.tensor(whole[4:]), rtol=1e-9, atol=0)
+    assert rest == pytest.approx(whole[4:], rel=1e-9)
 
 
 @pytest.mark.full
