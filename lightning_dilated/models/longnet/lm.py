@@ -305,6 +305,8 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
     none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
+    Batches with `stream` (B,), numbers of endless sequences, and `starts` (B, N), go on after those before with the same
+    numbers, see `StreamDataModule`.
 
     Logged with each mean loss: bits per byte and perplexity.
     """
