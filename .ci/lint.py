@@ -31,11 +31,6 @@ ORDER = (
 )
 #: most files in a folder, and in the package
 FOLDER, PACKAGE = 15, 200
-#: files that still use private names of other packages; the list may only become shorter
-PRIVATE = (
-    *("callbacks/memory/phases.py", "planning/counting/compiled.py", "planning/counting/dry_run.py"),
-    *("planning/counting/memory_tracker.py", "planning/gpus.py"),
-)
 #: names that begin with an underscore, and are documented as public
 DOCUMENTED = ("_asdict", "_exit", "_fields", "_make", "_replace")
 
@@ -189,12 +184,8 @@ def private_names(module: Module, own: set[str]) -> Iterator[Finding]:
         unknown = name not in own or ("trainer" in parts and "strategy" not in parts)
         if packages[first] != root if first in packages else unknown:
             lines.setdefault(node.lineno, f"{owner}.{name}")
-    file = "/".join(module.path.parts[-module.name.count(".") :])
-    if file not in PRIVATE:
-        for line, name in lines.items():
-            yield Finding(module.path, line, f"{name} is private; put it behind a function of _compat")
-    elif not lines:
-        yield Finding(module.path, 1, "uses no private names any more; remove it from PRIVATE of .ci/lint.py")
+    for line, name in lines.items():
+        yield Finding(module.path, line, f"{name} is private; put it behind a function of _compat")
 
 
 def attribute(node: ast.AST) -> tuple[str, str | None]:

@@ -29,7 +29,7 @@ from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
 
 FIVE = {"segment_lengths": [2048, 4096, 8192, 16384, 32768], "dilation_rates": [1, 2, 4, 8, 16]}
-#: the recipe's, whose shifted layers leave no wall
+#: shifted layers leave no wall
 SIX = {
     "segment_lengths": [2048, 8192, 32768, 131072, 524288, 2097152],
     "dilation_rates": [1, 4, 16, 64, 256, 1024],
@@ -55,7 +55,7 @@ class Point:
     strategy: str | None = None
     precision: str = "bf16-mixed"
     optimizer: str = "adamw"
-    shifted: bool = False  # the recipe's own pattern, every other layer shifted
+    shifted: bool = False  # six branches, every other layer shifted
     hybrid: int | None = None  # a dense head in one layer of so many, and local segments
 
     @property

@@ -8,18 +8,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: CI shares its cor
 os.environ["LIGHTNING_DILATED_LINKS"] = "defaults"  # not what was measured on this machine
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
-
-from lightning_dilated.attention import resolve
 
 from .examples import examples
 
-torch.set_num_threads(1)
+# torch and the package are imported below, where tests run: the process that hands them out needs neither
 # a job that a shell starts in the background ignores SIGINT, and so do the processes that it starts
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+#: files that take more than 15 s: under xdist they start first, or one would run at the end beside an idle core
+LONGEST = (
+    "strategy/test_elastic.py", "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
+    "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
+    "planning/test_advice.py", "distributed/test_options.py", "kernels/test_combine.py", "strategy/test_memory.py",
+    "cli/test_plan.py", "kernels/test_attention.py", "kernels/test_grouped.py", "cli/test_find_max.py",
+    "models/test_memory_settings.py", "cli/test_misuse.py", "cli/test_verify.py", "attention/test_equals_oracle.py",
+    "cli/test_commands.py", "attention/test_autograd.py", "callbacks/test_sharded_checkpoint_ranks.py",
+    "cli/test_recipes.py", "planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py",
+    "sequence/test_scale.py", "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
+    "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
+    "distributed/test_exchange_script.py", "models/test_frozen.py",
+)  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}
 #: what a launcher tells its processes
@@ -31,6 +41,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
     CI runs the same examples every time; HYPOTHESIS_PROFILE=explore looks for new ones.
     """
+    if hasattr(config.option, "loadscopereorder"):  # files with the most tests are not those that take longest
+        config.option.loadscopereorder = False
     if config.option.markexpr == "fast":
         os.environ.setdefault("LIGHTNING_DILATED_EXAMPLES", "0.1")
     common = {"max_examples": examples(100), "deadline": None, "print_blob": True}
@@ -42,7 +54,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what needs worker processes `full` and the cheap rest `fast`, before -m selects; skip `gpu` without a GPU."""
+    """Mark what needs worker processes `full` and the cheap rest `fast`, before -m selects; skip `gpu` without a GPU.
+
+    Under xdist the longest files come first.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        order = {f"tests/{name}": place for place, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: order.get(item.nodeid.partition("::")[0], len(order)))
     for item in items:
         if STARTS_PROCESSES & set(item.fixturenames):
             item.add_marker("full")
@@ -59,6 +80,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def _seed() -> None:
     """Every test starts from the same random state, whatever ran before it, and resolves its calls anew."""
+    import torch
+
+    from lightning_dilated.attention import resolve
+
     torch.manual_seed(0)
     resolve.forget()
 
@@ -66,6 +91,8 @@ def _seed() -> None:
 @pytest.fixture(autouse=True)
 def no_process_group_left():
     """Lightning leaves its process group, and MASTER_PORT and the like, to later tests and to what these start."""
+    import torch
+
     before = {name: os.environ.get(name) for name in LAUNCHED}
     yield
     for name, value in before.items():

@@ -9,6 +9,7 @@ import os
 import pickle
 import signal
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
@@ -17,8 +18,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import launchers
 from torch import nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.distributed.checkpoint import metadata
 from torch.distributed.device_mesh import init_device_mesh
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
@@ -239,6 +243,8 @@ def test_flattened_mesh_and_store():
     store = torchs.default_store()
     store.set("key", "value")
     assert store.get("key") == b"value", "_get_default_store gives no store: ranks cannot leave why they ended"
+    backend = torchs.gloo_backend(dist.group.WORLD, "a name", timedelta(seconds=9))
+    assert backend.size() == 1, "ProcessGroupGloo is made otherwise: control messages have no channel of their own"
 
 
 def test_settings_of_the_compiler():
@@ -301,12 +307,205 @@ def test_setting_a_nested_value():
     assert state == {"a": {"b": 2}}, "_nested_dict.set_element sets nothing: values that are no tensors are not loaded"
 
 
+# -- torch: models and training in less memory
+def test_calls_of_a_module():
+    module, x = nn.Linear(1, 1), torch.ones(1, 1)
+    assert torchs.compiled_call(module) is None
+    torchs.set_compiled_call(module, lambda x: "compiled")
+    words = "a module's call does not read _compiled_call_impl: blocks are not compiled, and the profiler follows none"
+    assert module(x) == "compiled" and torchs.compiled_call(module)(x) == "compiled", words
+    assert isinstance(torchs.plain_call(module)(x), torch.Tensor), "_call_impl is not the uncompiled call"
+    torchs.set_compiled_call(module, None)
+    assert isinstance(module(x), torch.Tensor), words
+
+
+def test_limits_of_the_compiler():
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=8):
+        torchs.allow_recompiles(20)
+        torchs.allow_recompiles(10)
+        assert config.recompile_limit == 20, "recompile_limit is not a setting: patterns beyond the 8th run uncompiled"
+    run = torchs.without_runtime_asserts(lambda: config.do_not_emit_runtime_asserts)
+    words = "do_not_emit_runtime_asserts has no effect: backwards with rows of other ranks do not compile before 2.13"
+    assert torch.__version__ >= "2.13" or run() is True, words
+
+
+def test_backwards():
+    seen, calls = [], []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda grad: seen.append((torchs.in_backward(), torchs.backward_is_retained())))
+    for retained in (True, False):
+        y.sum().backward(retain_graph=retained)
+    words = "torch's task of a backward does not tell whether it runs or its graph is kept: recomputation fails"
+    assert seen == [(True, True), (True, False)] and not torchs.in_backward(), words
+    x.register_hook(calls.append)
+    with torchs.hooks_paused([x]):
+        (x * 1).sum().backward()
+    assert not calls, "hooks of leaves run though _backward_hooks is None: DDP reduces a gradient for each chunk"
+    (x * 1).sum().backward()
+    assert len(calls) == 1, "hooks of leaves stay off after a chunk"
+
+
+def test_what_selective_checkpointing_saves():
+    forward, backward = create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    with forward:
+        torch.ones(2, 2) @ torch.ones(2, 2)
+    assert torchs.saved_by_op(backward), "the second context has no storage of what was saved: offload finds nothing"
+
+
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_a_module(kind):
+    module = nn.Linear(1, 1)
+    assert not torchs.has_hooks(module)
+    getattr(module, f"register_{kind}_hook")(lambda *x: None)
+    words = (
+        f"{kind} hooks of a module are in another dict: they are skipped where products are computed without the module"
+    )
+    assert torchs.has_hooks(module) and torchs.has_backward_hooks(module) is ("backward" in kind), words
+
+
+def test_version_of_a_tensor():
+    x = torch.ones(1)
+    before = torchs.version_of(x)
+    assert torchs.version_of(x.add_(1)) > before, (
+        "_version does not count writes: a mask that changed is taken for the same"
+    )
+
+
+# -- torch: dense attention
+ATTENTIONS = {
+    torchs.CUDNN_ATTENTION: (torchs.cudnn_attention_forward, torchs.cudnn_attention_backward),
+    torchs.FLASH_ATTENTION: (torchs.flash_attention_forward, torchs.flash_attention_backward),
+    torchs.CPU_FLASH_ATTENTION: (torchs.cpu_flash_attention_forward, torchs.cpu_flash_attention_backward),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+def test_dense_attention(name):
+    """Shapes on the meta device; numbers are compared on a CPU and a GPU in tests/attention."""
+    assert torchs.missing_op(name) is None, f"no aten::{name}: its engine serves nothing"
+    assert "no aten::_no_op" in torchs.missing_op("_no_op")
+    (forward, backward), x = ATTENTIONS[name], torch.empty(2, 3, 16, 8, dtype=torch.bfloat16, device="meta")
+    words = f"aten::{name} takes or returns something else: its engine has no log-sum-exp or no gradients"
+    out, lse = forward(x, x, x, True, 0.5)
+    assert (out.shape, lse.shape, lse.dtype) == (x.shape, x.shape[:3], torch.float32), words
+    assert [g.shape for g in backward(x, x, x, x, out, lse, True, 0.5)] == [x.shape] * 3, words
+
+
+# -- torch: planning and the memory profiler
+def test_bare_copies():
+    module = nn.Sequential(nn.Linear(1, 1), nn.ReLU())
+    bare = torchs.bare_copy(module)
+    words = "a module keeps parameters, hooks or children elsewhere: copies share them with the model"
+    assert [type(m) for m in bare] == [nn.ReLU] and not list(bare.parameters()) and len(module) == 2, words
+    bare.register_forward_hook(lambda *x: None)
+    assert torchs.has_hooks(bare) and not torchs.has_hooks(module), words
+
+
+def test_replaced_functions():
+    before = torch.rms_norm
+    with torchs.replaced(torch, "rms_norm", "another"):
+        assert torch.rms_norm == "another"
+    assert torch.rms_norm is before
+    with pytest.raises(AttributeError), torchs.replaced(torch, "renamed_norm", "another"):
+        pass
+
+
+def test_modes():
+    words = (
+        "the stack of {} modes is asked otherwise: memory is counted where it cannot be, or operators are counted twice"
+    )
+    assert not torchs.function_modes() and not torchs.in_dispatch_mode() and not torchs.is_traced()
+    with torchs.fake_tensors():
+        assert torchs.in_dispatch_mode(), words.format("dispatch")
+        assert torchs.is_fake(torch.ones(1)), "FakeTensorMode makes real tensors: a plan fills this machine's memory"
+        with torchs.real_tensors():
+            assert torch.ones(1).item() == 1, (
+                "tensors have no values under _disable_current_modes: no positions of patches"
+            )
+    with torch.device("cpu"):
+        assert torchs.function_modes() == 1, words.format("function")
+    seen = []
+    make_fx(lambda x: seen.append(torchs.is_traced()) or x + 1)(torch.ones(1))
+    assert seen == [True], words.format("tracing")
+
+
+def test_operators_of_a_device():
+    class Names(torchs.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    @torch.library.custom_op("compat_test::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    names, x = [], torch.ones(2)
+    with Names():
+        torchs.run_on_device(torch.ops.compat_test.twice.default, "cpu", (x,), {})
+    assert names == ["aten::mul.Tensor"], "an operator is not run by its device's key: what it allocates is not counted"
+
+
+def test_operators_by_their_schemas():
+    ops, words = torch.ops.aten, "OpOverload._schema says otherwise {}: planned memory is wrong"
+    assert torchs.changes_inputs(ops.add_.Tensor) and not torchs.changes_inputs(ops.add.Tensor), words.format("writes")
+    views = [torchs.returns_view(op) for op in (ops.view.default, ops._unsafe_view.default, ops.add.Tensor)]
+    assert views == [True, True, False], words.format("is a view")
+    x = torch.ones(2, 4, device="meta")
+    assert torchs.fused_rms_norm(x, [4], x[0], None).shape == x.shape, "aten::_fused_rms_norm takes something else"
+    with FakeTensorMode(), pytest.raises(DataDependentOutputException) as error:
+        torch.ones(1).item()
+    assert torchs.reads_number(error.value.func), "`.item()` is another operator: fake tensors have no 1 to read"
+
+
+def test_memory_of_tensors():
+    x, y = torch.ones(4), torch.ones(4)
+    keys = [torchs.storage_key(t.untyped_storage()) for t in (x, x[2:], y)]
+    assert keys[0] == keys[1] != keys[2], "_cdata does not tell storages apart: memory is counted twice or not at all"
+    sparse = torch.sparse_coo_tensor([[0, 0]], [1.0, 2.0], (3,))
+    indices, values = torchs.sparse_parts(sparse)
+    assert (indices.tolist(), values.tolist()) == ([[0, 0]], [1.0, 2.0]), "sparse tensors have other parts"
+
+
+def test_graphs_ahead_of_time():
+    module, graphs = nn.Linear(2, 2), []
+    x = torch.ones(3, 2)
+
+    def run(weight, bias, x):
+        with torchs.with_parameters(module, {"weight": weight, "bias": bias}):
+            return module(x).exp()
+
+    compiler = lambda graph, inputs: graphs.append(graph) or graph  # noqa: E731
+    compiled = torchs.ahead_of_time(run, compiler, torchs.min_cut, 2)
+    words = "AOTAutograd, its partitioner or `stateless` changed: compiled blocks are not planned"
+    weights = [p.detach().clone().requires_grad_() for p in module.parameters()]
+    out = compiled(*weights, x)
+    torch.testing.assert_close(out, module(x).exp(), msg=words)
+    out.sum().backward()
+    assert len(graphs) == 2 and weights[0].grad is not None and module.weight.grad is None, words
+
+
+def test_history_of_memory():
+    memory = torch.cuda.memory
+    for name in ("_record_memory_history", "_dump_snapshot"):
+        has(memory, name, "the profiler writes no snapshots")
+    taken = parameters(memory._record_memory_history)
+    assert {"enabled", "max_entries"} <= {*taken}, f"_record_memory_history takes {taken}: record_memory cannot call it"
+    assert parameters(memory._dump_snapshot)[0] == "filename", "_dump_snapshot takes no path first: dump_memory cannot"
+    has(torch.cuda, "_sleep", "occupy_gpu keeps no GPU busy, and kernels are timed with their launches")
+
+
 def test_graphs_and_traced_tensors():
     x = torch.ones(2)
-    with torch._subclasses.FakeTensorMode() as mode:
+    with FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
     says = "torch's classes of {} moved: see _compat/torch.py"
     assert torchs.is_fake(fake) and not torchs.is_fake(x), says.format("fake tensors")
     op = torch.ops.aten.add.Tensor
     assert torchs.is_op(op) and not torchs.is_op(torch.add), says.format("ops")
-    assert torchs.map_tree(lambda y: y + 1, {"a": [1, (2,)]}) == {"a": [2, (3,)]}, says.format("trees")
+    tree = {"a": [1, (2,)]}
+    assert torchs.map_tree(lambda y: y + 1, tree) == {"a": [2, (3,)]}, says.format("trees")
+    assert torchs.map_tree(type, tree, tuple) == {"a": [int, tuple]}, says.format("trees")
+    flat, spec = torchs.flatten(tree)
+    assert flat == torchs.leaves(tree) == [1, 2] and torchs.unflatten(flat, spec) == tree, says.format("trees")

@@ -51,8 +51,6 @@ PLANTED = {
     "_compat/__init__.py": "import torch\nf = torch._C._f\n",
     "strategy/__init__.py": "",
     "strategy/private.py": PRIVATE,
-    "planning/__init__.py": "",
-    "planning/gpus.py": "",
     **{f"kernels/{i}.py": "" for i in range(16)},
 }
 FOUND = """\
@@ -62,7 +60,6 @@ kernels:1 16 files; a folder has at most 15
 pattern/first.py:1 circle of imports: lightning_dilated.pattern.first <- lightning_dilated.pattern.second
 pattern/near.py:1 relative import
 pattern/up.py:2 imports lightning_dilated.models, which stands above pattern
-planning/gpus.py:1 uses no private names any more; remove it from PRIVATE
 strategy/private.py:2 torch._dynamo is private; put it behind
 strategy/private.py:3 lightning.fabric._private is private
 strategy/private.py:5 torch.nn._inner.function is private

@@ -24,7 +24,7 @@ from torch.nn.modules import batchnorm, conv, instancenorm, pooling
 from torch.nn.utils.stateless import _reparametrize_module
 from torch.serialization import _get_layout
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _get_current_dispatch_mode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from torch.utils.data import DataLoader
 
 # -- meshes, modules and loaders; all of it holds for torch 2.11 to 2.13 -------------------------------------------------
@@ -351,6 +351,40 @@ def run_on_device(func: Any, device: str, args: Any, kwargs: Any) -> Any:
     return func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
 
 
+def fused_rms_norm(x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
+    """RMSNorm as one op of a graph: `aten::_fused_rms_norm`. Known to hold for torch 2.11 to 2.13."""
+    return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
+
+
+def reads_number(func: Any) -> bool:
+    """Whether an op reads a number off a tensor: `aten::_local_scalar_dense`. Known to hold for torch 2.11 to 2.13."""
+    return func is torch.ops.aten._local_scalar_dense.default
+
+
+def changes_inputs(func: Any) -> bool:
+    """Whether an op writes to an input: `OpOverload._schema`. Known to hold for torch 2.11 to 2.13."""
+    return func._schema.is_mutable
+
+
+def returns_view(func: Any) -> bool:
+    """Whether a result is memory of an input: `OpOverload._schema`, and `aten::_unsafe_view`, whose schema does not say so.
+
+    Known to hold for torch 2.11 to 2.13.
+    """
+    unsafe = func is torch.ops.aten._unsafe_view.default
+    return unsafe or any(result.alias_info is not None for result in func._schema.returns)
+
+
+def sparse_parts(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices and values of a sparse tensor, coalesced or not: `Tensor._indices`, `Tensor._values`; 2.11 to 2.13."""
+    return x._indices(), x._values()
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Keep the current GPU's stream busy for so many cycles: `torch.cuda._sleep`. Known to hold for torch 2.11 to 2.13."""
+    torch.cuda._sleep(cycles)
+
+
 def storage_key(storage: torch.UntypedStorage) -> int:
     """A number that tells living storages apart: `UntypedStorage._cdata`. Known to hold for torch 2.11 to 2.13."""
     return storage._cdata
@@ -407,20 +441,33 @@ def dump_memory(path: str) -> None:
     torch.cuda.memory._dump_snapshot(path)
 
 
-def records_memory() -> bool:
-    """Whether this build of torch has both."""
-    return hasattr(torch.cuda.memory, "_record_memory_history") and hasattr(torch.cuda.memory, "_dump_snapshot")
-
-
 # -- traced tensors ----------------------------------------------------------------------------------------------------
 def is_fake(x: object) -> bool:
     """Whether a tensor has no data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`; 2.11 to 2.13."""
     return isinstance(x, FakeTensor)
 
 
-def map_tree(function: Callable[[Any], Any], tree: Any) -> Any:
-    """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13."""
-    return tree_map(function, tree)
+def map_tree(function: Callable[[Any], Any], tree: Any, leaf: type | None = None) -> Any:
+    """A tree of containers with a function of each leaf: `torch.utils._pytree.tree_map`; 2.11 to 2.13.
+
+    `leaf`: a type whose objects are leaves, though they are containers.
+    """
+    return tree_map(function, tree, is_leaf=None if leaf is None else lambda x: isinstance(x, leaf))
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree of containers: `torch.utils._pytree.tree_leaves`; 2.11 to 2.13."""
+    return tree_leaves(tree)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """(leaves, what `unflatten` takes to put them together): `torch.utils._pytree.tree_flatten`; 2.11 to 2.13."""
+    return tree_flatten(tree)
+
+
+def unflatten(flat: list[Any], spec: Any) -> Any:
+    """The tree that `flatten` took apart, with these leaves: `torch.utils._pytree.tree_unflatten`; 2.11 to 2.13."""
+    return tree_unflatten(flat, spec)
 
 
 def is_op(target: object) -> bool:

@@ -5,6 +5,7 @@ Shape letters: N tokens of the sequence, R ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from lightning_dilated.cli.find_max import run as find_max
@@ -26,11 +27,14 @@ from lightning_dilated.planning.estimate import (
     in_words,
     measured_machine,
     recommended,
+    streams,
     yaml_lines,
 )
 from lightning_dilated.planning.gpus import CONTEXT, MARGIN, NCCL
 from lightning_dilated.planning.memory import GIB, Bar, Memory, memory_plot, moved_as_fit_ends
 from lightning_dilated.planning.simulating.rounds import EXACT
+from lightning_dilated.planning.streams import in_chunks
+from lightning_dilated.sequence.chunks import chunk_count
 
 #: another layout is named where the busiest rank computes longer than the average by this share of a step
 UNEVEN = 0.1
@@ -86,10 +90,9 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             "layers' outputs by passes at the speed of the GPU's memory: estimated, not measured."
         )
     if setup.ranks > 1:
-        sums = (
-            f" Gradients are summed {setup.bucket_cap_mb} MiB at a time during the backward, which that may slow down."
-        )
-        sums = sums if setup.bucket_cap_mb is not None else ""
+        mib, sums = setup.bucket_cap_mb, ""
+        if mib is not None:
+            sums = f" Gradients are summed {mib} MiB at a time during the backward, which that may slow down."
         notes.append(f"all {setup.ranks:,} GPUs share every sequence; links: {setup.links}.{sums}")
         notes += [hint] if (hint := layout_hint(request, time)) else []
     if request.tokens and (hints := advice(request.model, request.tokens)):
@@ -153,8 +156,13 @@ def report(request: Request) -> Report:
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
     settings = [request.settings] if request.settings else candidates(facts.windows, case.room, facts.depth)
+    _check_stream(request, settings)
     rows = [row_of(case, x, request.tokens) for x in settings]
     best = recommended(case, settings, request.tokens)
+    if best is None and request.settings is None and request.ranks == 1 and getattr(request.model, "streams", False):
+        settings = [*settings, *streams(settings)]
+        rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
+        best = recommended(case, settings, request.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
     lines = [*_head(request, case), "", *_table(rows, best, request.tokens)]
     if chosen is not None and chosen.memory is not None:
@@ -167,6 +175,18 @@ def report(request: Request) -> Report:
     title = f"{request.tokens:,} tokens" if request.tokens else "each at its longest sequence"
     bars = [Bar(in_words(r.settings), r.memory.kinds if r.memory else None, r.longest) for r in rows]
     return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
+
+
+def _check_stream(request: Request, settings: Sequence[MemorySettings]) -> None:
+    """Raise where a stream cannot be run."""
+    sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
+    if sizes and not getattr(request.model, "streams", False):
+        raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
+    if sizes and request.ranks > 1:
+        raise ValueError(
+            f"--stream {sizes[0]} is planned for one GPU: several stream sequences of their own (sequence_size=1), each as "
+            "one GPU does. Set --gpus 1."
+        )
 
 
 def strategy_of(request: Request, facts: Facts) -> str:
@@ -221,22 +241,19 @@ def in_numbers(n: int) -> str:
 
 def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> list[str]:
     at = f"at {tokens:,} tokens" if tokens else "at the longest"
-    head = (
-        "",
-        f"{'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}",
-    )
-    lines = [f"{'':<2}{'':<46}{'':>15}   {at}", "  " + head[1]]
+    head = f"  {'setting':<46}{'longest N':>15}{'GiB':>9}{'host':>7}{'step s':>9}{'tokens/s':>12}{'waits':>7}{'MFU':>6}"
+    lines = [f"{'':<63}   {at}", head]
     for row in rows:
         mark = "* " if row.settings == best else "  "
         name = f"{mark}{in_words(row.settings):<46}{row.longest:>15,}"
         if row.memory is None or row.time is None:
             lines.append(f"{name}   nothing fits")
             continue
-        x, t = row.memory, row.time
+        memory, time = row.memory, row.time
         over = "" if row.fits else " !"
         lines.append(
-            f"{name}{x.peak / GIB:>9.1f}{(x.host + x.states) / GIB:>7.1f}{t.seconds:>9.3g}{row.tokens / t.seconds:>12,.0f}"
-            f"{t.exposed / t.seconds:>7.1%}{t.mfu:>6.0%}{over}"
+            f"{name}{memory.peak / GIB:>9.1f}{(memory.host + memory.states) / GIB:>7.1f}{time.seconds:>9.3g}"
+            f"{row.tokens / time.seconds:>12,.0f}{time.exposed / time.seconds:>7.1%}{time.mfu:>6.0%}{over}"
         )
     if any(row.memory and not row.fits for row in rows):
         lines.append("  !: does not fit")
@@ -245,51 +262,55 @@ def _table(rows: list[Row], best: MemorySettings | None, tokens: int | None) -> 
 
 def _details(case: Case, row: Row) -> list[str]:
     """Memory and time by kind, and the exchange, of the recommended setting."""
-    x, t = row.memory, row.time
-    parts = " ".join(map(str, x.moment))
+    memory, time = row.memory, row.time
+    parts = " ".join(map(str, memory.moment))
     lines = [f"{in_words(row.settings)}, {row.tokens:,} tokens, {-(-row.tokens // case.setup.ranks):,} a rank", ""]
-    lines += [f"  {kind:<22}{x.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in x.kinds]
-    lines += [f"  {'peak':<22}{x.peak / GIB:>9.2f} GiB, in: {parts}"]
-    if x.host:
-        lines += [f"  {'pinned host memory':<22}{x.host / GIB:>9.2f} GiB a rank"]
-    if x.states:
-        lines += [f"  {'states on the host':<22}{x.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
+    lines += [f"  {kind:<22}{memory.kinds[kind] / GIB:>9.2f} GiB" for kind in KINDS if kind in memory.kinds]
+    lines += [f"  {'peak':<22}{memory.peak / GIB:>9.2f} GiB, in: {parts}"]
+    if memory.carried:
+        lines += [f"  {'of it carried rows':<22}{memory.carried / GIB:>9.2f} GiB"]
+    if memory.host:
+        lines += [f"  {'pinned host memory':<22}{memory.host / GIB:>9.2f} GiB a rank"]
+    if memory.states:
+        lines += [f"  {'states on the host':<22}{memory.states / GIB:>9.2f} GiB a rank, with parameters and gradients"]
     else:
-        end = moved_as_fit_ends(case.found(row.settings), case.facts.depth, case.setup)
+        end = moved_as_fit_ends(case.footprint(row.settings), case.facts.depth, case.setup)
         over = ", MORE THAN IT HAS" if 0 < case.host * GIB < end else ""
         lines += [
             f"  {'as fit ends':<22}{end / GIB:>9.2f} GiB of the host a rank{over}: Lightning moves model and states there"
         ]
+    if in_chunks(row.settings, row.tokens):
+        lines.append(f"  {chunk_count(row.tokens, row.settings.stream or 1)} chunks; one, forward and backward:")
     for kind in ("attention", "rest", "edge", "optimizer", "arrivals", "packing", "few rows"):
         if kind == "optimizer" and case.setup.cpu_offload:
-            lines.append(f"  {'optimizer, on the host':<22}{t.optimizer * 1e3:>9.1f} ms")
-        elif t.step.compute.get(kind):
-            lines.append(f"  {kind:<22}{t.step.compute[kind] * 1e3:>9.1f} ms")
-    named = sum(t.step.compute.values()) + t.exposed
-    named -= t.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
-    if t.seconds - named > 5e-5:
-        lines.append(f"  {'groups, tiles, windows':<22}{(t.seconds - named) * 1e3:>9.1f} ms")
-    lines.append(f"  {'step':<22}{t.seconds * 1e3:>9.1f} ms, of which {t.exposed * 1e3:.1f} ms wait")
-    return [*lines, *_exchange(case, x, t)]
+            lines.append(f"  {'optimizer, on the host':<22}{time.optimizer * 1e3:>9.1f} ms")
+        elif time.step.compute.get(kind):
+            lines.append(f"  {kind:<22}{time.step.compute[kind] * 1e3:>9.1f} ms")
+    named = sum(time.step.compute.values()) + time.exposed
+    named -= time.step.compute.get("optimizer", 0.0) if case.setup.cpu_offload else 0.0
+    if time.seconds - named > 5e-5 and not in_chunks(row.settings, row.tokens):
+        lines.append(f"  {'groups, tiles, windows':<22}{(time.seconds - named) * 1e3:>9.1f} ms")
+    lines.append(f"  {'step':<22}{time.seconds * 1e3:>9.1f} ms, of which {time.exposed * 1e3:.1f} ms wait")
+    return [*lines, *_exchange(case, memory, time)]
 
 
-def _exchange(case: Case, x: Memory, t: Time) -> list[str]:
+def _exchange(case: Case, memory: Memory, time: Time) -> list[str]:
     if case.setup.ranks == 1:
         return []
-    crossing = [(who, y) for who, y in _layers(x.exchange, case.facts.depth) if y.name is not None]
+    crossing = [(layer, rows) for layer, rows in _layers(memory.exchange, case.facts.depth) if rows.name is not None]
     if not crossing:
         return ["", "  no segment crosses a shard: nothing is exchanged"]
     layers = sum(stack.depth for stack in case.facts.stacks)
-    names = " and ".join(dict.fromkeys(y.name for _, y in crossing))
+    names = " and ".join(dict.fromkeys(rows.name for _, rows in crossing))
     lines = ["", f"  exchange {names}, a rank on the mean, of all {layers} layers (from other nodes):"]
     for run, name in (("forward", "rows, forward"), ("again", "rows, recomputed"), ("backward", "backward"),
                       ("gradients", "parameter gradients")):  # fmt: skip
-        intra, inter = t.step.bytes(run)
+        intra, inter = time.step.bytes(run)
         if intra + inter:
             seconds = intra / case.setup.links.near + inter / case.setup.links.far
             mb = f"{(intra + inter) / 1e6:>11,.1f} MB ({inter / 1e6:,.1f} MB)"
             lines.append(f"  {name:<22}{mb}, {seconds * 1e3:,.2f} ms of the links")
-    return lines + [line for who, y in crossing for line in _prices(who, y)]
+    return lines + [line for layer, rows in crossing for line in _prices(layer, rows)]
 
 
 def _patterns(call: OpCall, depth: int) -> str:
@@ -312,7 +333,7 @@ def _few(numbers: list[int]) -> str:
     return ", ".join(map(str, numbers[:3])) + (", ..." if len(numbers) > 3 else "")
 
 
-def _prices(who: str, x: Exchanged) -> list[str]:
+def _prices(layer: str, x: Exchanged) -> list[str]:
     """The exchanges' prices for a layer's call."""
     if x.plan is None:
         return []
@@ -322,7 +343,7 @@ def _prices(who: str, x: Exchanged) -> list[str]:
             f"  (a run takes {x.plan.exchange}, which is counted for up to {EXACT} ranks only; its price is below)"
         )
     if x.plan.prices:
-        lines += [f"  {who}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
+        lines += [f"  {layer}, on the priced rank with most:", *(f"    {y}" for y in str(x.plan).splitlines())]
     return lines
 
 
@@ -332,15 +353,15 @@ def _nothing(case: Case, rows: list[Row], request: Request) -> str:
     narrow = "--residual_dtype bfloat16, " if "residual_dtype" in request.model.hparams else ""
     best = max(rows, key=lambda row: row.longest)
     if not best.longest:
-        sharded = case.setup.strategy == "ring_dilated_fsdp"
-        hint = f" Take {'--cpu_offload' if sharded else '--strategy ring_dilated_fsdp'}."
         states = best.memory.states if best.memory else 0
         if case.host and states > case.host * GIB:
             return (
                 f"Parameters, gradients and states take {states / GIB:.1f} GiB of the host on each rank, which has "
                 f"{case.host:.1f} of --host_memory. More GPUs, more host memory, or --no-cpu_offload."
             )
-        hint = "" if case.setup.cpu_offload else hint
+        sharded = case.setup.strategy == "ring_dilated_fsdp"
+        option = "--cpu_offload" if sharded else "--strategy ring_dilated_fsdp"
+        hint = "" if case.setup.cpu_offload else f" Take {option}."
         return (
             f"Parameters, gradients and states alone do not fit.{hint} More GPUs, or --optimizer adamw8bit, make room."
         )

@@ -110,6 +110,7 @@ def _memory(p: Any) -> None:
     p.add_argument("--offload", type=float, help="fraction of block inputs up to 1, GiB of a rank above 1")
     p.add_argument("--tile", type=number, help="tokens")
     p.add_argument("--head_chunks", "--head-chunks", type=number, help="windows of heads")
+    p.add_argument("--stream", type=number, help="tokens of a chunk; longer sequences are computed chunk by chunk")
 
 
 #: strategies that can be planned, by their names for the Trainer
@@ -316,7 +317,7 @@ def _ranks(args: argparse.Namespace, trainer: dict[str, Any]) -> tuple[int, int]
 
 def _settings(args: argparse.Namespace, callbacks: Any) -> MemorySettings | None:
     """Those of the options, which override those of the recipe's callback; None without options."""
-    options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks")}
+    options = {n: getattr(args, n) for n in ("policy", "every", "offload", "tile", "head_chunks", "stream")}
     options = {k: v for k, v in options.items() if v is not None}
     if not options:
         return None

@@ -267,7 +267,8 @@ class DilatedPattern:
                 `global_every`. So placed, a model copied over 32,768 tokens that vary, where 0 learned nothing
                 (benchmarks/results/2026-11-24_h100_strains.md). To look up single keys take 0 and `kv_conv`: one dense head
                 in the first of four layers recalled 99.99 % at 65,536 tokens, one in the last 0.06 %
-                (benchmarks/results/2026-11-24_h100_recall_first.md).
+                (benchmarks/results/2026-11-24_h100_recall_first.md). Dense heads in layer 0 as well recalled single
+                keys, but learned to copy in one seed of two (benchmarks/results/2026-11-25_h200_learning.md).
 
         Raises:
             TypeError, ValueError: naming the argument.

@@ -17,17 +17,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from lightning_dilated._validation import integer
 from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.compiled import Graphs
 from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Subject, footprint, lighter, of_call
-from lightning_dilated.planning.counting.memory_tracker import Tape
+from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.planning.counting.model_specs import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
+from lightning_dilated.planning.streams import Carried, further_pairs, in_chunks
+from lightning_dilated.sequence.chunks import chunk_count
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
 HOST_LINK = 50e9
@@ -43,7 +46,7 @@ PASSES = 0.28
 #: passes over the logits, in their own dtype, that the loss needs in addition to products, forward and backward; from times
 #: of the compiled loss on an H200, benchmarks/results/2026-11-23_h200_one_gpu.md
 LOSS_FORWARD, LOSS_BACKWARD = 5, 4
-#: bytes moved for each element and tile of the loss to sum a weight's gradient, and more where it is in 16 bits
+#: bytes moved for each element and tile of the loss to sum a weight's gradient, and those added where it is in 16 bits
 TILE_SUM, TILE_SUM_CAST = 12, 6
 #: passes over the hidden states of a block: for a window's norm and products, for their gradients; and what windows of
 #: heads, and tiles, took in addition on an H200, by benchmarks/results/2026-11-22_h200_longest.md
@@ -127,8 +130,8 @@ def _parts(facts: Facts, base: Machine, parts: Parts, block: list[float], wide: 
 
 
 def _head(facts: Facts, base: Machine, parts: Parts, slower: float) -> tuple[float, float]:
-    """Seconds, forward and backward, of what a projection is wider than the measured one: products at the speed of a block's
-    products, and the loss's passes over the logits."""
+    """Seconds, forward and backward, that an output projection adds where it is wider than the measured one: products at the
+    speed of a block's products, and the loss's passes over the logits."""
     more = max(0, facts.vocab - base.vocab)
     products = (1 - PASSES) * more * facts.dim / base.block_parameters * slower
     each = more * parts.tokens * _size(facts) / BANDWIDTH * slower * facts.logits
@@ -167,32 +170,34 @@ def estimate(facts: Facts, memory: MemorySettings, tokens: int, setup: Setup, gp
     again += sum(_windowed(x, memory, tokens_here, gpu) for x in stacks) + _summed(facts, memory, tokens_here, gpu)
     busy = step.seconds - step.exposed + again
     waits = _parameters_late(stacks, machines[0].parameter_size, setup, busy) if fsdp else 0.0
-    copies, there, spared = 2 * away / HOST_LINK, 0.0, 0.0
+    copies, host_optimizer, gpu_optimizer = 2 * away / HOST_LINK, 0.0, 0.0
     if setup.cpu_offload:
         part = machines[0].parameter_size / setup.ranks
         copies += (2 * parameters + trained) * part / HOST_LINK
         busy += waits  # for parameters, whose copies these are
-        there = ADAMW_PASSES * trained * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
-        spared = step.compute.get("optimizer", 0.0)
-    late = max(0.0, copies - busy)
-    flops, waits = sum(_flops(x, tokens) for x in stacks) / setup.ranks, waits + late + there
-    seconds = step.seconds - spared + again + waits
-    return Time(step, seconds, copies - late, step.exposed + waits, flops, gpu.flops, there)
+        host_optimizer = ADAMW_PASSES * trained * part * min(setup.per_node, setup.ranks) / HOST_MEMORY
+        gpu_optimizer = step.compute.get("optimizer", 0.0)
+    exposed_copies = max(0.0, copies - busy)
+    flops, waits = sum(_flops(x, tokens) for x in stacks) / setup.ranks, waits + exposed_copies + host_optimizer
+    seconds = step.seconds - gpu_optimizer + again + waits
+    return Time(step, seconds, copies - exposed_copies, step.exposed + waits, flops, gpu.flops, host_optimizer)
 
 
-def _grouped(machines: list[Machine], memory: MemorySettings, own: int, recomputed: float) -> float:
-    """Seconds of all but the last block of each group, which are recomputed as a group before they are one by one;
-    `recomputed` are the seconds of recomputing every block once."""
-    parts = [machine.at(own) for machine in machines]
+def _grouped(machines: list[Machine], memory: MemorySettings, tokens: int, recomputed: float) -> float:
+    """Seconds of recomputing all but the last block of each group, first as a group; then each is recomputed by itself.
+
+    `recomputed`: seconds of recomputing every block once.
+    """
+    parts = [machine.at(tokens) for machine in machines]
     each = [p.rest_forward + p.attention_forward for p in parts]
     once = [machine.depth - -(-machine.depth // memory.every) for machine in machines]
     total = sum(m.depth * x for m, x in zip(machines, each, strict=True))
     return recomputed * sum(n * x for n, x in zip(once, each, strict=True)) / total
 
 
-def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> float:
+def _again(facts: Facts, machine: Machine, memory: MemorySettings, tokens: int) -> float:
     """Seconds that tiles and head chunks recompute."""
-    rest = facts.depth * machine.at(own).rest_forward * machine.again
+    rest = facts.depth * machine.at(tokens).rest_forward * machine.again
     share = lambda part: part / facts.block_parameters * rest  # noqa: E731
     total = 0.0
     if memory.tile is not None and memory.policy == "none":
@@ -202,27 +207,27 @@ def _again(facts: Facts, machine: Machine, memory: MemorySettings, own: int) -> 
     return total
 
 
-def _windowed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
+def _windowed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
     """Seconds that tiles and windows of heads take to read and write all hidden states again."""
     windows, forwards = memory.head_chunks, 1 + (memory.policy != "none") + (memory.every > 1)
-    passes = TILES if memory.tile is not None and memory.tile < own else 0
+    passes = TILES if memory.tile is not None and memory.tile < tokens else 0
     if windows > 1:
         passes += (windows - 1) * (WINDOW_FORWARD * forwards + WINDOW_BACKWARD) + windows * WINDOW_FORWARD + WINDOWS
     slower = GPUS["H200"].flops / gpu.flops  # bandwidth is unknown; assumed slower by the same ratio as products
-    return facts.depth * passes * own * facts.dim * _size(facts) / BANDWIDTH * slower
+    return facts.depth * passes * tokens * facts.dim * _size(facts) / BANDWIDTH * slower
 
 
-def _summed(facts: Facts, memory: MemorySettings, own: int, gpu: Gpu) -> float:
+def _summed(facts: Facts, memory: MemorySettings, tokens: int, gpu: Gpu) -> float:
     """Seconds of summing the gradient of the output projection over tiles of the loss."""
     tile = loss_tile(memory.tile, facts.vocab)
-    if not (facts.logits and facts.whole) or tile is None or tile >= own:
+    if not (facts.logits and facts.whole) or tile is None or tile >= tokens:
         return 0.0
     each = TILE_SUM + (TILE_SUM_CAST if _size(facts) == 2 else 0)
-    return -(-own // tile) * facts.vocab * facts.dim * each / BANDWIDTH * GPUS["H200"].flops / gpu.flops
+    return -(-tokens // tile) * facts.vocab * facts.dim * each / BANDWIDTH * GPUS["H200"].flops / gpu.flops
 
 
 def _size(facts: Facts) -> int:
-    """Bytes of a number of activations."""
+    """Bytes of an element of activations."""
     return 4 if facts.precision.startswith("32") else 2
 
 
@@ -234,9 +239,9 @@ def _parameters_late(stacks: list[Facts], size: int, setup: Setup, busy: float) 
     part = (ranks - 1) / max(1, ranks) / speed
     if setup.cpu_offload:  # a rank's part comes from the host before it is gathered, and its gradients go there
         part += 1 / ranks / HOST_LINK
-    of = lambda numbers: numbers * size * part + links.round  # noqa: E731
-    all_ = sum(x.depth * (2 * of(x.block_parameters) + of(x.trained.block)) for x in stacks)
-    return max(0.0, all_ - busy) + of(stacks[0].block_parameters)
+    seconds = lambda numbers: numbers * size * part + links.round  # noqa: E731
+    total = sum(x.depth * (2 * seconds(x.block_parameters) + seconds(x.trained.block)) for x in stacks)
+    return max(0.0, total - busy) + seconds(stacks[0].block_parameters)
 
 
 def _flops(facts: Facts, tokens: int) -> float:
@@ -279,36 +284,79 @@ class Case:
     counted: dict[MemorySettings, Footprint] = field(default_factory=dict, compare=False)
     graphs: Graphs = field(default_factory=lambda: Graphs(Tape()), compare=False)
 
-    def found(self, settings: MemorySettings) -> Footprint:
-        bare = replace(settings, offload=0.0)  # which counting ignores
+    def footprint(self, settings: MemorySettings) -> Footprint:
+        """What the model holds with these settings; counted once for all `offload`."""
+        bare = replace(settings, offload=0.0, stream=None, truncate=False)
         if bare not in self.counted:
             self.counted[bare] = footprint(replace(self.subject, memory=bare), graphs=self.graphs)
-        one = self.counted[bare]
-        return replace(one, subject=replace(one.subject, memory=settings))
+        counted = self.counted[bare]
+        return replace(counted, subject=replace(counted.subject, memory=settings))
 
     def memory(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> Memory:
         """What a rank holds with N tokens; `rows`: the exchange's memory, where it is known."""
-        return memory(self.found(settings), self.facts.depth, tokens, self.setup, rows)
+        if in_chunks(settings, tokens):
+            return self._stream_memory(settings, tokens)
+        return memory(self.footprint(settings), self.facts.depth, tokens, self.setup, rows)
+
+    def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
+        """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
+        whole = replace(settings, stream=None, truncate=False)
+        chunk = self.memory(whole, integer(settings.stream, "stream", 1))
+        carried = Carried.of(self.subject.call, self.facts.depth, tokens, settings, self.gpu.memory)
+        kinds = dict(chunk.kinds)
+        kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + carried.on_gpu
+        kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
+        return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
-        counted = self.found(settings)
-        away = on_host(counted, self.facts.depth, -(-tokens // self.setup.ranks))
+        """Of a step with N tokens; `step` of a stream is that of one chunk."""
+        if in_chunks(settings, tokens):
+            return self._stream_time(settings, tokens)
+        away = on_host(self.footprint(settings), self.facts.depth, -(-tokens // self.setup.ranks))
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
+
+    def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
+        """Every chunk forward and backward, all but the last forward once more, and the pairs that cross their bounds."""
+        size, call, depth = integer(settings.stream, "stream", 1), self.facts.call, self.facts.depth
+        one = self.time(replace(settings, stream=None, truncate=False), size)
+        blocks = [self.time(MemorySettings(policy), size).seconds for policy in ("none", "block")]
+        forward = (
+            0.0 if settings.truncate else blocks[1] - blocks[0] + scaled(self.facts, self.gpu).at(size).edge_forward
+        )
+        crossing, own = further_pairs(call, depth, tokens, size)
+        attention = one.step.compute.get("attention", 0.0) / max(1.0, own)
+        again = 1.0 if settings.truncate else 4 / 3  # a forward is a third of the forward and backward
+        optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)
+        seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
+        seconds += crossing * attention * again
+        chunks = tokens / size
+        return replace(
+            one,
+            seconds=seconds,
+            hidden=one.hidden * chunks,
+            exposed=one.exposed * chunks,
+            flops=_flops(self.facts, tokens),
+        )
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
         """Whether N tokens fit into GPU and host."""
-        x = self.memory(settings, tokens, rows)
-        away = x.host + (x.states if self.host else 0)
-        return x.peak <= self.gpu.usable(self.setup.ranks) and away <= self.host * GIB
+        planned = self.memory(settings, tokens, rows)
+        on_host = planned.host + (planned.states if self.host else 0)
+        return planned.peak <= self.gpu.usable(self.setup.ranks) and on_host <= self.host * GIB
 
     @property
     def room(self) -> float:
         """GiB of host memory left for block inputs."""
-        states = states_on_host(self.found(MemorySettings()), self.facts.depth, self.setup)
+        states = states_on_host(self.footprint(MemorySettings()), self.facts.depth, self.setup)
         return max(0.0, self.host - states / GIB)
 
     def longest(self, settings: MemorySettings) -> int:
         """The most tokens N that fit, a multiple of GRAIN * R; 0 where none do."""
+        if settings.stream is not None and self.memory(settings, settings.stream).peak <= self.gpu.usable(
+            self.setup.ranks
+        ):
+            unit = settings.stream
+            return unit * last_true(lambda n: self.fits(settings, n * unit), MOST // unit)
         unit = GRAIN * self.setup.ranks
         up_to = lambda rows: last_true(lambda n: self.fits(settings, n * unit, rows), MOST // GRAIN)  # noqa: E731
         units = up_to(Exchanged())
@@ -351,6 +399,13 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
     return list(dict.fromkeys(fitting))
 
 
+def streams(settings: Sequence[MemorySettings]) -> list[MemorySettings]:
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first."""
+    sizes = [("none", 1 << 18), ("attention-kept", 1 << 20), ("block", 1 << 20)]
+    chunked = [MemorySettings(policy, stream=size) for policy, size in sizes]
+    return [x for x in chunked if x not in settings]
+
+
 def recommended(case: Case, settings: Sequence[MemorySettings], tokens: int | None) -> MemorySettings | None:
     """The fastest settings with which N tokens fit, or without N those that fit most; None if none fit."""
     if tokens is None:
@@ -367,6 +422,7 @@ def in_words(settings: MemorySettings) -> str:
     parts += [f"tile={settings.tile}"] * (settings.tile is not None)
     parts += [f"head_chunks={settings.head_chunks}"] * (settings.head_chunks > 1)
     parts += [f"offload={_budget(settings.offload)}"] * (settings.offload > 0)
+    parts += [f"stream={settings.stream}"] * (settings.stream is not None) + ["truncate"] * settings.truncate
     return ", ".join(parts)
 
 
@@ -398,6 +454,7 @@ def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Itera
         yield "    - class_path: lightning_dilated.callbacks.ActivationRecompute"
         options = {"policy": settings.policy, "every": settings.every, "tile": settings.tile}
         options |= {"head_chunks": settings.head_chunks, "offload": settings.offload}
+        options |= {"stream": settings.stream, "truncate": settings.truncate}
         defaults = MemorySettings("block")
         options = {name: value for name, value in options.items() if value != getattr(defaults, name)}
         if options:

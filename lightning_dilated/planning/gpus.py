@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from lightning_dilated._compat.torch import occupy_gpu
 from lightning_dilated._device import ROOM
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import blocks
@@ -162,7 +163,7 @@ def on_gpu(run: Callable[[], object], times: int, ahead: float = 0.0) -> float:
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if ahead:
-        torch.cuda._sleep(int(ahead * CLOCK))
+        occupy_gpu(int(ahead * CLOCK))
     start.record()
     for _ in range(times):
         run()

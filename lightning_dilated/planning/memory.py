@@ -183,6 +183,7 @@ class Memory:
         moment: the part of the step with the peak, such as ("backward", "last", 0): the last block's backward.
         exchange: memory for rows of other ranks.
         states: host memory of the rank for parameters, gradients and optimizer states.
+        carried: of `peak`, what a stream carries from chunk to chunk.
     """
 
     kinds: dict[str, int]
@@ -190,6 +191,7 @@ class Memory:
     moment: tuple
     exchange: Exchanged = field(default_factory=Exchanged)
     states: int = 0
+    carried: int = 0
 
     @property
     def peak(self) -> int:
@@ -198,14 +200,14 @@ class Memory:
 
 
 def memory(
-    found: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
+    footprint: Footprint, depth: int, tokens: int, setup: Setup | None = None, rows: Exchanged | None = None
 ) -> Memory:
     """What a rank holds with N tokens on all ranks together.
 
     What a second stack saves is counted as temporary.
 
     Args:
-        found: of the model and its memory settings.
+        footprint: what the model holds with its memory settings.
         depth: its layers.
         tokens: N.
         rows: memory of the exchange, where it is known.
@@ -214,35 +216,35 @@ def memory(
         ValueError: for an exchange that cannot run this pattern.
     """
     setup = setup or Setup()
-    subject = found.subject
+    subject = footprint.subject
     rows = rows or of_subject(subject, tokens, setup.ranks, setup.per_node, setup.exchange, setup.links)
-    tokens_here = -(-tokens // setup.ranks)
-    size = found.hidden * tokens_here
-    away = _away(found, depth, size)
+    local = -(-tokens // setup.ranks)
+    size = footprint.hidden * local
+    away = _offloaded_inputs(footprint, depth, size)
     calls = [sharded(subject.call, tokens, setup.ranks, rows)]
     if subject.decoder is not None:
         calls.append(sharded(subject.decoder.call, tokens, setup.ranks, rows.decoder or Exchanged()))
-    at = functools.partial(_at, found, depth=depth, tokens=tokens_here, calls=calls, setup=setup, rows=rows, size=size)
-    moments = [at(moment, host=away * size) for moment in found.moments]
-    groups = -(-depth // found.subject.period)
-    if away > 1 and groups > 2:  # the second group has all later ones' gradients, and two inputs as the last one
-        later = [moment for moment in found.moments if moment.part[:2] == ("backward", "last")]
+    at = functools.partial(_at, footprint, depth=depth, tokens=local, calls=calls, setup=setup, rows=rows, size=size)
+    moments = [at(moment, host=away * size) for moment in footprint.moments]
+    groups = -(-depth // footprint.subject.period)
+    if away > 1 and groups > 2:  # the second group holds all later ones' gradients, and two inputs as the last does
+        later = [moment for moment in footprint.moments if moment.part[:2] == ("backward", "last")]
         moments += [at(moment, host=groups * size, second=True) for moment in later]
     best = max(moments, key=lambda x: sum(x[0].values()))
-    return Memory(best[0], on_host(found, depth, tokens_here), best[1], rows, states_on_host(found, depth, setup))
+    return Memory(best[0], on_host(footprint, depth, local), best[1], rows, states_on_host(footprint, depth, setup))
 
 
-def on_host(found: Footprint, depth: int, tokens: int) -> int:
+def on_host(footprint: Footprint, depth: int, tokens: int) -> int:
     """Bytes of offloaded block inputs, with L tokens; each stack has a budget of its own."""
-    settings, decoder = found.subject.memory, found.subject.decoder
-    inner = found.inner * tokens
-    there = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
-    return _away(found, depth, found.hidden * tokens) * found.hidden * tokens + there
+    settings, decoder = footprint.subject.memory, footprint.subject.decoder
+    size, inner = footprint.hidden * tokens, footprint.inner * tokens
+    of_decoder = offloaded(settings, decoder.depth, inner) * inner if decoder else 0
+    return _offloaded_inputs(footprint, depth, size) * size + of_decoder
 
 
-def _away(found: Footprint, depth: int, size: int) -> int:
+def _offloaded_inputs(footprint: Footprint, depth: int, size: int) -> int:
     """The number of offloaded block inputs of the first stack."""
-    return offloaded(found.subject.memory, depth, size, found.first_kept)
+    return offloaded(footprint.subject.memory, depth, size, footprint.first_kept)
 
 
 def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int = 0) -> int:
@@ -254,42 +256,42 @@ def offloaded(settings: MemorySettings, depth: int, size: int, first_kept: int =
     return min(groups - first_kept, int(settings.offload * GIB) // max(1, size))
 
 
-def _decoder_away(found: Footprint, moment: Moment, tokens: int) -> int:
-    """Bytes of the second stack's block inputs that are only on the host at a moment: those that `memory.offload.Host` sends
-    there, except the last one sent, the one in use, and the one being fetched."""
-    decoder, settings = found.subject.decoder, found.subject.memory
+def _decoder_away(footprint: Footprint, moment: Moment, tokens: int) -> int:
+    """Bytes of the second stack's block inputs that are on the host only at a moment: all that `memory.offload.Host` sends,
+    except the last one sent, the one in use, and the one being fetched."""
+    decoder, settings = footprint.subject.decoder, footprint.subject.memory
     if decoder is None or not (moment.decoding or moment.part in (("between",), ("head",))):
         return 0
-    size = found.inner * tokens
-    left = offloaded(settings, decoder.depth, size) - 1
+    size = footprint.inner * tokens
+    inputs = offloaded(settings, decoder.depth, size) - 1
     if moment.decoding:
         if moment.phase == "first":  # its backward is done
             return 0
         group, within = divmod(moment.part[2], settings.every)
         back, fetched = moment.phase == "backward", within == 0  # in the forward the first one is the stack's argument
-        left = min(left, group - fetched) if back else min(left, group) - 1
-    return max(0, left) * size
+        inputs = min(inputs, group - fetched) if back else min(inputs, group) - 1
+    return max(0, inputs) * size
 
 
-def states_on_host(found: Footprint, depth: int, setup: Setup) -> int:
+def states_on_host(footprint: Footprint, depth: int, setup: Setup) -> int:
     """Bytes of host memory for a rank's shard of parameters, gradients and optimizer states; 0 without cpu_offload.
 
     Parameters and gradients are pinned, each in a buffer that torch rounds up to a power of two.
     """
     if not setup.cpu_offload:
         return 0
-    size = found.parameter_size
-    of_block, others = _shapes(found.subject.make)
+    size = footprint.parameter_size
+    of_block, others = _shapes(footprint.subject.make)
     part = lambda rows, *rest: size * math.prod((-(-rows // setup.ranks), *rest))  # noqa: E731
     buffers = lambda shapes: sum(_power_of_two(part(*x)) * (1 + trained) for x, trained in shapes)  # noqa: E731
     locked = depth * buffers(of_block) + buffers(others)
-    return locked + _states(-(-found.trained(depth) // setup.ranks), size, setup)
+    return locked + _states(-(-footprint.trained(depth) // setup.ranks), size, setup)
 
 
-def moved_as_fit_ends(found: Footprint, depth: int, setup: Setup) -> int:
+def moved_as_fit_ends(footprint: Footprint, depth: int, setup: Setup) -> int:
     """Bytes of a rank's parameters, gradients and optimizer states, which Lightning moves to the host when a fit ends."""
-    trained = found.trained(depth)
-    whole = found.parameters(depth) + trained + _states(trained, found.parameter_size, setup)
+    trained = footprint.trained(depth)
+    whole = footprint.parameters(depth) + trained + _states(trained, footprint.parameter_size, setup)
     return -(-whole // setup.ranks) if setup.strategy == "ring_dilated_fsdp" else whole
 
 
@@ -313,7 +315,7 @@ def _states(parameters: int, size: int, setup: Setup) -> int:
 
 
 def _at(
-    found: Footprint,
+    footprint: Footprint,
     moment: Moment,
     depth: int,
     tokens: int,
@@ -325,31 +327,30 @@ def _at(
     second: bool = False,
 ) -> tuple[dict[str, int], tuple]:
     """Bytes by kind at a moment; `second`: at that of the second group of blocks, derived from the last group's."""
-    held, kept = found.held(moment, depth, tokens), found.kept(moment, tokens) * depth
-    if found.kept(moment, tokens) > 0 and host:
-        less = max(0, host - _beside(found, moment, depth, host // size) * size)
+    held, kept = footprint.held(moment, depth, tokens), footprint.kept(moment, tokens) * depth
+    if footprint.kept(moment, tokens) > 0 and host:
+        less = max(0, host - _beside(footprint, moment, depth, host // size) * size)
         held, kept = held - less, kept - less
-    held -= _decoder_away(found, moment, tokens)
-    parameters = found.parameters(depth)
-    gradients = found.static(moment, depth) - parameters
+    held -= _decoder_away(footprint, moment, tokens)
+    parameters = footprint.parameters(depth)
+    gradients = footprint.static(moment, depth) - parameters
     if second:
-        gradients += (depth - 2 * found.subject.period) * (found.trained(depth) - found.trained(depth - 1))
-    kinds = _static(found, depth, parameters, gradients, moment, setup)
+        gradients += (depth - 2 * footprint.subject.period) * (footprint.trained(depth) - footprint.trained(depth - 1))
+    kinds = _static(footprint, depth, parameters, gradients, moment, setup)
     kinds[ACTIVATIONS] = kept
-    kinds[EXCHANGE] = _exchange(found, moment, depth, rows)
+    kinds[EXCHANGE] = _exchange(footprint, moment, depth, rows)
     call = calls[moment.decoding]
-    room = found.room(moment, call)
+    room = footprint.room(moment, call)
     kinds[TEMPORARY] = held - kept + room + CUBLAS.get(call.capability, CUBLAS_ELSEWHERE)
     part = (moment.part[0], "second", *moment.part[2:]) if second else moment.part
     return {kind: n for kind, n in kinds.items() if n}, part
 
 
-def _beside(found: Footprint, moment: Moment, depth: int, away: int) -> int:
+def _beside(footprint: Footprint, moment: Moment, depth: int, away: int) -> int:
     """The number of offloaded block inputs that are on the GPU as well."""
-    period, first = found.subject.period, found.first_kept
-    last = (
-        away >= -(-depth // period) - first
-    )  # the last group's input is offloaded: its GPU copy is freed in the backward only
+    period, first = footprint.subject.period, footprint.first_kept
+    # where the last group's input is offloaded, its GPU copy is freed in the backward only
+    last = away >= -(-depth // period) - first
     if moment.part[0] == "backward":  # the next one is fetched during a group's first block
         return last + (moment.part[2] == 0)
     blocks = moment.part[0] in ("forward", "behind") and moment.part != ("behind", "last", period - 1)
@@ -357,44 +358,42 @@ def _beside(found: Footprint, moment: Moment, depth: int, away: int) -> int:
 
 
 def _static(
-    found: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
+    footprint: Footprint, depth: int, parameters: int, gradients: int, moment: Moment, setup: Setup
 ) -> dict[str, int]:
     """Parameters, gradients and states on a rank."""
-    trained = found.trained(depth)
-    states = _states(trained, found.parameter_size, setup)
+    trained = footprint.trained(depth)
+    states = _states(trained, footprint.parameter_size, setup)
     if setup.strategy != "ring_dilated_fsdp":
         buckets = trained if setup.strategy == "ring_dilated" else 0  # DDP's own copies of the gradients
         return {PARAMETERS: parameters, GRADIENTS: gradients + buckets, OPTIMIZER: states}
-    block = found.parameters(depth) - found.parameters(depth - 1)
-    decoder = found.subject.decoder
-    inner = decoder.parameters * found.parameter_size if decoder else 0  # of a block of the second stack
+    block = footprint.parameters(depth) - footprint.parameters(depth - 1)
+    decoder = footprint.subject.decoder
+    inner = decoder.parameters * footprint.parameter_size if decoder else 0  # of a block of the second stack
     edge = parameters - depth * block - (decoder.depth * inner if decoder else 0)
     share = lambda n: -(-n // setup.ranks)  # noqa: E731
-    # whole: this block's and the next one's, and what is in no block; and gradients that are being reduce-scattered
+    # gathered: parameters of this block, of the next one, and of what is in no block; unreduced: gradients of two blocks
     widest = max(block, inner)
-    whole = 2 * widest + edge
-    learns = max(trained - found.trained(depth - 1), inner)
-    leaving = 2 * learns if moment.phase in ("backward", "first", "after") else 0
-    if leaving:  # gradients of the output projection and the last norm stay whole until the backward is done
-        last = next(m for m in found.moments if m.part[:2] == ("backward", "last"))
-        of_edge = max(0, found.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
-        leaving += of_edge if setup.cpu_offload else of_edge - share(of_edge)
+    gathered = 2 * widest + edge
+    block_gradients = max(trained - footprint.trained(depth - 1), inner)
+    unreduced = 2 * block_gradients if moment.phase in ("backward", "first", "after") else 0
+    if unreduced:  # gradients of the output projection and the last norm stay unsharded until the backward is done
+        last = next(m for m in footprint.moments if m.part[:2] == ("backward", "last"))
+        edge_gradients = max(0, footprint.static(last, depth) - parameters - (decoder.depth * inner if decoder else 0))
+        unreduced += edge_gradients if setup.cpu_offload else edge_gradients - share(edge_gradients)
     if setup.cpu_offload:  # and a block's shards that are being copied from and to the host
-        return {PARAMETERS: whole + share(widest), GRADIENTS: leaving + (share(learns) if leaving else 0), OPTIMIZER: 0}
-    return {PARAMETERS: share(parameters) + whole, GRADIENTS: share(gradients) + leaving, OPTIMIZER: share(states)}
+        copied = share(block_gradients) if unreduced else 0
+        return {PARAMETERS: gathered + share(widest), GRADIENTS: unreduced + copied, OPTIMIZER: 0}
+    return {PARAMETERS: share(parameters) + gathered, GRADIENTS: share(gradients) + unreduced, OPTIMIZER: share(states)}
 
 
-def _exchange(found: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
+def _exchange(footprint: Footprint, moment: Moment, depth: int, rows: Exchanged) -> int:
     """Rows of other ranks: those that layers save, and those of the running call."""
-    keeps = found.subject.memory.policy != "block"
+    keeps = footprint.subject.memory.policy != "block"
     layers = {"first": 1, "last": depth}.get(moment.part[1] if len(moment.part) > 1 else "", 0)
-    kept, decoder, inner = 0, found.subject.decoder, rows.decoder or Exchanged()
-    if moment.decoding or moment.part in (
-        ("between",),
-        ("head",),
-    ):  # all of the first stack, and at most all of the second
-        layers = depth
+    kept, decoder, inner = 0, footprint.subject.decoder, rows.decoder or Exchanged()
+    if moment.decoding or moment.part in (("between",), ("head",)):
+        layers = depth  # all of the first stack, and at most all of the second
         kept = inner.kept * (decoder.depth if decoder and keeps else 1)
     kept += rows.kept_by(layers) if keeps else rows.most("kept") * min(layers, 1)
-    of = inner if moment.decoding else rows
-    return kept + (of.most(moment.piece.op) if moment.piece.op in ("forward", "backward") else 0)
+    running = inner if moment.decoding else rows
+    return kept + (running.most(moment.piece.op) if moment.piece.op in ("forward", "backward") else 0)

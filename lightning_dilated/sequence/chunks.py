@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import remove
+from lightning_dilated.sequence.ranges import remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, served
 from lightning_dilated.sequence.shard import Shard
 
@@ -40,6 +40,11 @@ class CarriedRows(NamedTuple):
 def chunk_bounds(seq_len: int, chunk: int, start: int = 0) -> tuple[int, ...]:
     """The positions at which chunks of C tokens begin in N tokens from `start` on, and where the last one ends."""
     return (*range(start, start + seq_len, chunk), start + seq_len)
+
+
+def chunk_count(seq_len: int, chunk: int) -> int:
+    """Chunks of C tokens in N, the last one perhaps shorter."""
+    return -(-seq_len // chunk)
 
 
 def chunk_problem(
@@ -83,7 +88,7 @@ class CarryPlan:
     def leaving(self, chunk: int) -> tuple[CarriedRows, ...]:
         """The rows of a chunk that later chunks read, none twice."""
         if chunk not in self._leaving:
-            self._leaving[chunk] = tuple(_leaving(self.problem, self.positions(chunk)))
+            self._leaving[chunk] = tuple(leaving_rows(self.problem, self.positions(chunk)))
         return self._leaving[chunk]
 
     def live(self, chunk: int) -> list[CarriedRows]:
@@ -116,14 +121,31 @@ class CarryPlan:
         return most
 
 
-def _leaving(problem: Problem, piece: range) -> list[CarriedRows]:
+def leaving_rows(problem: Problem, piece: range) -> list[CarriedRows]:
+    """The rows at these positions that later ones read, none twice."""
+    return [
+        CarriedRows(*key, rows, last)
+        for key, progressions in _read_later(problem, piece).items()
+        for last, pieces in _disjoint(progressions)
+        for rows in pieces
+    ]
+
+
+def live_count(problem: Problem, bound: int) -> int:
+    """How many rows before a bound are read from there on."""
+    found = _read_later(problem, range(0, bound))
+    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in found.items())
+
+
+def _read_later(problem: Problem, piece: range) -> dict[tuple[Document, int], list[tuple[int, range]]]:
+    """(document, kv head) -> (last position that reads them, rows at these positions) of each branch and query head."""
     start, stop = piece.start, piece.stop
     found: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not document.start < stop < document.stop:
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the one segment that may reach beyond the chunk
+            # the one segment that may reach beyond the piece
             segment = segment_at(branch, document.length, stop - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
             for head in served(problem, number):
@@ -132,12 +154,7 @@ def _leaving(problem: Problem, piece: range) -> list[CarriedRows]:
                 later = head_rows(stop, end, first, branch.dilation_rate, offset)
                 if rows and later:
                     found.setdefault((document, head // problem.group), []).append((later[-1], rows))
-    return [
-        CarriedRows(*key, piece, last)
-        for key, progressions in found.items()
-        for last, pieces in _disjoint(progressions)
-        for piece in pieces
-    ]
+    return found
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:
@@ -146,5 +163,5 @@ def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[ran
     out = []
     for last, rows in sorted(set(progressions), key=lambda x: (-x[0], x[1].step, x[1].start, x[1].stop)):
         out.append((last, remove([rows], taken)))
-        taken.append(rows)
+        taken = union([*taken, rows])  # where rows nest, the densest alone: removing it leaves one range
     return out

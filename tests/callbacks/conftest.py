@@ -1,4 +1,7 @@
-"""Two gloo ranks for the callbacks that need them, and a run with its checkpoints."""
+"""Two gloo ranks for the callbacks that need them, and a run with its checkpoints.
+
+They last for the session: under xdist files of this folder are run between others.
+"""
 
 import shutil
 from collections.abc import Iterator
@@ -11,7 +14,7 @@ from ..distributed.pool import Pool
 from .checkpoint_runs import STEPS, run, write_text
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Two ranks; a Trainer takes all of them."""
     made = Pool(2)
@@ -19,19 +22,19 @@ def pool() -> Iterator[Pool]:
     made.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def text(tmp_path_factory):
     """A file of letters to train on."""
     return write_text(tmp_path_factory.mktemp("text"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def whole(text):
     """The run that is never stopped."""
     return run(text, STEPS)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def saved(text, tmp_path_factory):
     """Three checkpoints, at steps 2, 3 and 4 of the same run. Read only: tests copy it."""
     folder = tmp_path_factory.mktemp("saved")

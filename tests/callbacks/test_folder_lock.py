@@ -3,9 +3,6 @@
 import json
 import multiprocessing
 import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 
@@ -21,24 +18,36 @@ from .checkpoint_runs import STEPS, names, on_rank, run
 
 pytestmark = pytest.mark.full
 
-HOLDS = """
-import sys
-from pathlib import Path
-from lightning_dilated.checkpoint.folder_lock import FolderLock
-FolderLock(Path(sys.argv[1])).acquire()
-print("held", flush=True)
-sys.stdin.read()
-"""
+
+def hold(folder, told):
+    """Hold the folder until killed."""
+    FolderLock(folder).acquire()
+    told.send("held")
+    time.sleep(600)
 
 
 @pytest.fixture
-def holder(tmp_path):
-    """Another process that holds the folder."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(tmp_path)], stdin=-1, stdout=-1)
-    assert process.stdout.readline() == b"held\n"
-    yield process
-    process.kill()
-    process.wait()
+def start_holder():
+    """Starts another process that holds a folder."""
+    forks, started = multiprocessing.get_context("fork"), []
+
+    def start(folder):
+        here, there = forks.Pipe()
+        started.append(forks.Process(target=hold, args=(folder, there), daemon=True))
+        started[-1].start()
+        assert here.recv() == "held"
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.join()
+
+
+@pytest.fixture
+def holder(start_holder, tmp_path):
+    """Another process that holds the test's folder."""
+    return start_holder(tmp_path)
 
 
 @pytest.fixture
@@ -59,10 +68,9 @@ def content(folder):
 
 
 # -- on this host ------------------------------------------------------------------------------------------------------
-def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick):
+def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, quick, start_holder):
     """Fresh or going on: what the first is writing stays. When its process is gone the folder is taken over at once."""
-    process = subprocess.Popen([sys.executable, "-c", HOLDS, str(copied)], stdin=-1, stdout=-1)
-    assert process.stdout.readline() == b"held\n"
+    process = start_holder(copied)
     (copied / ".step-00000005.partial").mkdir()
     (copied / ".step-00000005.partial" / "x").write_text("being written")
     before, listed = content(copied), names(copied)
@@ -76,7 +84,6 @@ def test_the_second_is_told_and_touches_nothing(text, saved, copied, tmp_path, q
         time.sleep(0.05)  # not waited for: a dead process that still has its number
     run(text, STEPS, ShardedCheckpoint(str(copied), resume="auto", keep=1))
     assert names(copied) == ["step-00000006"]
-    process.wait()
 
 
 def test_a_number_that_is_used_again(tmp_path):
@@ -274,8 +281,8 @@ def test_all_ranks_are_refused(pool, text, tmp_path, holder):
     for told in pool.run(2, refused, text, {"folder": str(tmp_path)}):
         assert f"in use by process {holder.pid} on" in told
     assert names(tmp_path) == [NAME]
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
+    holder.kill()
+    holder.join()
     assert pool.run(2, refused, text, {"folder": str(tmp_path)}) == ["", ""]
     assert names(tmp_path) == ["step-00000006"]
 

@@ -2,19 +2,19 @@
 
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
-import lightning_dilated
 from lightning_dilated.callbacks import sharded_checkpoint as module
 from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
+from lightning_dilated.checkpoint import folder as saved_folder
+from lightning_dilated.checkpoint import manifest as saved_files
 from lightning_dilated.checkpoint.manifest import SavedFolder
 from lightning_dilated.checkpoint.ranks import Peers
 
+from ..distributed import forked
 from .checkpoint_runs import STEPS, names, run
 
 pytestmark = pytest.mark.full
@@ -102,28 +102,28 @@ def test_no_checkpoint_at_all(text, tmp_path):
         run(text, STEPS, ShardedCheckpoint(str(tmp_path / "b")), ckpt_path=tmp_path)
 
 
-KILLED = """
-import os, signal, sys
-import torch.distributed.checkpoint as dcp
-from lightning_dilated.callbacks.sharded_checkpoint import ShardedCheckpoint
-from lightning_dilated.checkpoint import manifest as saved_files
-from lightning_dilated.checkpoint import folder as saved_folder
-from tests.callbacks.checkpoint_runs import run
-text, folder, where = sys.argv[1:]
-spot = {"bytes": (dcp.FileSystemWriter, "write_data"), "metadata": (dcp.FileSystemWriter, "finish"),
-        "manifest": (saved_folder, "commit"), "rename": (saved_files, "_sync"), "old": (saved_folder, "prune")}[where]
-real, calls = getattr(*spot), []
-def dies(*args, **kwargs):
-    calls.append(1)
-    if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
-        if where in ("bytes", "metadata"):  # half of it
-            real(*args, **kwargs)
-            os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
-        os.kill(os.getpid(), signal.SIGKILL)
-    return real(*args, **kwargs)
-setattr(*spot, dies)
-run(text, 6, ShardedCheckpoint(folder, every_n_train_steps=1, keep=2))
-"""
+def killed(text, folder, where):
+    """A run in a process of its own that dies at its third checkpoint."""
+    spot = {
+        "bytes": (dcp.FileSystemWriter, "write_data"),
+        "metadata": (dcp.FileSystemWriter, "finish"),
+        "manifest": (saved_folder, "commit"),
+        "rename": (saved_files, "_sync"),
+        "old": (saved_folder, "prune"),
+    }[where]
+    real, calls = getattr(*spot), []
+
+    def dies(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == (6 if where == "rename" else 3):  # of the third checkpoint; _sync comes twice in each
+            if where in ("bytes", "metadata"):  # half of it
+                real(*args, **kwargs)
+                os.truncate(os.path.join(folder, ".step-00000003.partial", "__0_0.distcp"), 1000)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    setattr(*spot, dies)
+    run(text, 6, ShardedCheckpoint(folder, every_n_train_steps=1, keep=2))
 
 
 slow = {"marks": pytest.mark.slow}
@@ -135,11 +135,10 @@ slow = {"marks": pytest.mark.slow}
 ])  # fmt: skip
 def test_killed_while_saving(text, whole, tmp_path, where, last):
     """Whatever the moment, whole checkpoints are left, and what is not whole is put away when the next run begins."""
-    root = Path(lightning_dilated.__file__).parents[1]
-    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILLED, text, str(tmp_path), where]
-    ended = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
-    assert ended.returncode == -signal.SIGKILL, ended.stderr
+    process = forked.context().Process(target=killed, args=(text, str(tmp_path), where))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
     assert (".step-00000003.partial" in names(tmp_path)) == (last == 2)
     rest = run(text, STEPS, ShardedCheckpoint(str(tmp_path), resume="must"), begun=2)
     assert rest["losses"] == whole["losses"][last:] and not [w for w in rest["said"] if "damaged" in w]

@@ -8,11 +8,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from lightning_dilated.cli import verify
 from lightning_dilated.cli.main import main
+from lightning_dilated.pattern import DilatedPattern
+
+from ..distributed import forked
 
 SEQ_LEN = 64
 DATA = ["--data.paths", "text.txt", "--data.seq_len", str(SEQ_LEN), "--data.batch_size", "2", "--data.val_limit", "2"]
@@ -24,6 +29,12 @@ TRAINER = [
 #: the quickstart, small enough for a test
 TINY = ["--config", "quickstart.yaml", *DATA, *MODEL, *TRAINER]
 LOG = Path("runs") / "quickstart" / "version_0"
+
+
+@pytest.fixture(autouse=True)
+def _no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RunReport's picture of a pattern takes half of a small fit; tests/callbacks/test_report.py looks at it."""
+    monkeypatch.setattr(DilatedPattern, "plot", lambda self, length, heads, causal, path, **more: Path(path).touch())
 
 
 @dataclass
@@ -79,6 +90,12 @@ def cli(tmp_path: Path) -> Callable[..., Result]:
     """The command line in a folder that holds text.txt."""
     write_text(tmp_path)
     return lambda *argv, **options: run_in(tmp_path, *map(str, argv), **options)
+
+
+@pytest.fixture
+def forked_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of `verify` and `bench links` are forked; `test_two_ranks_agree` starts interpreters, as users do."""
+    monkeypatch.setattr(verify, "mp", SimpleNamespace(get_context=lambda method: forked.context()))
 
 
 @dataclass

@@ -37,7 +37,7 @@ def rows_of(text):
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-def test_two_ranks_write_the_file_that_groups_read(cli, home):
+def test_two_ranks_write_the_file_that_groups_read(cli, home, forked_ranks):
     result = cli("bench", "links", *SMALL, "--record", "tables/table.md")
     assert result.code == 0, result.err
     found, rows = Links.of_this_machine(), rows_of(result.out)

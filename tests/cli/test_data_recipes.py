@@ -7,7 +7,10 @@ pytestmark = pytest.mark.full
 SMALL = ["--model.depth", 1, "--model.lr_scheduler.warmup_steps", 1, "--trainer.max_steps", 2]
 SMALL += ["--trainer.val_check_interval", 2, "--trainer.accelerator", "cpu", "--trainer.precision", "32-true"]
 RECIPES = {
-    "bytes_context": ["--data.paths", "text.txt", "--data.seq_len", 128, "--data.val_limit", 1, "--model.dim", 32],
+    "bytes_context": [
+        *("--data.paths", "text.txt", "--data.seq_len", 128, "--data.val_limit", 1, "--model.dim", 32),
+        *("--model.pattern", '{"hybrid": {"local": 32, "global_every": 1}}'),
+    ],
     "far_recall": ["--data.val_size", 32, "--model.dim", 16],
 }
 

@@ -19,6 +19,8 @@ import lightning_dilated as ld
 from lightning_dilated.cli import find_max
 from lightning_dilated.cli.find_max import Outcome, Samples, Trials, longest, run
 
+from ..distributed.forked import Forked
+
 pytestmark = pytest.mark.full
 
 
@@ -78,7 +80,14 @@ def recipe(tmp_path):
     return ["--config", str(path)]
 
 
-def test_trials(recipe):
+@pytest.fixture
+def forked(monkeypatch):
+    """Trials in forked processes, for tests of what they do; `test_two_ranks_share_a_sequence` starts interpreters."""
+    started = SimpleNamespace(Popen=Forked, STDOUT=subprocess.STDOUT, DEVNULL=subprocess.DEVNULL)
+    monkeypatch.setattr(find_max, "subprocess", started)
+
+
+def test_trials(recipe, forked):
     """1M tokens need 1 GiB for each copy of the logits, and there are several; 2,048 need 2 MiB."""
     trials = Trials(recipe, ranks=1, timeout=120, limit=1.5)
     few, many = trials(2048), trials(1048576)
@@ -126,7 +135,7 @@ def test_samples_refuse():
     pytest.param("SlidePretrainer", 2, marks=pytest.mark.slow),
     pytest.param("LongViT", 2, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_slides_and_images(tmp_path, name, ranks):
+def test_slides_and_images(tmp_path, forked, name, ranks):
     config = {"trainer": {"accelerator": "cpu"}, "model": {"class_path": name, "init_args": MODELS[name]}}
     (tmp_path / "it.yaml").write_text(yaml.safe_dump(config))
     more = [] if ranks == 1 else ["--trainer.strategy=ring_dilated"]
@@ -139,7 +148,7 @@ def test_two_ranks_share_a_sequence(recipe):
     assert found.fits and found.tokens == 512
 
 
-def test_the_recipes_own_data_are_not_asked(recipe, tmp_path):
+def test_the_recipes_own_data_are_not_asked(recipe, forked, tmp_path):
     """They may be too short for its sequences, or elsewhere."""
     (tmp_path / "a.txt").write_text("too short")
     data = [
@@ -151,7 +160,7 @@ def test_the_recipes_own_data_are_not_asked(recipe, tmp_path):
     assert Trials([*recipe, *data], ranks=1, timeout=120)(512).fits
 
 
-def test_another_error_is_none_of_memory(recipe):
+def test_another_error_is_none_of_memory(recipe, forked):
     with pytest.raises(RuntimeError, match=r"rank 0 ended with exit code .* not for want of memory[\s\S]*num_heads"):
         Trials([*recipe, "--model.num_heads=3"], ranks=1, timeout=120)(512)
 

@@ -293,3 +293,15 @@ def test_causal_of_a_recipe():
     """It is the model's own; a classifier takes it as an argument."""
     with pytest.raises(ValueError, match=r"--causal False: a LongNetLM has no causal\. Leave the option out"):
         settled(parser().parse_args(["--config", "recipes/quickstart.yaml", "--no-causal"]))
+
+
+def test_streams(cli):
+    sizes = ["--dim", "64", "--depth", "2", "--heads", "4", "--segments", "64", "4096", "--dilations", "1", "64"]
+    result = cli("plan", *sizes, "--gpu", "H200", "--gpus", "1", "--tokens", "1M", "--stream", "64K")
+    assert result.code == 0, result.err
+    assert "stream=65536" in result.out and "16 chunks; one, forward and backward:" in result.out
+    assert "          stream: 65536" in result.out
+    result = cli("plan", *sizes, "--gpu", "A10", "--gpus", "1", "--tokens", "64M")
+    assert result.code == 0 and "* none, stream" in result.out.replace("all kept", "none"), result.out
+    result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K")
+    assert result.code and "is planned for one GPU" in result.err

@@ -96,7 +96,10 @@ SLIDES = ["--data.paths", "slides", "--model.dim", "16", "--model.depth", "1", "
 TEXT = ["--data.paths", "text.txt", "--data.seq_len", "64", "--data.batch_size", "1", "--data.val_limit", "2"]
 STRAINS = '{"aureus": ["a.fa", "b.fa"], "pylori": ["c.fa", "d.fa"]}'
 #: what makes a recipe tiny; ring_4gpu runs in tests/strategy and the quickstart in most tests here
+CHUNKS = '[{"class_path": "lightning_dilated.callbacks.ActivationRecompute", "init_args": {"stream": 16}}]'
+STREAMED = ["--trainer.callbacks", CHUNKS, "--trainer.limit_val_batches", "1", "--data.val_fraction", "0.2"]
 TINY_RUNS = {
+    "billion": [*TEXT, *SIZES_OF, "--model.compile_blocks", "false", *STREAMED],
     "bytes_context": [*TEXT, *SIZES_OF],
     "far_recall": ["--data.train_size", "128", "--data.val_size", "4", "--data.test_size", "0", "--model.depth", "2"],
     "genome_mlm": ["--data.paths", "genome.fa", *TEXT[2:], *SIZES_OF],

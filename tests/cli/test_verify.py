@@ -163,7 +163,7 @@ TROUBLE = {
 
 
 @pytest.mark.parametrize("kind", [*TROUBLE, pytest.param("raises", marks=pytest.mark.slow)])
-def test_trouble(kind):
+def test_trouble(forked_ranks, kind):
     timeout, says = TROUBLE.get(kind, (100.0, "rank 1 raised ValueError: bad luck"))
     begin = time.monotonic()
     with pytest.raises(RanksFailed) as told:

@@ -292,7 +292,7 @@ def test_reloaded_loaders_go_on_with_the_next_epoch(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_order_is_the_same_with_workers(tmp_path: Path, workers: int) -> None:
-    assert multiprocessing.active_children() == []
+    assert all(process.name.startswith("pool ") for process in multiprocessing.active_children())  # no loader's
     folder, _ = write(tmp_path, 500)
     module = ByteDataModule(folder, seq_len=10, batch_size=3, num_workers=workers, seed=1)
     order = np.random.default_rng([1, 0]).permutation(44).tolist()

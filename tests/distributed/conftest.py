@@ -1,4 +1,4 @@
-"""One pool of four gloo ranks for the whole folder."""
+"""One pool of four gloo ranks for the whole folder, and for the whole session: its files are run between others."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ import pytest
 from .pool import Pool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four ranks; a call takes the first R of them."""
     pool = Pool()

@@ -1,4 +1,4 @@
-"""Runs a script on R ranks in forked processes, with the environment of torchrun: they need not import torch again."""
+"""Runs scripts and modules in processes forked from one that has imported the package: they need not import it again."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -25,10 +26,16 @@ class Ended:
     stderr: str
 
 
+def context() -> mp.context.BaseContext:
+    """What starts processes by forking the one that has imported the package."""
+    found = mp.get_context("forkserver")
+    found.set_forkserver_preload(PRELOADED)
+    return found
+
+
 def run_ranks(ranks: int, script: Path, *args: str, cwd: Path, timeout: float = 120) -> Ended:
     """Run `torchrun --nproc-per-node RANKS SCRIPT ARGS` in a folder, without torchrun; code None means the time was up."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    forks = context()
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # held by the agent, as torchrun's is
     common = {"GROUP_RANK": 0, "GROUP_WORLD_SIZE": 1, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -37,7 +44,7 @@ def run_ranks(ranks: int, script: Path, *args: str, cwd: Path, timeout: float = 
         processes = []
         for rank in range(ranks):
             told = {**os.environ, **{k: str(v) for k, v in {**common, "RANK": rank, "LOCAL_RANK": rank}.items()}}
-            process = context.Process(target=_run, args=(script, args, cwd, told, Path(folder, str(rank))))
+            process = forks.Process(target=_run, args=(script, args, cwd, told, Path(folder, str(rank))))
             process.start()
             processes.append(process)
         end = time.monotonic() + timeout
@@ -63,6 +70,43 @@ def _run(script: Path, args: tuple[str, ...], cwd: Path, environment: dict[str, 
     sys.argv, sys.path[0] = [str(script), *args], str(Path(script).parent)
     try:
         runpy.run_path(str(script), run_name="__main__")
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+class Forked:
+    """`subprocess.Popen` of `python -m MODULE ARGS`, forked; what it writes goes to the file `stdout`."""
+
+    def __init__(self, command: list[str], env: dict[str, str], stdout: IO[str], **unused: object) -> None:
+        assert command[:2] == [sys.executable, "-m"], command
+        args = command[2], command[3:], env, stdout.name, os.getpid()
+        self._process = context().Process(target=_run_module, args=args)
+        self._process.start()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def wait(self) -> None:
+        self._process.join()
+
+
+def _run_module(module: str, args: list[str], environment: dict[str, str], output: str, parent: int) -> None:
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_APPEND), number)
+    os.environ.clear()
+    os.environ.update(environment)
+    os.getppid = lambda: parent  # the process that asked for it, not the one that forks
+    sys.argv = [module, *args]
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

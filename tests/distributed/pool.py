@@ -128,7 +128,8 @@ class Pool:
         environment = dict(os.environ)  # the fork server has that of its own start
         for rank in range(self.size):
             here, there = context.Pipe()
-            process = context.Process(target=_work, args=(rank, self.size, str(store), there, environment), daemon=True)
+            args = rank, self.size, str(store), there, environment
+            process = context.Process(target=_work, args=args, daemon=True, name=f"pool {rank}")
             process.start()
             there.close()
             self._workers.append((process, here))

@@ -52,7 +52,9 @@ def calls_for(way: tuple) -> list[Sharded]:
 @every_way
 def test_dropout(pool, way):
     """The mask is rank 0's, keyed by global samples, heads and positions; `attend` seeds the other ranks differently."""
-    for case in calls_for(way):
+    cases = calls_for(way)
+    first = WAYS.index(way)  # every exchange has every call in one layout or another
+    for case in [cases[(first + i) % len(cases)] for i in range(min(3, len(cases)))]:
         results = pool.run(case.ranks, attend, case, torch.float64, 0.4)
         want = alone(case, dropout=0.4)
         compare(case, results, want, 1e-10)

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import torch
 
-from lightning_dilated._compat.torch import gloo_backend, in_backward
+from lightning_dilated._compat.torch import gloo_backend
 
 
 def gathered(rank, group):
@@ -20,14 +20,3 @@ def gathered(rank, group):
 def test_a_gloo_backend_of_its_own(pool):
     """The default store, and the constructor of ProcessGroupGloo, as of torch 2.11 to 2.13."""
     assert pool.run(2, gathered) == [[[1.0, 2.0]] * 2] * 2
-
-
-def test_in_backward():
-    """`torch._C._current_graph_task_id`, as of torch 2.11 to 2.13."""
-    seen = []
-    x = torch.ones(1, requires_grad=True)
-    y = x * 2
-    y.register_hook(lambda grad: seen.append(in_backward()))
-    assert not in_backward()
-    y.backward()
-    assert seen == [True] and not in_backward()

@@ -1,7 +1,5 @@
 """AdamW with states of 8 bits, from torchao: learns about as AdamW does, and goes on from a file or a ShardedCheckpoint."""
 
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -11,6 +9,7 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_dilated.callbacks import ShardedCheckpoint
 
+from ..distributed.forked import run_ranks
 from . import batch, loader, tiny, trainer
 
 pytestmark = pytest.mark.full
@@ -72,11 +71,16 @@ def test_weights_of_one_file(tmp_path):
     """A process that does not train, and so has no torchao, reads them, too."""
     saved = ModelCheckpoint(str(tmp_path), save_last=True)
     fit(optim.AdamW8bit, 1, enable_checkpointing=True, callbacks=[saved])
-    code = "from lightning_dilated.cli.load_model import load_module as x; print(type(x(r'%s')))" % (
-        tmp_path / "last.ckpt"
+    script = tmp_path / "reads.py"
+    script.write_text(
+        f"""import sys
+from lightning_dilated.cli.load_model import load_module
+assert "torchao" not in sys.modules
+print(type(load_module({str(tmp_path / "last.ckpt")!r})))
+"""
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert "LongNetLM" in found.stdout, found.stderr
+    found = run_ranks(1, script, cwd=tmp_path)
+    assert "LongNetLM" in found.stdout and found.codes == [0], found.stderr
 
 
 class Odd(TorchCheckpointIO):

@@ -288,3 +288,46 @@ def test_refusals():
     model.transformer.memory = MemorySettings(stream=16)
     with pytest.raises(ValueError, match=r"Redefined redefines token_losses.*leave out stream=16"):
         model.loss_terms(text())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pattern", ["geometric", "hybrid"])
+@pytest.mark.parametrize("precision", ["float32", "bf16-mixed"])
+def test_on_a_gpu(pattern, precision):
+    """Compiled blocks and recomputation, against one pass on the same GPU."""
+    patterns = {
+        "geometric": ld.DilatedPattern.geometric(1024, 65536),
+        "hybrid": ld.DilatedPattern.hybrid(4, 4, local=1024),
+    }
+    torch.manual_seed(0)
+    model = ld.LongNetLM(patterns[pattern], 256, 256, 4, 4, max_seq_len=65536, kv_conv=4, compile_blocks=True)
+    model.configure_model()
+    model.cuda()
+    tokens = torch.randint(0, 256, (1, 60000), device="cuda")
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    torch.backends.cuda.matmul.allow_tf32 = False
+    with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16-mixed"):
+        want, wanted = gradients(model, batch, policy="block")
+        got, found = gradients(model, batch, policy="block", stream=16384)
+        host, again = gradients(model, {k: v.cpu() for k, v in batch.items()}, policy="block", stream=16384)
+    tol = 2e-4 if precision == "float32" else 2e-2
+    assert float(got) == pytest.approx(float(want), rel=tol / 10) and float(host) == pytest.approx(float(got), rel=1e-5)
+    for name, grad in found.items():
+        assert (grad - wanted[name]).norm() <= tol * wanted[name].norm(), name
+        assert (again[name] - grad).norm() <= tol * grad.norm(), name
+
+
+@pytest.mark.gpu
+def test_rows_beyond_the_budget_wait_on_the_host(monkeypatch):
+    """With a budget of nothing, gradients stay the same."""
+    from lightning_dilated.attention import stream
+
+    model = lm(ld.DilatedPattern.geometric(64, 4096)).float().cuda()
+    tokens = torch.randint(0, VOCABULARY, (1, 4096), device="cuda")
+    batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+    want, wanted = gradients(model, batch, stream=256)
+    monkeypatch.setattr(stream, "ON_GPU", 0.0)
+    got, found = gradients(model, batch, stream=256)
+    assert float(got) == pytest.approx(float(want), rel=1e-6)
+    for name, grad in found.items():
+        torch.testing.assert_close(grad, wanted[name], rtol=1e-4, atol=1e-5)

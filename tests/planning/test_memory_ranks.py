@@ -1,5 +1,6 @@
 """What a rank holds of the step's memory: replicated and dealt parameters, parts on the host, rows of other ranks."""
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -94,7 +95,7 @@ def test_host_memory_limits_cpu_offload():
     model = lm(depth=8)
     subject = subject_of(model)
     setup = Setup("ring_dilated_fsdp", 2, 2, cpu_offload=True)
-    case = lambda host: Case(subject, Facts.of(model, subject), setup, GPUS["H200"], host)  # noqa: E731
+    case = functools.cache(lambda host: Case(subject, Facts.of(model, subject), setup, GPUS["H200"], host))
     states = case(0).memory(MemorySettings(), 4096).states / 2**30
     assert case(0).fits(MemorySettings(), 4096) and case(0).room == 0
     assert not case(states / 2).fits(MemorySettings(), 4096) and case(states / 2).room == 0

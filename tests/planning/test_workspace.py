@@ -80,6 +80,11 @@ def test_engine_of_a_gpu(change, engine):
     assert engine_of(replace(OpCall(FIVE, 12, 12, 64, True, 1 << 20), **change)).name == engine
 
 
+def test_no_engine_of_a_family():
+    with pytest.raises(ValueError, match=r"cudnn takes a head dim up to 128, not 512.*'math'"):
+        engine_of(OpCall(FIVE, 12, 12, 512, True, 4096, engine="sdpa"))
+
+
 def test_overlapping_branches_go_one_by_one():
     """Three dense branches: parts are merged one after another, into fp32 sums."""
     three = OpCall(DilatedPattern([Branch(w, 1) for w in (64, 128, 256)]), 2, 2, 64, False, 4096, engine="cudnn")

@@ -93,8 +93,10 @@ def test_messages_are_those_of_the_program(case: Case):
             ) + 2 * len(keys)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("ranks", [6, 8])
+LATER = [pytest.param(*x, marks=pytest.mark.slow) for x in ((6, False), (8, True))]
+
+
+@pytest.mark.parametrize("ranks, causal", [(6, True), (8, False), *LATER])
 @pytest.mark.parametrize("pattern", ODD, ids=str)
 def test_long_sequences_of_any_pattern(pattern, ranks, causal):
     """Rows and pairs of a sequence that reaches over many segments, against those of the wants one by one."""

@@ -1,4 +1,7 @@
-"""Pools of one, two and four ranks: a Trainer takes all ranks of its process group."""
+"""Pools of one, two and four ranks: a Trainer takes all ranks of its process group.
+
+They last for the session: under xdist files of this folder are run between others.
+"""
 
 from collections.abc import Callable, Iterator
 
@@ -7,7 +10,7 @@ import pytest
 from ..distributed.pool import Pool
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[int], Pool]]:
     """pools(4) are four ranks, started when first asked for."""
     made: dict[int, Pool] = {}

@@ -122,10 +122,15 @@ def part(rank, group, folder, stop, ckpt, options, how):
     return torch.cat([full(p).detach().flatten() for p in model.parameters()]), path, len(record.losses), len(states)
 
 
-def resumed(pools, folder, before, after, how):
-    """Parameters of two steps with `before`, and two with `after`; None are whole parameters."""
+def first_half(pools, folder, before, how):
+    """The checkpoint of two steps with `before`."""
     _, path, _, states = pools(2).run(2, part, str(folder / "a"), 2, None, before, how)[0]
     assert Path(path).is_file() == (how == "file") and states > 0
+    return path
+
+
+def second_half(pools, folder, path, after, how):
+    """Parameters of two more steps with `after`; None are whole parameters."""
     found, _, steps, _ = pools(2).run(2, part, str(folder / "b"), 4, path, after, how)[0]
     assert steps == 2
     return found
@@ -134,15 +139,17 @@ def resumed(pools, folder, before, after, how):
 @pytest.mark.parametrize("how", ["folder", *(pytest.param(x, marks=pytest.mark.slow) for x in ("file", "sharded"))])
 def test_checkpoints_are_the_same(pools, tmp_path, how):
     """Saved with it, loaded without, and the other way round."""
-    want = resumed(pools, tmp_path / "neither", {}, {}, how)
-    for name, before, after in (("before", HOST, {}), ("after", {}, HOST), ("both", HOST, HOST)):
-        torch.testing.assert_close(resumed(pools, tmp_path / name, before, after, how), want, rtol=0, atol=0)
+    within, without = (first_half(pools, tmp_path / name, x, how) for name, x in (("in", HOST), ("out", {})))
+    want = second_half(pools, tmp_path / "neither", without, {}, how)
+    for name, path, after in (("before", within, {}), ("after", without, HOST), ("both", within, HOST)):
+        torch.testing.assert_close(second_half(pools, tmp_path / name, path, after, how), want, rtol=0, atol=0)
 
 
 def test_goes_on_with_whole_parameters(pools, tmp_path):
     """With ring_dilated: checkpoints of whole and of sharded parameters are one."""
-    want = resumed(pools, tmp_path / "neither", {}, {}, "folder")
-    got = resumed(pools, tmp_path / "before", HOST, None, "folder")
+    path = first_half(pools, tmp_path / "in", HOST, "folder")
+    want = second_half(pools, tmp_path / "sharded", path, {}, "folder")
+    got = second_half(pools, tmp_path / "whole", path, None, "folder")
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-12)
 
 

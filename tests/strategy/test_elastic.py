@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from .test_failures import JOB, LIMIT, alive, losses, start
+from ..distributed.forked import run_ranks
+from .test_failures import JOB, LIMIT, alive, losses
 
 pytestmark = pytest.mark.full
 
@@ -48,9 +49,9 @@ def start_nodes(folder: Path, how: str, who: int, nodes: int, fewest: int, strat
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    status, text = start(tmp_path_factory.mktemp("job"), "nothing", 0, 1)
-    assert status == 0, text[-3000:]
-    return losses(text)[0]
+    ended = run_ranks(1, Path(JOB), "nothing", "0", "1", cwd=tmp_path_factory.mktemp("job"))
+    assert ended.codes == [0], ended.stderr[-3000:]
+    return losses(ended.stdout)[0]
 
 
 def went_on(folder: Path, found, undisturbed: float, ranks: int) -> list[str]:

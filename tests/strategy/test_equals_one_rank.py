@@ -82,9 +82,12 @@ CASES += [
     ("fewer heads than ranks", "4, head 4"),
 ]
 CASES.remove(("documents", "4, data 2"))  # packed documents are one sample, and one rank would have to hold two
-#: in CI four ranks of one sequence take what only they can show
+#: in CI four ranks of one sequence take what only they can show, and two what neither four nor two pairs of ranks take
 CI = ("plain", "ragged", "fewer tokens than ranks", "documents", "schedule")
 SLOW = [c for c in CASES if c[0] in ("workers", "compiled") or (c[1] == "4" and c[0] not in CI)]
+SLOW += [
+    c for c in CASES if c[1] == "2" and {(c[0], "4"), (c[0], "4, data 2")} & {*CASES} - {*SLOW} and c[0] != "plain"
+]
 CASES = [pytest.param(*c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES]
 
 
@@ -99,10 +102,12 @@ def test_float64(pools, alone, run, way):
     check(pools(ranks).run(ranks, fit, chosen), want, 1e-9)
 
 
-FSDP = [("plain", "2"), ("plain", "4, head 2"), ("accumulate and clip", "2"), ("accumulate and clip", "4, data 2")]
+FSDP = [("plain", "2"), ("plain", "4, head 2"), ("accumulate and clip", "4, data 2")]
 FSDP += [
+    pytest.param("accumulate and clip", "2", marks=pytest.mark.slow),
     pytest.param("compiled", "2", marks=pytest.mark.slow),
-    ("masked labels", "4"),
+    pytest.param("masked labels", "4", marks=pytest.mark.slow),
+    ("masked labels", "2"),
     ("documents", "2"),
     ("fewer tokens than ranks", "4"),
 ]

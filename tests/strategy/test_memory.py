@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from .runs import Run, fit, launched, make
-from .test_equals_one_rank import check
+from .test_equals_one_rank import alone, check  # noqa: F401 (alone is a fixture)
 
 pytestmark = pytest.mark.full
 
@@ -57,9 +57,9 @@ SLOW = ("ddp, head 2", "ddp, ring")  # their exchanges in windows of heads are i
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.slow) if w in SLOW else w for w in WAYS])
-def test_every_setting_at_once(pools, way):
+def test_every_setting_at_once(pools, alone, way):  # noqa: F811
     ranks, run = WAYS[way]
-    want = pools(1).run(1, fit, RUN)[0]
+    want = alone(RUN)
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
 
@@ -74,9 +74,9 @@ def test_sharded_parameters(pools, policy):
 
 @pytest.mark.parametrize("precision, tol", [("32-true", 1e-6), ("bf16-mixed", 1e-2)])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_twenty_steps(pools, precision, tol, ranks):
+def test_twenty_steps(pools, alone, precision, tol, ranks):  # noqa: F811
     run = Run(steps=20, precision=precision, model={"depth": 3, "num_kv_heads": 2})
-    want = pools(1).run(1, fit, run)[0]
+    want = alone(run)
     for got in pools(ranks).run(ranks, fit, run.but(memory=EVERYTHING)):
         torch.testing.assert_close(torch.tensor(got["losses"]), torch.tensor(want["losses"]), rtol=tol, atol=0)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from math import inf  # `math` is an engine here
 
 import torch
 import torch.nn.attention
@@ -70,7 +69,7 @@ class Choice:
 
 def environment(device: torch.device) -> tuple[object, ...]:
     """What the choice of engine and executor follows from besides the request, and what may change between calls."""
-    limit = GROUPED_BELOW.get(kernels.capability(device) or (0, 0), DEFAULT) if device.type == "cuda" else DEFAULT
+    limit = GROUPED_BELOW.get(kernels.capability(device) or (0, 0), DEFAULT)
     impl = torch.nn.attention.current_flash_attention_impl()
     return torch.are_deterministic_algorithms_enabled(), kernels.available(device), limit, impl
 
@@ -110,7 +109,8 @@ def _candidates(name: str) -> tuple[str, ...]:
 
 def _grouped(request: Request) -> str | None:
     """Why the triton engine's grouped launch is preferred to engines that are called block by block; None if it is not."""
-    if request.block_flops == inf or (capability := kernels.capability(request.device)) is None:
+    capability = request.capability or kernels.capability(request.device)
+    if capability is None:
         return None
     limit = GROUPED_BELOW.get(capability, DEFAULT)
     if request.block_flops >= limit:
@@ -150,11 +150,10 @@ def choose(name: str, request: Request, say: bool = True) -> Choice:
     Raises:
         ValueError: if none does, with the reason of each and the engines that would.
     """
-    rejected: dict[str, str] = {}
-    if name == "auto" and (reason := _grouped(request)) is not None and TRITON.why_not(request) is None:
-        choice = Choice(ENGINES["triton"], dict.fromkeys(("cudnn", "flash"), reason))
-        return _log_choice(choice, request) if say else choice
-    for candidate in _candidates(name):
+    rejected, candidates = dict[str, str](), _candidates(name)
+    if name == "auto" and (grouped := _grouped(request)) is not None and TRITON.why_not(request) is None:
+        rejected, candidates = dict.fromkeys(("cudnn", "flash"), grouped), ("triton",)
+    for candidate in candidates:
         reason = ENGINES[candidate].why_not(request)
         if reason is None:
             choice = Choice(ENGINES[candidate], rejected)

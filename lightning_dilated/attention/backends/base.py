@@ -25,6 +25,7 @@ class Request:
         dropout: whether attention weights are dropped.
         scale: the factor of q.k.
         block_flops: mean FLOPs of forward and backward of a block; infinite where the blocks cannot share a few launches.
+        capability: compute capability of the GPU, which this machine need not have; None: of the device.
     """
 
     device: torch.device
@@ -33,6 +34,7 @@ class Request:
     dropout: bool = False
     scale: float = 1.0
     block_flops: float = math.inf
+    capability: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, q: Tensor, dropout: float = 0.0, scale: float | None = None, block_flops: float = math.inf) -> Request:
@@ -100,7 +102,7 @@ class Engine:
         # kernels receive the scale in float32, where a tiny one becomes 0
         if not self.any_scale and struct.unpack("f", struct.pack("f", request.scale))[0] <= 0:
             return f"takes a scale above 0, not {request.scale:g}"
-        return self.available(request.device)
+        return self.available(request.device) if request.capability is None else None
 
     def takes_strides(self, x: Tensor) -> bool:
         """Whether the engine takes a (B, N, H, D) tensor with its present strides and address."""

@@ -131,11 +131,11 @@ class RowExchange:
         grad, q, k, v, out = tensors
         reached = self.route.queries
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
-            picked, rows_lse = [picked(reached, x) for x in (grad, q, out)], picked_lse(reached, lse)
-            dq = torch.zeros(picked[1].shape, dtype=lse.dtype, device=q.device)
+            sides, rows_lse = tuple(picked(reached, x) for x in (grad, q, out)), picked_lse(reached, lse)
+            dq = torch.zeros(sides[1].shape, dtype=lse.dtype, device=q.device)
             for arrival in run.arrivals():
                 for batch in arrival.batches:
-                    add_batch(self.call, batch, picked, arrival.rows, rows_lse, dq, arrival.grads)
+                    add_batch(self.call, batch, sides, arrival.rows, rows_lse, dq, arrival.grads)
             total = self.local.backward(tensors, lse, None, total)
             add_rows(reached, total[0], dq[0, :, 0] if reached is not None else dq)
             run.finish(*total[1:])

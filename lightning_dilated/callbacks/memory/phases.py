@@ -8,9 +8,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dilated._compat.torch import compiled_call, in_backward, plain_call, set_compiled_call, storage_key
+from lightning_dilated._compat import torch as compat
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import (
     ACTIVATIONS,
@@ -39,11 +38,11 @@ def gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 def states(optimizers: Iterable[Any]) -> list[Tensor]:
     """The tensors that optimizers keep."""
     all_states = (getattr(x, "state", {}) for x in optimizers)
-    return [t for state in all_states for t in tree_leaves(list(dict(state).values())) if isinstance(t, Tensor)]
+    return [t for state in all_states for t in compat.leaves(list(dict(state).values())) if isinstance(t, Tensor)]
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
-    return [t for t in tree_leaves(batch) if isinstance(t, Tensor)]
+    return [t for t in compat.leaves(batch) if isinstance(t, Tensor)]
 
 
 def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
@@ -53,7 +52,7 @@ def bytes_of(tensors: Iterable[Tensor], device: torch.device) -> int:
         for part in parts(t):
             if part.device == device:
                 storage = part.untyped_storage()
-                sizes[storage_key(storage)] = storage.nbytes()
+                sizes[compat.storage_key(storage)] = storage.nbytes()
     return sum(sizes.values())
 
 
@@ -137,14 +136,14 @@ class Watch:
 
     def attach(self) -> None:
         for i, block in enumerate(self.blocks):
-            set_compiled_call(block, _Call(self, i, block, compiled_call(block)))
+            compat.set_compiled_call(block, _Call(self, i, block, compat.compiled_call(block)))
 
     def detach(self) -> None:
         self.stop()
         for block in self.blocks:
-            call = compiled_call(block)
+            call = compat.compiled_call(block)
             if isinstance(call, _Call):
-                set_compiled_call(block, call.before)
+                compat.set_compiled_call(block, call.before)
 
     def start(self) -> None:
         self.phase, self.on = Phase(FORWARD), True
@@ -166,7 +165,7 @@ class Watch:
 
     def hook(self, tensors: Any, then: Callable[[Tensor], None]) -> None:
         """Call `then` with the gradient of each tensor, once it is there."""
-        for t in tree_leaves(tensors):
+        for t in compat.leaves(tensors):
             if isinstance(t, Tensor) and t.requires_grad:
                 self._hooks.append(t.register_hook(then))
 
@@ -188,14 +187,14 @@ class _Call:
         self.watch, self.index, self.block, self.before = watch, index, block, before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        run = plain_call(self.block) if self.before is None else self.before
+        run = compat.plain_call(self.block) if self.before is None else self.before
         if torch.compiler.is_compiling() or not self.watch.on:
             return run(*args, **kwargs)
         return self._followed(run, args, kwargs)
 
     def _followed(self, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         watch, i = self.watch, self.index
-        if in_backward():  # the caller recomputes it in the backward
+        if compat.in_backward():  # the caller recomputes it in the backward
             watch.enter(BACKWARD, i)
             return run(*args, **kwargs)
         watch.enter(FORWARD, i)

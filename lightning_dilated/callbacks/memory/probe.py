@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_dilated._compat.torch import dump_memory, record_memory, records_memory
+from lightning_dilated._compat.torch import dump_memory, record_memory
 from lightning_dilated.callbacks.memory.phases import (
     BACKWARD,
     FORWARD,
@@ -50,7 +50,7 @@ def host_memory(status: Path = STATUS) -> dict[str, int | None]:
     """Bytes: `host` resident now, `host_peak` the most so far, `pinned` held for copies to a GPU.
 
     Where Linux does not tell, the peak is getrusage's and the present unknown (None); pinned memory is that of torch's own
-    allocator (its caches with it) and of offloaded block inputs; unknown without a GPU in use or where torch cannot tell.
+    allocator (its caches with it) and of offloaded block inputs; unknown without a GPU in use.
     """
     try:
         fields = dict(line.split(":", 1) for line in status.read_text().splitlines() if ":" in line)
@@ -64,7 +64,7 @@ def host_memory(status: Path = STATUS) -> dict[str, int | None]:
 
 
 def _pinned() -> int | None:
-    if not torch.cuda.is_initialized() or not hasattr(torch.cuda, "host_memory_stats"):
+    if not torch.cuda.is_initialized():
         return None
     allocator = torch.cuda.host_memory_stats().get("allocated_bytes.current")
     return None if allocator is None else allocator + pinned_bytes()
@@ -94,10 +94,10 @@ class Snapshots:
     """The history of steps start, ..., stop - 1 of this rank."""
 
     def __init__(self, steps: tuple[int, int] | None, device: torch.device) -> None:
-        if steps is not None and (device.type != "cuda" or not records_memory()):
+        if steps is not None and device.type != "cuda":
             raise ValueError(
-                f"snapshot_steps={steps} needs CUDA's allocator and a torch that records its history; this run is on "
-                f"{device} with torch {torch.__version__}. Leave snapshot_steps out: the timeline works on the CPU, too."
+                f"snapshot_steps={steps} needs CUDA's allocator to record, and this run is on {device}. Leave "
+                "snapshot_steps out: the timeline works on the CPU, too."
             )
         self.steps, self.device, self.recording = steps, device, False
 
@@ -113,7 +113,7 @@ class Snapshots:
 
     def write(self, path: Path) -> bool:
         """Write the history and stop recording; False without CUDA's allocator."""
-        if self.device.type != "cuda" or not records_memory():
+        if self.device.type != "cuda":
             return False
         path.parent.mkdir(parents=True, exist_ok=True)
         dump_memory(str(path))

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
-from lightning_dilated._compat.torch import ahead_of_time, is_op, min_cut, with_parameters
+from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.models.blocks import TransformerBlock
 from lightning_dilated.planning.counting.memory_tracker import Tape
@@ -38,7 +37,7 @@ class Graphs:
     """A cache of compiled functions, the calls for which all of them exist, and the tape that counts them now."""
 
     tape: Tape
-    made: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
+    compiled: dict[tuple, Callable[..., Any]] = field(default_factory=dict)
     ready: set[tuple] = field(default_factory=set)
 
 
@@ -211,19 +210,17 @@ def _of_operator(node: fx.Node) -> bool:
 
 def _viewed(node: fx.Node) -> bool:
     """Whether the result is memory of an input."""
-    if not is_op(node.target):
+    if not compat.is_op(node.target):
         return node.target is operator.getitem and (_extern(node.args[0]) or _viewed(node.args[0]))
-    if node.target is torch.ops.aten._unsafe_view.default:
-        return True
-    return any(r.alias_info is not None for r in node.target._schema.returns)
+    return compat.returns_view(node.target)
 
 
 def _extern(node: fx.Node) -> bool:
-    if node.op != "call_function" or not is_op(node.target):
+    if node.op != "call_function" or not compat.is_op(node.target):
         return False
     if node.target.namespace not in ("aten", "prims"):
         return True
-    return node.target._schema.name.partition("::")[2] in EXTERN
+    return node.target.overloadpacket.__name__ in EXTERN
 
 
 def _numbers(node: fx.Node) -> int:
@@ -280,21 +277,21 @@ class Pieces:
         self.policies = {name: "attention-kept" if name == "attend_kept" else "none" for name in self.runs}
         block._pieces = {name: partial(self._call, name) for name in self.runs}
 
-    def _whole(self, *given: Any, **options: Any) -> Tensor:
+    def _whole(self, *args: Any, **options: Any) -> Tensor:
         """The block's forward with everything saved: the partitioner decides what to recompute."""
         before, self.block._memory = self.block._memory, self.block._memory.__class__()
         try:
-            return TransformerBlock.forward(self.block, *given, **options)
+            return TransformerBlock.forward(self.block, *args, **options)
         finally:
             self.block._memory = before
 
-    def _call(self, name: str, *given: Any, **options: Any) -> Any:
+    def _call(self, name: str, *args: Any, **options: Any) -> Any:
         if not self.traced:
-            self.seen[name] = given, options
+            self.seen[name] = args, options
             if name == "attend":
-                self.seen["attend_kept"] = given, options
-            return self.runs[name](*given, **options)
-        flat, spec = _flattened(given, options)
+                self.seen["attend_kept"] = args, options
+            return self.runs[name](*args, **options)
+        flat, spec = _flattened(args, options)
         return self._graph(name, flat, spec)(*self.parameters(), *(x for x in flat if isinstance(x, Tensor)))
 
     def parameters(self) -> list[Tensor]:
@@ -320,9 +317,9 @@ class Pieces:
         attends = name in ("whole", "attend", "attend_kept")
         pattern = self.block.attention.attention.pattern if attends else None
         key = self.stack, name, self.policies[name], pattern, shapes, torch.is_grad_enabled()
-        if key not in self.graphs.made:
-            self.graphs.made[key] = self._compiled(name, flat, spec)
-        return self.graphs.made[key]
+        if key not in self.graphs.compiled:
+            self.graphs.compiled[key] = self._compiled(name, flat, spec)
+        return self.graphs.compiled[key]
 
     def _compiled(self, name: str, flat: list[Any], spec: Any) -> Callable[..., Any]:
         names, run = [n for n, _ in self.block.named_parameters()], self.runs[name]
@@ -330,12 +327,12 @@ class Pieces:
         def call(*tensors: Tensor) -> Any:
             rest = iter(tensors[len(names) :])
             args, options = _together([next(rest) if isinstance(x, Tensor) else x for x in flat], spec)
-            with with_parameters(self.block, dict(zip(names, tensors, strict=False))):
+            with compat.with_parameters(self.block, dict(zip(names, tensors, strict=False))):
                 return run(*args, **options)
 
         make = lambda graph, inputs: Kernels(graph, self.graphs)  # noqa: E731
         cut = partial(_partition, policy=self.policies[name], parameters=len(names))
-        return ahead_of_time(call, make, cut, len(names))
+        return compat.ahead_of_time(call, make, cut, len(names))
 
 
 class _Table(NamedTuple):
@@ -346,14 +343,14 @@ class _Table(NamedTuple):
     scale: Tensor | None
 
 
-def _flattened(given: Any, options: Any) -> tuple[list[Any], Any]:
+def _flattened(args: Any, options: Any) -> tuple[list[Any], Any]:
     plain = lambda x: _Table(x.cos, x.sin, x.scale) if isinstance(x, RotaryTable) else x  # noqa: E731
-    return tree_flatten(tree_map(plain, (given, options), is_leaf=lambda x: isinstance(x, RotaryTable)))
+    return compat.flatten(compat.map_tree(plain, (args, options), RotaryTable))
 
 
 def _together(flat: list[Any], spec: Any) -> tuple[Any, Any]:
     back = lambda x: RotaryTable(*x) if isinstance(x, _Table) else x  # noqa: E731
-    return tree_map(back, tree_unflatten(flat, spec), is_leaf=lambda x: isinstance(x, _Table))
+    return compat.map_tree(back, compat.unflatten(flat, spec), _Table)
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: int, **options: Any) -> Any:
@@ -366,7 +363,7 @@ def _partition(joint: fx.GraphModule, inputs: Any, *, policy: str, parameters: i
             node.meta["recompute"] = _tag(node, policy)
             node.meta["ac_graph_id"] = 1
     options["static_lifetime_input_indices"] = list(range(parameters))
-    return min_cut(joint, inputs, **options)
+    return compat.min_cut(joint, inputs, **options)
 
 
 def _tag(node: fx.Node, policy: str) -> CheckpointPolicy:

@@ -16,16 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dilated._compat.torch import (
-    TorchDispatchMode,
-    fake_tensors,
-    function_modes,
-    is_traced,
-    real_tensors,
-    replaced,
-)
+from lightning_dilated._compat import torch as compat
 from lightning_dilated.attention import rotary
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.memory import chunked_loss, head_chunks, token_chunks
@@ -60,7 +52,7 @@ def as_on_gpu(compiled: bool = False) -> Iterator[None]:
             (chunked_loss, "_fuses", lambda logits, _: compiled and logits.shape[1] >= chunked_loss.WIDE),
             (chunked_loss, "_compiled", _in_one_pass),
         ):
-            stack.enter_context(replaced(owner, name, value))
+            stack.enter_context(compat.replaced(owner, name, value))
         stack.enter_context(_Ones())
         yield
 
@@ -81,9 +73,7 @@ def _split(table: RotaryTable, joint: Tensor, heads: int) -> tuple[Tensor, Tenso
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:
         return _RMS_NORM(x, shape, weight, eps)
-    if is_traced() and hasattr(torch.ops.aten, "_fused_rms_norm"):
-        return torch.ops.aten._fused_rms_norm(x, shape, weight, eps)[0]
-    return _RMS_NORM(x, shape, weight, eps) if is_traced() else _RMSNorm.apply(x, weight)
+    return compat.fused_rms_norm(x, shape, weight, eps) if compat.is_traced() else _RMSNorm.apply(x, weight)
 
 
 def _wide_layer_norm(x: Tensor, *rest: Any) -> Tensor:
@@ -101,7 +91,7 @@ def _in_one_pass(run: Callable) -> Callable:
 
 
 def _places_of_all(positions: Tensor, *sizes: int) -> Any:
-    with real_tensors():
+    with compat.real_tensors():
         return _PLACES(torch.arange(len(positions)), *sizes)
 
 
@@ -110,11 +100,11 @@ def _sizes_of_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     return each, torch.empty_like(each)
 
 
-class _Ones(TorchDispatchMode):
+class _Ones(compat.TorchDispatchMode):
     """Within, a number that is read from a fake tensor is 1."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
+        if not compat.reads_number(func):
             return func(*args, **(kwargs or {}))
         if args[0].dtype == torch.bool:
             return True
@@ -201,14 +191,14 @@ def step(
     Raises:
         RuntimeError: within `torch.device(...)`.
     """
-    if function_modes():
+    if compat.function_modes():
         # seen with torch 2.13: the process then ends in a later garbage collection
         raise RuntimeError(
             "memory cannot be counted within `with torch.device(...)` or another TorchFunctionMode: leave it."
         )
     dtype, products = PRECISIONS[precision]
     tape, gpu = Tape(), as_on_gpu(compiled=graphs is not None)
-    with fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+    with compat.fake_tensors(), _alone(), gpu, torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         for message in ("Accessing the data pointer of FakeTensor", "Mismatch dtype between input and weight"):
             warnings.filterwarnings("ignore", message=message)
         with _default(dtype), _not_moved():
@@ -241,7 +231,7 @@ def _compile(model: DilatedModule, data: Any, context: contextlib.AbstractContex
     pieces = [Pieces(block, graphs, name) for block, name in named]
     patterns = {block.attention.attention.pattern for block, _ in named}
     positions = any(x is not None for stack in stacks(model).values() for x in stack.rotaries)
-    shapes = tuple(x.shape for x in tree_leaves(data) if isinstance(x, Tensor))
+    shapes = tuple(x.shape for x in compat.leaves(data) if isinstance(x, Tensor))
     key = model.transformer.memory, frozenset(patterns), positions, shapes
     if key not in graphs.ready:
         with context, torch.no_grad():
@@ -278,9 +268,9 @@ def _tiles_apart(tape: Tape) -> Iterator[None]:
     """Within, each loop over tiles is a piece of its own, without tiles in the middle, which hold as much as the second."""
     with contextlib.ExitStack() as stack:
         for module in (token_chunks, chunked_loss):
-            stack.enter_context(replaced(module, "cuts", _few))
+            stack.enter_context(compat.replaced(module, "cuts", _few))
         for module, name in LOOPS:
-            stack.enter_context(replaced(module, name, tape.around(getattr(module, name))))
+            stack.enter_context(compat.replaced(module, name, tape.around(getattr(module, name))))
         yield
 
 
@@ -293,8 +283,8 @@ def _few(length: int, step: int, cuts: Callable[[int, int], list[slice]] = token
 def _alone() -> Iterator[None]:
     """Within, the sequence and the gradient mode of a surrounding run have no effect."""
     with (
-        replaced(group, "_active", []),
-        replaced(group, "_groups", {}),
+        compat.replaced(group, "_active", []),
+        compat.replaced(group, "_groups", {}),
         torch.inference_mode(False),
         torch.enable_grad(),
     ):
@@ -304,7 +294,7 @@ def _alone() -> Iterator[None]:
 def _not_moved() -> contextlib.AbstractContextManager[Any]:
     """Within, `Module.to` does nothing: torch cannot move modules of fake tensors, and peft calls it where updates have the
     dtype and device of their weights already."""
-    return replaced(nn.Module, "to", lambda self, *where, **how: self)
+    return compat.replaced(nn.Module, "to", lambda self, *where, **how: self)
 
 
 @contextlib.contextmanager

@@ -137,9 +137,8 @@ class Footprint:
 
     def parameters(self, depth: int) -> int:
         """Bytes of all parameters."""
-        head = next(
-            m for m in self.moments if m.part == ("head",)
-        )  # the old gradients are freed, and there is no new one yet
+        # the old gradients are freed then, and there is no new one yet
+        head = next(m for m in self.moments if m.part == ("head",))
         return self.static(head, depth)
 
     def trained(self, depth: int) -> int:

@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dilated._compat.torch import TorchDispatchMode, in_dispatch_mode, run_on_device, storage_key
+from lightning_dilated._compat import torch as compat
 
 #: kinds of memory, from the bottom of a picture up; what has no kind is temporary
 PARAMETERS, GRADIENTS, OPTIMIZER, BATCH = "parameters", "gradients", "optimizer states", "batch"
@@ -41,7 +40,7 @@ class _Held:
     ref: weakref.ref
 
 
-class Meter(TorchDispatchMode):
+class Meter(compat.TorchDispatchMode):
     """Within, every storage that an operation reads or makes is counted once, from its first use until it is freed.
 
     Views and results written in place add nothing; a storage that an operation resized counts its new size. A storage that
@@ -159,14 +158,14 @@ class Meter(TorchDispatchMode):
         if any(hasattr(t, "__tensor_flatten__") for t in types):
             return NotImplemented  # the operations on what a DTensor or another wrapper holds come one by one
         kwargs = kwargs or {}
-        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        inputs = [t for t in compat.leaves((args, kwargs)) if isinstance(t, Tensor)]
         with self._lock:
             for t in inputs:
                 self._see(t, func in FRESH)
         out = self._run(func, args, kwargs, inputs)
-        results = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+        results = [t for t in compat.leaves(out) if isinstance(t, Tensor)]
         with self._lock:
-            for t in (*inputs, *results) if func._schema.is_mutable else results:  # mutable: may have been resized
+            for t in (*inputs, *results) if compat.changes_inputs(func) else results:  # mutable: may have been resized
                 self._see(t, True)
             for t, kind in self.labels(func, inputs, results) if self.labels else ():
                 for x in self._see(t, True):
@@ -176,10 +175,10 @@ class Meter(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor]) -> Any:
         """The operation; those within one of `LOOK_INTO` come here, too, where nothing else has a say in it."""
         plain = all(type(t) in (Tensor, torch.nn.Parameter) for t in inputs)
-        if func.namespace not in LOOK_INTO or not inputs or not plain or in_dispatch_mode():
+        if func.namespace not in LOOK_INTO or not inputs or not plain or compat.in_dispatch_mode():
             return func(*args, **kwargs)
         with self:
-            return run_on_device(func, inputs[0].device.type, args, kwargs)
+            return compat.run_on_device(func, inputs[0].device.type, args, kwargs)
 
     def _see(self, tensor: Tensor, new: bool) -> list[_Held]:
         """Count a tensor's storages as large as they are now."""
@@ -188,7 +187,7 @@ class Meter(TorchDispatchMode):
             if self.device not in (None, part.device.type):
                 continue
             storage = part.untyped_storage()
-            key = storage_key(storage)
+            key = compat.storage_key(storage)
             held = self._held.get(key)
             if held is None or held.ref() is not storage:
                 if held is not None:
@@ -233,7 +232,7 @@ def parts(tensor: Tensor) -> Iterator[Tensor]:
     elif tensor.layout is torch.strided:
         yield tensor
     elif tensor.layout is torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
+        yield from compat.sparse_parts(tensor)
     else:
         raise TypeError(
             f"a Meter counts strided tensors and sparse ones of coordinates, got one of layout {tensor.layout}."

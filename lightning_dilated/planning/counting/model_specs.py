@@ -91,13 +91,13 @@ def _checked(model: DilatedModule) -> DilatedModule:
             f"{name} has no depth, the number of blocks that its build() makes: memory is counted for several."
         )
     built = blank(model.planning_copy, depth)
-    found = stacks(built)
-    if next(iter(found), None) != MAIN or len(found) > 2 or len(found[MAIN].blocks) != depth:
+    by_name = stacks(built)
+    if next(iter(by_name), None) != MAIN or len(by_name) > 2 or len(by_name[MAIN].blocks) != depth:
         raise ValueError(
             f"{name}.build() must make self.{MAIN}, a DilatedTransformer of self.depth={depth} blocks, and at most one more "
-            f"stack after it; it makes {', '.join(f'{n} of {len(x.blocks)}' for n, x in found.items()) or 'none'}."
+            f"stack after it; it makes {', '.join(f'{n} of {len(x.blocks)}' for n, x in by_name.items()) or 'none'}."
         )
-    if not any(p.requires_grad for p in found[MAIN].blocks.parameters()):
+    if not any(p.requires_grad for p in by_name[MAIN].blocks.parameters()):
         raise ValueError(
             f"the blocks of this {name} are frozen, and a step is counted as if its backward went through them: the plan "
             "would be too high. Leave freeze_encoder out of the recipe to plan full training, which takes more."
@@ -118,12 +118,12 @@ def _call(stack: DilatedTransformer, dtype: torch.dtype, capability: tuple[int, 
 
 def _copy(model: DilatedModule, depth: int, positions: bool = True) -> DilatedModule:
     """The model with another number of layers, of one kind where some of the model's have positions and others none."""
-    made = model.planning_copy(depth)
+    shallow = model.planning_copy(depth)
     bases = getattr(model, "rotary_bases", None) or (None,)
     if 0 < bases.count(None) < len(bases):
         usual = next(base for base in bases if base is not None) if positions else None
-        made.rotary_bases = [usual and (base or usual) for base in made.rotary_bases]
-    return made
+        shallow.rotary_bases = [usual and (base or usual) for base in shallow.rotary_bases]
+    return shallow
 
 
 def _batch(model: DilatedModule, dtype: torch.dtype, tokens: int) -> Any:
@@ -232,16 +232,16 @@ class Facts:
     def of(cls, model: DilatedModule, subject: Subject) -> Facts:
         """Of a model; one layer of the first stack is made, without memory."""
         built = blank(subject.make)
-        found, features = stacks(built), built.token_features()
+        by_name, features = stacks(built), built.token_features()
         outside = [
-            _parameters(built, trained) - sum(_parameters(stack.blocks, trained) for stack in found.values())
+            _parameters(built, trained) - sum(_parameters(stack.blocks, trained) for stack in by_name.values())
             for trained in (False, True)
         ]
         decoder = None
         if subject.decoder is not None:
             x = subject.decoder
-            decoder = cls._of_block(found[x.name].blocks[0], x.depth, features[1], [0, 0], subject, x.call)
-        main = cls._of_block(found[MAIN].blocks[0], model.depth, features[0], outside, subject, subject.call)
+            decoder = cls._of_block(by_name[x.name].blocks[0], x.depth, features[1], [0, 0], subject, x.call)
+        main = cls._of_block(by_name[MAIN].blocks[0], model.depth, features[0], outside, subject, subject.call)
         logits = isinstance(getattr(built, "head", None), nn.Linear)  # as `step_flops` takes it
         return replace(main, logits=logits, decoder=decoder)
 

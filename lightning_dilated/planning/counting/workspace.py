@@ -9,6 +9,7 @@ a block.
 from __future__ import annotations
 
 import functools
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -16,8 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention import backends
-from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request
+from lightning_dilated.attention.backends import Engine, Request, choose
 from lightning_dilated.attention.executors import fused, grouped
 from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
@@ -78,15 +78,20 @@ class OpCall:
 
     @property
     def spans(self) -> list[Span]:
-        """The rank's part of the sequence."""
+        """The rank's part of the sequence: one span, none without tokens."""
         if not self.tokens:
             return []
         return [Span(0, self.batch, 0, self.tokens, self.whole, self.offset, self.offset)]
 
     @property
+    def head_range(self) -> tuple[int, int]:
+        """(first, stop) of the tensors' query heads."""
+        return self.window or (0, self.heads)
+
+    @property
     def own_heads(self) -> tuple[int, int]:
         """(query heads, kv heads) of the tensors."""
-        first, stop = self.window or (0, self.heads)
+        first, stop = self.head_range
         group = self.heads // self.kv_heads
         return stop - first, -(-stop // group) - first // group
 
@@ -109,9 +114,8 @@ class OpCall:
     @property
     def call(self) -> Call:
         """As the executors describe it."""
-        window = self.window or (0, self.heads)
         scale = self.head_dim**-0.5
-        return Call(engine_of(self), self.pattern, self.heads, self.kv_heads, window, self.causal, scale)
+        return Call(engine_of(self), self.pattern, self.heads, self.kv_heads, self.head_range, self.causal, scale)
 
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v without memory."""
@@ -120,9 +124,18 @@ class OpCall:
         return make(heads), make(kv), make(kv)
 
     @property
-    def of(self) -> tuple:
-        """What `grouped.block_flops` takes."""
-        return self.pattern, self.heads, self.kv_heads, self.window or (0, self.heads), False
+    def block_flops(self) -> float:
+        """As `grouped.block_flops` has it: infinite where the grouped executor does not run the call."""
+        of = self.pattern, self.heads, self.kv_heads, self.head_range, False
+        return grouped.block_flops(
+            of, self.causal, self.spans, (self.batch, self.tokens, self.own_heads[0], self.head_dim)
+        )
+
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks of its one span."""
+        (span,) = self.spans
+        return blocks(self.pattern, span.document, self.heads, self.kv_heads, span.part, self.head_range, False)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,20 +145,10 @@ def engine_of(x: OpCall) -> Engine:
     Raises:
         ValueError: if no engine can run the call.
     """
-    shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
-    flops = grouped.block_flops(x.of, x.causal, x.spans, shape) if x.engine == "auto" else float("inf")
-    request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, x.head_dim**-0.5, flops)
-    able = lambda name: replace(ENGINES[name], available=_anywhere).why_not(request)  # noqa: E731
-    if flops < backends.GROUPED_BELOW.get(x.capability, backends.DEFAULT) and able("triton") is None:
-        return ENGINES["triton"]
-    for name in FAMILIES.get(x.engine, (x.engine,)):
-        if able(name) is None:
-            return ENGINES[name]
-    raise ValueError(f"engine={x.engine!r} cannot serve head dim {x.head_dim} in {x.dtype} on a GPU: {able(x.engine)}.")
-
-
-def _anywhere(device: torch.device) -> None:
-    """An `Engine.available` of a machine that has everything."""
+    flops = x.block_flops if x.engine == "auto" else math.inf
+    scale = x.head_dim**-0.5
+    request = Request(torch.device("cuda"), x.dtype, x.head_dim, x.dropout, scale, flops, x.capability)
+    return choose(x.engine, request, say=False).engine
 
 
 @functools.lru_cache(maxsize=4096)
@@ -153,8 +156,7 @@ def workspace(x: OpCall) -> tuple[int, int]:
     """The most bytes that the op holds beside its inputs and results, in the forward and in the backward."""
     if not x.rows:
         return 0, 0
-    call, spans = x.call, x.spans
-    peaks = _grouped(x, call, spans) or (_fused(x, call, spans) if _serves(x) else _blockwise(x, call, spans))
+    peaks = _grouped(x) or (_fused(x) if _serves(x) else _blockwise(x))
     return max(0, peaks[0] - x.results[0]), max(0, peaks[1] - x.results[1])
 
 
@@ -165,29 +167,14 @@ def _serves(x: OpCall) -> bool:
 
 
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
-def _grouped(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int] | None:
-    """As `executors.grouped`; None where it cannot run the call."""
-    shape = x.batch, x.tokens, x.own_heads[0], x.head_dim
-    if (
-        call.engine.name != "triton"
-        or x.dtype not in fused.DTYPES
-        or x.head_dim > 256
-        or not grouped.fits(spans, shape)
-    ):
+def _grouped(x: OpCall) -> tuple[int, int] | None:
+    """As `executors.grouped`; None where it does not run the call."""
+    if engine_of(x).name != "triton" or x.block_flops == math.inf:
         return None
-    rows = lambda span: span.batches * _rows(x, span)  # noqa: E731
-    launches = [sum(map(rows, some)) for some in grouped._launches(spans, shape)]
-    if sum(launches) > fused.OVERLAP * x.rows:
-        return None
-    most, places = max(launches), 8 if x.dropout else 0
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
+    rows, places = sum(_bytes(x.spans[0], b, 1) for b in x.blocks), 8 if x.dropout else 0
     # log-sum-exp and delta of each row, then dk and dv, which are freed before dq is allocated
-    return out + most * (x.row + LSE + places), x.results[1] + most * (2 * LSE + 2 * x.row + places)
-
-
-def _rows(x: OpCall, span: Span) -> int:
-    each = blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, x.window or (0, x.heads), False)
-    return sum(b.segments * b.heads * b.rows for b in each)
+    return out + rows * (x.row + LSE + places), x.results[1] + rows * (2 * LSE + 2 * x.row + places)
 
 
 # -- chunk by chunk ---------------------------------------------------------------------------------------------------
@@ -200,45 +187,40 @@ class _Pass:
     results: int
 
 
-def _fused(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
+def _fused(x: OpCall) -> tuple[int, int]:
     """As `executors.fused`."""
-    q, k, v = x.tensors()
-    made, own = fused._pieces(call, spans, [q, k, v], (fused.FORWARD, fused.FORWARD), x.final)
+    call, spans, (q, k, v) = x.call, x.spans, x.tensors()
+    pieces, own = fused._pieces(call, spans, [q, k, v], (fused.FORWARD, fused.FORWARD), x.final)
     wide = 0 if x.final else x.rows * x.head_dim * 4
     forward = _Pass(x.row + LSE, 0, x.results[0])
-    first = wide + _held(x, call, made, own, forward)
+    first = wide + _held(pieces, own, forward)
     whole = q.numel() <= fused.WHOLE
     limits = (fused.WHOLE, fused.WHOLE) if whole else (fused.DENSE, fused.THIN)
-    made, own = fused._pieces(call, spans, [q, q, k, v, q], limits, whole)
+    pieces, own = fused._pieces(call, spans, [q, q, k, v, q], limits, whole)
     sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
-    return first, _held(x, call, made, own, _Pass(3 * x.row, sums + 2 * LSE, x.results[1]))
+    return first, _held(pieces, own, _Pass(3 * x.row, sums + 2 * LSE, x.results[1]))
 
 
-def _held(x: OpCall, call: Call, pieces: Sequence[tuple[Span, Chunk]], own: int | None, one: _Pass) -> int:
+def _held(pieces: Sequence[tuple[Span, Chunk]], own: int | None, one: _Pass) -> int:
     """The most that is held at once: the results, once the first parts exist, and the parts of a chunk and of the chunks
     around it."""
-    peak, results = 0, 0
-    for span, made in pieces:
-        live = results
-        for block in made.blocks:
-            peak = max(peak, live + _bytes(span, block, one.part + one.engine))
-            live += _bytes(span, block, one.part)
-        if not results:
-            results = one.results - sum(_bytes(span, b, one.part) for b in made.blocks if b.branch == own)
-            live += results
-        peak = max(peak, _inner(span, made, live, one))
+    peak = results = 0
+    for span, chunk in pieces:
+        own_part = sum(_bytes(span, b, one.part) for b in chunk.blocks if b.branch == own)
+        more = 0 if results else one.results - own_part
+        peak = max(peak, _in_chunk(span, chunk, results, one, more))
+        results += more
     return peak
 
 
-def _inner(span: Span, made: Chunk, live: int, one: _Pass) -> int:
+def _in_chunk(span: Span, chunk: Chunk, live: int, one: _Pass, results: int = 0) -> int:
+    """The most that is held in a chunk which begins with `live` bytes, and allocates results after its own parts."""
     peak = live
-    for inner in made.inner:
-        here = live
-        for block in inner.blocks:
-            peak = max(peak, here + _bytes(span, block, one.part + one.engine))
-            here += _bytes(span, block, one.part)
-        peak = max(peak, _inner(span, inner, here, one))
-    return peak
+    for block in chunk.blocks:
+        peak = max(peak, live + _bytes(span, block, one.part + one.engine))
+        live += _bytes(span, block, one.part)
+    live += results
+    return max([peak, live, *(_in_chunk(span, inner, live, one) for inner in chunk.inner)])
 
 
 def _bytes(span: Span, block: Block, row: int) -> int:
@@ -246,14 +228,11 @@ def _bytes(span: Span, block: Block, row: int) -> int:
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------
-def _blockwise(x: OpCall, call: Call, spans: list[Span]) -> tuple[int, int]:
+def _blockwise(x: OpCall) -> tuple[int, int]:
     """As `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
     wide = max(4, x.dtype.itemsize)
-    most = 0
-    for span in spans:
-        for b in blocks(x.pattern, span.document, x.heads, x.kv_heads, span.part, call.heads, False):
-            most = max(most, _bytes(span, b, 1))
-    sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
+    most = max((_bytes(x.spans[0], b, 1) for b in x.blocks), default=0)
+    sums = 4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0
     out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
     back = x.results[1] // x.dtype.itemsize * wide
     rounded = x.results[1] if wide != x.dtype.itemsize else 0  # in the dtype of q, in addition to the sums

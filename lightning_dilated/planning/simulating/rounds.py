@@ -95,9 +95,9 @@ def exact(problem: Problem, exchange: str, per_node: int) -> Moves:
     if isinstance(programs[0], Switched):
         rounds = [_rows([getattr(x, side) for x in programs], per_node) for side in ("keys", "queries")]
         pairs, batches = np.zeros((2, ranks)), np.zeros((2, ranks))
-        for rank, found in enumerate(programs):
-            pairs[1, rank] = sum(task.pairs for task in found.tasks)
-            batches[1, rank] = len({(t.branch, len(t.queries)) for t in found.tasks})
+        for rank, program in enumerate(programs):
+            pairs[1, rank] = sum(task.pairs for task in program.tasks)
+            batches[1, rank] = len({(t.branch, len(t.queries)) for t in program.tasks})
         return Moves("switch", rounds, [], pairs, batches, reached(problem))
     rounds = [_rows(list(steps), per_node) for steps in zip(*(x.rounds for x in programs), strict=True)]
     if programs[0].keep:
@@ -201,16 +201,16 @@ def staged(problem: Problem, exchange: str, per_node: int, rounds: int) -> tuple
     pairs, batches = np.zeros((rounds, ranks)), np.zeros((rounds, ranks))
     at, everything = np.arange(ranks), [x for x in reaches(problem) if x.keys.any()]
     for branch in sorted({x.branch for x in everything}):
-        found = [x for x in everything if x.branch == branch]
+        of_branch = [x for x in everything if x.branch == branch]
         stage = _stage(problem, exchange, per_node, rounds, branch)
-        np.add.at(pairs, (stage, at), sum(x.queries * x.keys for x in found))
-        np.add.at(batches, (stage, at), _different(found))
+        np.add.at(pairs, (stage, at), sum(x.queries * x.keys for x in of_branch))
+        np.add.at(batches, (stage, at), _different(of_branch))
     return pairs, batches
 
 
-def _different(found: list[Reach]) -> NDArray:
+def _different(of_branch: list[Reach]) -> NDArray:
     """The number of different sizes of (queries, keys) on each rank: requests of one size are one call."""
-    codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in found]), 0)
+    codes = np.sort(np.stack([x.queries * (1 << 40) + x.keys for x in of_branch]), 0)
     new = np.concatenate([np.ones_like(codes[:1], dtype=bool), codes[1:] != codes[:-1]]) & (codes > 0)
     return new.sum(0)
 
@@ -240,9 +240,11 @@ def _by_hops(problem: Problem) -> tuple[Array, Array]:
         seen = (source < at) | (not problem.causal)
         cut = [(x, np.where((x.keys > 0) & seen, x.count(low[source], high[source]), 0)) for x in everything]
         for branch in {x.branch for x in everything}:
-            found = [replace(x, queries=np.where(n > 0, x.queries, 0), keys=n) for x, n in cut if x.branch == branch]
-            pairs[hops] += sum(x.queries * x.keys for x in found)
-            batches[hops] += _different(found)
+            of_branch = [
+                replace(x, queries=np.where(n > 0, x.queries, 0), keys=n) for x, n in cut if x.branch == branch
+            ]
+            pairs[hops] += sum(x.queries * x.keys for x in of_branch)
+            batches[hops] += _different(of_branch)
     return pairs, batches
 
 
@@ -301,12 +303,17 @@ def _butterfly(problem: Problem, per_node: int, hierarchical: bool) -> list[Rows
     return out
 
 
-def _nested(problem: Problem, found: list[Reach], inner: tuple[NDArray, NDArray], low: NDArray, high: NDArray) -> Array:
-    """(R,) rows in [low, high) that ranks need from outside of `inner`, if each branch's rows lie among a narrower one's."""
+def _nested(
+    problem: Problem, everything: list[Reach], inner: tuple[NDArray, NDArray], low: NDArray, high: NDArray
+) -> Array:
+    """(R,) rows in [low, high) that ranks need from outside of `inner`, if each branch's rows lie among a narrower one's.
+
+    `everything`: narrow segments first.
+    """
     total = np.zeros(problem.shard.ranks)
-    for head in {x.head for x in found}:
+    for head in {x.head for x in everything}:
         begin, end = inner
-        for x in (x for x in found if x.head == head):
+        for x in (x for x in everything if x.head == head):
             last = np.minimum(x.stop, inner[1]) if problem.causal else x.stop
             cut = lambda a, b, x=x: x.count(np.maximum(a, low), np.minimum(b, high))  # noqa: E731
             total += np.where(x.keys > 0, cut(x.start, last) - cut(begin, end), 0)
@@ -320,30 +327,26 @@ def _nested(problem: Problem, found: list[Reach], inner: tuple[NDArray, NDArray]
 def _needs(problem: Problem, per_node: int) -> tuple[Array, Array, Array]:
     """(R,) rows that a rank needs from its node, from elsewhere, and that its node needs together from elsewhere."""
     low, high = bounds(problem)
-    found = list(reaches(problem))
-    found.sort(key=lambda x: int((x.stop - x.start).max()))
+    everything = sorted(reaches(problem), key=lambda x: int((x.stop - x.start).max()))
     node = np.arange(problem.shard.ranks) // per_node * per_node
     last = np.minimum(node + per_node, problem.shard.ranks) - 1
     here = low[node], high[last]
-    inside = _nested(problem, found, (low, high), *here)
-    everywhere = _nested(problem, found, (low, high), np.zeros_like(low), np.full_like(low, problem.shard.seq_len))
-    return (
-        inside,
-        everywhere - inside,
-        _nested(problem, found, here, np.zeros_like(low), np.full_like(low, problem.shard.seq_len)),
-    )
+    inside = _nested(problem, everything, (low, high), *here)
+    whole = np.zeros_like(low), np.full_like(low, problem.shard.seq_len)
+    everywhere = _nested(problem, everything, (low, high), *whole)
+    return inside, everywhere - inside, _nested(problem, everything, here, *whole)
 
 
 def _sampled(problem: Problem, exchange: str, per_node: int, near: Array, far: Array) -> tuple[Array, Array]:
     """((2, R) rows received, (R,) messages) of estimates, set to the exact counts of sampled ranks."""
     ranks = problem.shard.ranks
     chosen = sorted({i * (ranks - 1) // (SAMPLES - 1) for i in range(SAMPLES)})
-    found = [EXCHANGES[exchange].volume(problem, rank, per_node) for rank in chosen]
+    volumes = [EXCHANGES[exchange].volume(problem, rank, per_node) for rank in chosen]
     rows = np.zeros((2, ranks))
     for i, (side, estimate) in enumerate((("near", near), ("far", far))):
-        true = sum(x.units["forward", side].own / 2 for x in found)
+        true = sum(x.units["forward", side].own / 2 for x in volumes)
         rows[i] = estimate * (true / estimate[chosen].sum() if estimate[chosen].sum() else 1.0)
-    return rows, np.interp(np.arange(ranks), chosen, [x.messages / 2 for x in found])
+    return rows, np.interp(np.arange(ranks), chosen, [x.messages / 2 for x in volumes])
 
 
 def _mirrored(problem: Problem, x: Array) -> Array:

@@ -209,7 +209,7 @@ class Op:
     def _switch_forward(self, clock: Clock, run: str) -> None:
         """Keys and queries to the owners, local blocks, the owners' problems, outputs back."""
         unit = self.machine.head_dim * self.machine.element_size
-        home = (self.machine.head_dim + 1) * self.machine.wide_size
+        returned = (self.machine.head_dim + 1) * self.machine.wide_size
         keys, queries = self.moves.rounds
         self._move(clock, self.machine.pack, keys.packed * self.row)
         ends = [clock.post(run, keys, self.row)]
@@ -219,8 +219,8 @@ class Op:
         for end in ends:
             clock.wait(end)
         self._owned(clock, self.machine.arrive_forward)
-        clock.wait(clock.post(run, queries.back(), home))
-        self._move(clock, self.machine.add, queries.packed * home)
+        clock.wait(clock.post(run, queries.back(), returned))
+        self._move(clock, self.machine.add, queries.packed * returned)
 
     def _switch_backward(self, clock: Clock, local: Callable[[], None]) -> None:
         """Gradients and outputs to the owners, their problems, gradients back while the local blocks run."""
@@ -233,10 +233,10 @@ class Op:
         for end in ends:
             clock.wait(end)
         self._owned(clock, self.machine.arrive_backward)
-        home = self.machine.head_dim * wide
-        ends = [clock.post("backward", queries.back(), home), clock.post("backward", keys.back(), self.wide_row)]
+        returned = self.machine.head_dim * wide
+        ends = [clock.post("backward", queries.back(), returned), clock.post("backward", keys.back(), self.wide_row)]
         local()
-        for end, size in zip(ends, (queries.packed * home, keys.packed * self.wide_row), strict=True):
+        for end, size in zip(ends, (queries.packed * returned, keys.packed * self.wide_row), strict=True):
             clock.wait(end)
             self._move(clock, self.machine.add, size)
 

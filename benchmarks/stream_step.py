@@ -1,0 +1,135 @@
+"""One exact training step over a sequence chunk by chunk: tokens a second, memory, and what `plan` says of it.
+
+    python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
+    python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 --policy block
+    python benchmarks/stream_step.py --tokens 4194304 --hybrid 12
+    python benchmarks/stream_step.py --tokens 4194304 --dim 4096 --depth 32 --heads 32 --kv-heads 8 --ffn-dim 14336 \
+        --policy block --tile 8192 --chunk 262144 --precision bf16-true --eightbit
+
+Random bytes, made on the host as uint8 and widened chunk by chunk; AdamW. The first of two steps compiles, the second is
+timed (`--steps 1`: the first). Prints one row of a table. The pattern is geometric(2048, N), or a hybrid.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+import torch
+from torch import Tensor
+
+import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.streaming import streamed_sum
+from lightning_dilated.planning.counting.model_specs import Facts, subject_of
+from lightning_dilated.planning.estimate import Case, in_words
+from lightning_dilated.planning.gpus import find_gpu
+from lightning_dilated.planning.memory import GIB, Setup
+
+#: of the table
+HEAD = ("model", "tokens", "settings", "pattern", "planned GiB", "measured", "off", "planned s", "measured", "off")
+HEAD += ("tokens/s", "nats a token")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tokens", type=int, default=4194304)
+    p.add_argument("--chunk", type=int, default=1048576)
+    for name, value in (("dim", 768), ("depth", 12), ("heads", 12)):
+        p.add_argument(f"--{name}", type=int, default=value)
+    p.add_argument("--kv-heads", type=int)
+    p.add_argument("--ffn-dim", type=int)
+    p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments")
+    p.add_argument("--policy", default="attention-kept")
+    p.add_argument("--tile", type=int)
+    p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
+    p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
+    p.add_argument("--steps", type=int, default=2)
+    p.add_argument("--gpu", default="H200", help="that `plan` is asked for")
+    return p.parse_args()
+
+
+def model_of(a: argparse.Namespace) -> ld.LongNetLM:
+    """The model, not built."""
+    widest = max(2048, 1 << (a.tokens - 1).bit_length())
+    pattern = ld.DilatedPattern.geometric(2048, widest)
+    if a.hybrid:
+        pattern = ld.DilatedPattern.hybrid(a.depth, a.heads, a.kv_heads, global_every=a.hybrid)
+    sizes = {"dim": a.dim, "depth": a.depth, "num_heads": a.heads, "num_kv_heads": a.kv_heads, "ffn_dim": a.ffn_dim}
+    return ld.LongNetLM(pattern, 256, max_seq_len=a.tokens, residual_dtype="bfloat16", compile_blocks=True, **sizes)
+
+
+def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float]:
+    """(GiB, seconds) of a step, by `plan`."""
+    model, gpu = model_of(a), find_gpu(a.gpu)
+    subject = subject_of(model, a.precision, None, True, gpu.capability)
+    setup = Setup(optimizer="adamw8bit" if a.eightbit else "adamw")
+    case = Case(subject, Facts.of(model, subject), setup, gpu, host=128)
+    return case.memory(settings, a.tokens).peak / GIB, case.time(settings, a.tokens).seconds
+
+
+def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Optimizer:
+    """AdamW, fused on a GPU, or its 8-bit states."""
+    if a.eightbit:
+        from torchao.optim import AdamW8bit
+
+        return AdamW8bit(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+class Bytes:
+    """uint8 tokens whose slices are int64, as a batch has them."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values, self.shape, self.ndim, self.device = values, values.shape, values.ndim, values.device
+
+    def __getitem__(self, at: object) -> Tensor:
+        return self.values[at].long()
+
+
+def step(model: ld.LongNetLM, text: Tensor) -> Tensor:
+    """The sum of nats, with its gradients."""
+    batch = {"tokens": Bytes(text[:, :-1]), "labels": Bytes(text[:, 1:])}
+    run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
+    return streamed_sum(model.transformer.stream, run, model._chunks(batch), [model], model.head.weight)
+
+
+def main() -> None:
+    """Print a row."""
+    a = options()
+    settings, on_gpu = MemorySettings(a.policy, tile=a.tile, stream=a.chunk), torch.cuda.is_available()
+    device = "cuda" if on_gpu else "cpu"
+    gib, seconds = planned(a, settings)
+    torch.set_default_dtype(torch.bfloat16 if a.precision == "bf16-true" else torch.float32)
+    model = model_of(a)
+    model.configure_model()
+    torch.set_default_dtype(torch.float32)
+    model.to(device).transformer.memory = settings
+    optimizer = optimizer_of(a, model)
+    text = torch.randint(0, 256, (1, a.tokens + 1), dtype=torch.uint8)
+    for _ in range(a.steps):
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        begin = time.perf_counter()
+        with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
+            loss = step(model, text) / a.tokens
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        nats, took = float(loss), time.perf_counter() - begin
+    peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else float("nan")
+    pattern = f"a dense head in one layer of {a.hybrid}" if a.hybrid else "geometric"
+    cells = [f"{a.depth} x {a.dim}", f"{a.tokens:,}", in_words(settings), pattern, f"{gib:.1f}", f"{peak:.1f}"]
+    cells += [
+        f"{100 * (gib / peak - 1):+.1f} %",
+        f"{seconds:.1f}",
+        f"{took:.1f}",
+        f"{100 * (seconds / took - 1):+.1f} %",
+    ]
+    cells += [f"{a.tokens / took / 1000:.1f}K", f"{nats:.4f}"]
+    print(f"| {' | '.join(HEAD)} |\n| {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
