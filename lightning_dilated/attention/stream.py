@@ -12,7 +12,7 @@ import itertools
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -283,6 +283,51 @@ class StreamState:
                 parts.append(part)
         return torch.cat([rows[:0], *parts]), tuple(kept)
 
+    def select(self, sample: int) -> StreamState:
+        """The state of one sample, with tensors of its own."""
+        rows: dict[tuple[int, int], Carried] = {}
+        for key, (carried, pieces) in self.rows.items():
+            split = zip(pieces, carried.detach().split([x.count for x in pieces]), strict=True)
+            own = [(x, part) for x, part in split if x.document.sample == sample]
+            numbered = tuple(x._replace(document=replace(x.document, sample=0)) for x, _ in own)
+            rows[key] = torch.cat([carried[:0].detach(), *(part for _, part in own)]), numbered
+        one = lambda x: x[sample : sample + 1].detach().clone()  # noqa: E731
+        tails = {layer: one(x) for layer, x in self.tails.items()}
+        return StreamState(
+            self.position, [self.starts[sample]], rows, tails, None if self.hidden is None else one(self.hidden)
+        )
+
+    @classmethod
+    def join(cls, states: Sequence[StreamState]) -> StreamState:
+        """The samples of several states in their order, as one state; one to which nothing came may be among them.
+
+        Raises:
+            ValueError: for none, and for states at different positions.
+        """
+        positions = sorted({s.position for s in states})
+        if len(positions) != 1:
+            raise ValueError(f"states of one position can be joined; got {len(states)}, at positions {positions}.")
+        rows: dict[tuple[int, int], list[Carried]] = {}
+        for first, state in zip(itertools.accumulate([0, *(len(s.starts) for s in states)]), states, strict=False):
+            for key, (carried, pieces) in state.rows.items():
+                shifted = (replace(x.document, sample=x.document.sample + first) for x in pieces)
+                moved = tuple(x._replace(document=d) for x, d in zip(pieces, shifted, strict=True))
+                rows.setdefault(key, []).append((carried, moved))
+        layers = {layer for s in states for layer in s.tails}
+        return cls(
+            positions[0],
+            [at for s in states for at in s.starts],
+            {key: (torch.cat([x for x, _ in parts]), sum((p for _, p in parts), ())) for key, parts in rows.items()},
+            {layer: _stacked([(len(s.starts), s.tails.get(layer)) for s in states]) for layer in sorted(layers)},
+            _stacked([(len(s.starts), s.hidden) for s in states]),
+        )
+
+    def to(self, device: torch.device | str) -> StreamState:
+        """The state with its tensors on a device."""
+        rows = {key: (x.to(device), pieces) for key, (x, pieces) in self.rows.items()}
+        tails = {layer: x.to(device) for layer, x in self.tails.items()}
+        return replace(self, rows=rows, tails=tails, hidden=None if self.hidden is None else self.hidden.to(device))
+
     def state_dict(self) -> dict[str, Any]:
         """Tensors and plain numbers only."""
         rows = [
@@ -297,6 +342,14 @@ class StreamState:
         """From a `state_dict`."""
         rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
         return cls(int(state["position"]), list(state["starts"]), rows, dict(state["tails"]), state["hidden"])
+
+
+def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
+    """(B, ...) of the tensors of several states and their numbers of samples; zeros for one without; None for none."""
+    like = next((x for _, x in parts if x is not None), None)
+    if like is None:
+        return None
+    return torch.cat([like.new_zeros(samples, *like.shape[1:]) if x is None else x for samples, x in parts])
 
 
 def _plain(x: CarriedRows) -> list[int]:

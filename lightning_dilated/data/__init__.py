@@ -11,6 +11,7 @@ from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
+from lightning_dilated.data.text.streams import StreamDataModule, StreamSequences
 from lightning_dilated.data.text.tokenizer import EncodedFiles, encode_files
 from lightning_dilated.data.text.tokens import TokenDataModule
 from lightning_dilated.data.text.version_pairs import VersionPairs, write_version_pairs
@@ -30,6 +31,8 @@ __all__ = [
     "SlideSequences",
     "SplitDataModule",
     "StrainPairsDataModule",
+    "StreamDataModule",
+    "StreamSequences",
     "TokenDataModule",
     "VersionPairs",
     "check_coordinates",

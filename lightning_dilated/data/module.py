@@ -42,6 +42,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
+    #: whether training samples come in an order of their own in each epoch, or as they lie
+    shuffles = True
     #: of training sequences; None where all have the same length
     schedule: SeqLenSchedule | None = None
 
@@ -71,6 +73,10 @@ class SplitDataModule(pl.LightningDataModule):
         """None if a split was requested, else the setting that left it out."""
         return None
 
+    def per_rank(self, replicas: int) -> int:
+        """Samples of a batch on each of so many data-parallel ranks."""
+        return self.batch_size
+
     def too_few(self, count: int, needed: int, replicas: int) -> str:
         """The error where a batch needs more training samples than there are."""
         return (
@@ -96,9 +102,9 @@ class SplitDataModule(pl.LightningDataModule):
             dataset, collate = ScheduledSequences(dataset, self.schedule), collate or collate_rows
         loader = ResumableLoader(
             dataset,
-            batch_size=self.batch_size,
+            batch_size=self.per_rank(replicas),
             collate_fn=SendableCollate(collate),
-            sampler=ResumableSampler(dataset, replicas, rank, shuffle=True, seed=self.seed, drop_last=True),
+            sampler=ResumableSampler(dataset, replicas, rank, shuffle=self.shuffles, seed=self.seed, drop_last=True),
             num_workers=self.num_workers,
             pin_memory=self._pins(),
             drop_last=True,
@@ -141,7 +147,7 @@ class SplitDataModule(pl.LightningDataModule):
 
     def check_batch(self, count: int, replicas: int) -> None:
         """Raise ValueError where `count` training samples do not make one batch for every replica."""
-        needed = self.batch_size * replicas
+        needed = self.per_rank(replicas) * replicas
         if count < needed:
             raise ValueError(self.too_few(count, needed, replicas))
 
@@ -165,7 +171,7 @@ class SplitDataModule(pl.LightningDataModule):
         dataset = self.dataset(split)
         return DataLoader(
             dataset,
-            batch_size=self.batch_size,
+            batch_size=self.per_rank(replicas),
             collate_fn=SendableCollate(self.collate),
             sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
             num_workers=self.num_workers,

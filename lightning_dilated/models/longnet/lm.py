@@ -305,6 +305,8 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     Batches are mappings with `tokens` (B, N) and `labels` (B, N), the next token of each position, -100 where there is
     none; optionally `lengths` (B,) and `cu_seqlens` as in `dilated_attention`. Arguments: see `TokenModel`.
+    Batches with `stream` (B,), numbers of endless sequences, and `starts` (B, N), go on after those before with the same
+    numbers, see `StreamDataModule`.
 
     Logged with each mean loss: bits per byte and perplexity.
     """
@@ -344,6 +346,8 @@ class LongNetLM(StreamedLosses, TokenModel):
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
+        if "stream" in batch:
+            return self._carried_nats(batch, per_token=True)
         if self._in_chunks(batch):
             return torch.cat([self._losses(*states) for states in self._chunk_states(batch)], 1)
         return self._losses(*self._states(batch))
@@ -367,6 +371,8 @@ class LongNetLM(StreamedLosses, TokenModel):
     def loss_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(sum of nats, number of labels that count)."""
         redefined = type(self).token_losses is not _TOKEN_LOSSES or "token_losses" in vars(self)
+        if "stream" in batch:
+            return self._carried_terms(batch, redefined)
         if self._in_chunks(batch):
             return self._streamed_terms(batch, redefined)
         states = None if redefined and self.watch_predictions is None else self._states(batch)

@@ -6,19 +6,23 @@ Shape letters: B batch, N tokens, n tokens of a call, E embedding dim.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.lightning import attached_trainer, batches_finished
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.stream import ChunkLayer, StreamState
+from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed, streamed_sum
 from lightning_dilated.models.blocks import working
+from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.sequence.exchange.switch import windows
 
 #: tokens of a call that are computed at a time
 CHUNK = 1 << 16
@@ -37,6 +41,7 @@ class StreamedLosses(DilatedModule):
 
     #: whether `memory.stream` computes long sequences chunk by chunk
     streams = True
+    host_entries = (*DilatedModule.host_entries, "stream", "position", "starts")
     watch_losses: Callable[[Mapping[str, Any], Tensor], None] | None = None
     watch_predictions: Callable[[Mapping[str, Any], Tensor], None] | None = None
 
@@ -138,13 +143,15 @@ class StreamedLosses(DilatedModule):
             (sum of nats, or (B, n); the new state). The old state stays as it was.
 
         Raises:
-            ValueError: for shapes that do not fit, and without labels where gradients are enabled.
+            ValueError: for shapes that do not fit, without labels where gradients are enabled, and for a state of other
+                `head_chunks`.
         """
         self.configure_model()
         state = state or StreamState(starts=[0] * len(tokens))
         trains = torch.is_grad_enabled() and not per_token
         begins = _check_call(tokens, labels, state, starts, trains)
         check_streamed([self], self._product_dtype(), chunk)
+        self._check_heads(state)
         drops = self.training and self.options.attention_dropout > 0
         chunks = Chunks(tokens.shape[1], integer(chunk, "chunk", 1), self.depth, drops, True, state, begins)
         batch = {"tokens": tokens, "labels": _following(tokens, starts) if labels is None else labels}
@@ -167,6 +174,17 @@ class StreamedLosses(DilatedModule):
         after.hidden = last[0]
         return nats, after
 
+    def _check_heads(self, state: StreamState) -> None:
+        """Raise ValueError for a state of other `head_chunks`: layers would not find its rows."""
+        held = sorted({head for _, head in state.rows})
+        chunks = self.transformer.memory.head_chunks
+        first = [window[0] for window in windows(self.num_heads, self.num_kv_heads or self.num_heads, chunks)]
+        if held and held != first:
+            raise ValueError(
+                f"the state was left with head_chunks={len(held)}, and the memory settings say {chunks}: set the former, or "
+                "let the sequences begin."
+            )
+
     @torch.no_grad()
     def _first_nats(self, tokens: Tensor, state: StreamState, starts: Tensor | None) -> Tensor:
         """(B, 1) nats of the first tokens, 0 where a sequence or document begins."""
@@ -175,6 +193,99 @@ class StreamedLosses(DilatedModule):
             return torch.zeros_like(first, dtype=torch.float32, device=weight.device)
         first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
         return self._losses(state.hidden, first.to(weight.device))
+
+    # -- batches of streams, whose states are carried from one to the next ---------------------------------------------
+    @cached_property
+    def carried(self) -> CarriedStreams:
+        """The states of training streams."""
+        return CarriedStreams()
+
+    @cached_property
+    def carried_in_evaluation(self) -> CarriedStreams:
+        """The states of streams in validation, test or prediction; none outside of such a run."""
+        return CarriedStreams()
+
+    def _carried_nats(self, batch: Mapping[str, Any], per_token: bool = False) -> Tensor:
+        """Nats of a batch of streams, (B, n) or their sum; each stream goes on after the batch before.
+
+        Raises:
+            ValueError: see `CarriedStreams.take` and `stream`; for gradients of each token's, and other packing.
+        """
+        if per_token and torch.is_grad_enabled():
+            raise ValueError(
+                "the gradients of streams are made with the sum of losses: call loss_terms, or use no_grad."
+            )
+        packed = sorted({"lengths", "cu_seqlens"} & batch.keys())
+        if packed:
+            raise ValueError(
+                f"a batch of streams has {packed}: leave it out, and let `starts` say where documents begin."
+            )
+        tokens, labels = self._checked(batch)
+        trainer, number = attached_trainer(self), None
+        if trainer is None or trainer.state.stage is None:  # outside of a run
+            trains = self.training
+        elif trains := trainer.training:
+            number = batches_finished(trainer)
+        carried = self.carried if trains else self.carried_in_evaluation
+        starts = batch["starts"].cpu()
+        streams, positions = (
+            [int(x) for x in batch[name]] if name in batch else None for name in ("stream", "position")
+        )
+        state = carried.take(streams, positions, starts[:, 0].tolist(), number).to(self.head.weight.device)
+        chunk = self.transformer.memory.stream or tokens.shape[1]
+        nats, after = self.stream(tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
+        carried.put(streams, after)
+        return nats
+
+    def _carried_terms(self, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
+        """`loss_terms` of a batch of streams."""
+        if redefined:
+            raise ValueError(
+                f"{type(self).__name__} redefines token_losses, which knows of no streams: define loss_terms."
+            )
+        if self.watch_losses is not None or self.watch_predictions is not None:
+            raise ValueError(
+                "a callback (LossByPosition, RecallByDistance) looks at losses by position in a sequence, which steps of "
+                "streams are not: leave it out, or take a DataModule of separate sequences."
+            )
+        return self._carried_nats(batch), (batch["labels"] != IGNORE).sum()
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `DilatedModule`; adds the states of training streams of all ranks, which therefore call it together."""
+        super().on_save_checkpoint(checkpoint)
+        trainer = attached_trainer(self)
+        if not self.carried:
+            return
+        own, loaded = self.carried.state_dicts(None if trainer is None else batches_finished(trainer))
+        peers = Peers() if trainer is None else Peers(trainer.global_rank, trainer.world_size)
+        for states in peers.gather(own):
+            loaded |= states
+        checkpoint["streams"] = dict(sorted(loaded.items()))
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """As `DilatedModule`; restores the states of training streams, on any number of ranks."""
+        super().on_load_checkpoint(checkpoint)
+        self.carried.load_state_dicts(checkpoint.get("streams", {}))
+
+    def on_validation_epoch_start(self) -> None:
+        self.carried_in_evaluation.clear()
+
+    def on_validation_epoch_end(self) -> None:
+        self.carried_in_evaluation.clear()
+        super().on_validation_epoch_end()
+
+    def on_test_epoch_start(self) -> None:
+        self.carried_in_evaluation.clear()
+
+    def on_test_epoch_end(self) -> None:
+        self.carried_in_evaluation.clear()
+        super().on_test_epoch_end()
+
+    def on_predict_epoch_start(self) -> None:
+        self.carried_in_evaluation.clear()
+
+    def on_predict_epoch_end(self) -> None:
+        self.carried_in_evaluation.clear()
 
 
 def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:

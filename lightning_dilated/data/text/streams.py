@@ -1,0 +1,244 @@
+"""StreamDataModule: a text as parallel streams, each read from its beginning to its end, a step after the other.
+
+Shape letters: B streams of a batch, S streams of all ranks, N tokens of a step (`seq_len`), n tokens of this one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dilated._validation import integer, one_of
+from lightning_dilated.data.files import (
+    HINT,
+    MARK,
+    ByteStream,
+    collect_files,
+    file_suffixes,
+    files_of,
+    required_paths,
+)
+from lightning_dilated.data.module import SHARE, SPLITS, SequenceDataModule, split_bounds, split_fractions
+from lightning_dilated.data.text.tokens import RAW_DTYPES, SUFFIXES, TokenStream, out_of_range, token_file
+from lightning_dilated.sequence.shard import SequenceSpec
+
+
+class StreamSequences(Dataset):
+    """Tokens [start, stop) of a text as S streams of equal length; sample s * S + i is step s of stream i.
+
+    So a sampler that serves samples in their order, S at a time over all ranks, gives every stream its next step; of R
+    ranks that divide S each serves whole streams.
+
+    Args:
+        text: the tokens.
+        start, stop: the range of the text.
+        seq_len: N, tokens of a step.
+        streams: S.
+        separator: the token that ends a document; None: there are no documents.
+        vocab_size: tokens of this size or larger are an error; None: any is allowed.
+        whole: leave out a last step of less than N tokens.
+    """
+
+    def __init__(
+        self,
+        text: ByteStream | TokenStream,
+        start: int,
+        stop: int,
+        seq_len: int,
+        streams: int,
+        separator: int | None = None,
+        vocab_size: int | None = None,
+        whole: bool = False,
+    ) -> None:
+        self.text, self.start, self.seq_len, self.streams = text, start, seq_len, streams
+        self.separator, self.vocab_size = separator, vocab_size
+        #: tokens of a stream; every one has a label
+        self.length = max(0, stop - start - 1) // streams
+        self.steps = self.length // seq_len if whole else -(-self.length // seq_len)
+
+    def __len__(self) -> int:
+        return self.steps * self.streams
+
+    def fingerprint(self) -> str:
+        """Depends on names, sizes and some blocks of the files, on the range, and on what is cut from it."""
+        place = f"{self.streams} streams of {self.length} tokens from token {self.start}, separator {self.separator}"
+        return f"{self.text.fingerprint()}, {place}{MARK}{self.text.content()}"
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """A step of a stream: `tokens` (n,), `labels` (n,), `starts` (n,), `stream`, `position`, `index`.
+
+        Raises: IndexError if there is no such sample, ValueError for a token that the vocabulary does not have.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} was asked for, but there are {len(self)}")
+        step, stream = divmod(index, self.streams)
+        position = step * self.seq_len
+        begin = self.start + stream * self.length + position
+        count, before = min(self.seq_len, self.length - position), int(position > 0)
+        values = self._read(begin - before, begin + count + 1)
+        tokens, labels = values[before:-1], values[before + 1 :].clone()
+        starts = torch.zeros(count, dtype=torch.bool)
+        if self.separator is not None:
+            starts[1 - before :] = values[:-2] == self.separator
+            labels[tokens == self.separator] = -100
+        starts[0] |= position == 0
+        place = {"stream": stream, "position": position, "index": index}
+        return {"tokens": tokens, "labels": labels, "starts": starts, **place}
+
+    def _read(self, start: int, stop: int) -> torch.Tensor:
+        """(stop - start,) int64 tokens."""
+        values = torch.from_numpy(self.text.read(start, stop)).long()
+        if self.vocab_size is not None:
+            wrong = ((values < 0) | (values >= self.vocab_size)).nonzero()
+            if len(wrong):
+                path, position = self.text.where(start + int(wrong[0]))  # type: ignore[union-attr]
+                raise ValueError(out_of_range(int(values[wrong[0]]), path, position, self.vocab_size))
+        return values
+
+
+class StreamDataModule(SequenceDataModule):
+    """Text, binary or token files as S streams that a model reads from beginning to end: a step goes on after the last.
+
+    For models with a method `stream`, such as `LongNetLM`: it carries what it needs of a stream from step to step, and
+    gradients end at the bounds of steps (truncated back-propagation). The training part is cut into S contiguous streams of
+    equal length, and so are those of validation and test; each data-parallel rank serves S / ranks whole streams. An epoch
+    is one pass through all streams. Steps come in order, so an epoch has no shuffling; the position is saved in checkpoints,
+    and a run may go on with another number of ranks.
+
+    Batches: `tokens` (B, n) int64; `labels` (B, n) int64, the next token of each, also across steps, -100 after the end of a
+    document; `starts` (B, n) bool, True where a stream or document begins; `stream` (B,) int64, the numbers of the streams;
+    `position` (B,) int64, tokens of the stream before these; `index` (B,) int64. n is N; the last, shorter step of a stream
+    is left out in training.
+
+    Args:
+        paths: files, directories (read recursively) or globs.
+        seq_len: N, tokens of a step.
+        streams: S, a multiple of the data-parallel ranks.
+        separator: the byte or token that ends a document, before whose next one nothing is seen; null: one text.
+        vocab_size: null reads bytes, 256 different ones; a number reads token files as `TokenDataModule` does.
+        dtype: of .bin token files, see `TokenDataModule`.
+        val_fraction, test_fraction: shares of the tokens for validation and test, the last ones, from 0 to below 1.
+        num_workers, pin_memory: see `SplitDataModule`.
+        suffixes: which files of a directory to take, such as ['.txt']; null for all (of tokens: .npy and .bin).
+
+    Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
+    """
+
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1, "starts": 1}, whole=["stream", "position", "index"])
+    shuffles = False
+    unit = "steps"
+
+    def __init__(
+        self,
+        paths: str | list[str],
+        seq_len: int,
+        streams: int,
+        separator: int | None = None,
+        vocab_size: int | None = None,
+        dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None,
+        val_fraction: float = SHARE,
+        test_fraction: float = SHARE,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        suffixes: list[str] | None = None,
+    ) -> None:
+        self.streams = integer(streams, "data.streams", 1)
+        super().__init__(seq_len, None, None, self.streams, 0, num_workers, pin_memory)
+        self.paths, self.suffixes = required_paths(paths, "paths"), file_suffixes(suffixes, "data.suffixes")
+        if dtype is not None:
+            one_of(dtype, "data.dtype", RAW_DTYPES, " Or null, for uint16.")
+            if vocab_size is None:
+                raise ValueError(f"data.dtype = {dtype} is that of token files: set data.vocab_size, or leave it out")
+        self.reads_tokens, self.dtype = vocab_size is not None, dtype
+        self.vocab_size = 256 if vocab_size is None else integer(vocab_size, "data.vocab_size", 1)
+        self.separator = None if separator is None else integer(separator, "data.separator", 0)
+        if separator is not None and separator >= self.vocab_size:
+            raise ValueError(f"data.separator must be below {self.vocab_size}, the number of tokens; got {separator}")
+        shares = {"val": val_fraction, "test": test_fraction}
+        self.fractions = split_fractions(shares, {"val": False, "test": False}, "paths")
+        self._text: ByteStream | TokenStream | None = None
+
+    def setup(self, stage: str | None = None) -> None:
+        """As `SplitDataModule`; checks that the model carries streams, on ranks that hold whole ones.
+
+        Raises: ValueError, TypeError naming what to change.
+        """
+        super().setup(stage)
+        if self.trainer is None:
+            return
+        model, sizes = self.trainer.lightning_module, getattr(self.trainer.strategy, "sizes", None)
+        if not callable(getattr(model, "stream", None)):
+            raise TypeError(
+                f"{type(model).__name__} has no method `stream`, so it would see each step of a stream alone: take "
+                "LongNetLM, or a DataModule of separate sequences, such as ByteDataModule"
+            )
+        shared = getattr(sizes, "sequence_size", 1)
+        if shared > 1:
+            raise ValueError(
+                f"the strategy lets {shared} ranks share a sequence, but each stream is read by one rank: set "
+                "sequence_size=1, as in RingDilatedStrategy(sequence_size=1), so that every rank reads streams of its own"
+            )
+
+    def check(self) -> None:
+        """Look up all files and sizes, and check that the streams of each requested split have a step.
+
+        Raises: OSError or ValueError, saying what was found and what to change.
+        """
+        if self._text is not None:
+            return
+        text = self._open()
+        if len(text) == 0:
+            raise ValueError(f"all files of data.paths are empty; {HINT}")
+        for split, (start, stop) in split_bounds(len(text), self.fractions).items():
+            if self.wanted(split) is None:
+                self._check_split(split, stop - start, len(text))
+        self._text = text
+
+    def dataset(self, split: str) -> StreamSequences:
+        one_of(split, "split", SPLITS)
+        self.check()
+        assert self._text is not None
+        start, stop = split_bounds(len(self._text), self.fractions)[split]
+        known = self.vocab_size if self.reads_tokens else None
+        whole = split == "train"
+        return StreamSequences(self._text, start, stop, self.seq_len, self.streams, self.separator, known, whole)
+
+    def per_rank(self, replicas: int) -> int:
+        """Streams of each rank.
+
+        Raises: ValueError where the ranks do not divide them.
+        """
+        if self.streams % replicas:
+            raise ValueError(
+                f"data.streams = {self.streams} is no multiple of the {replicas} data-parallel ranks, and each rank reads "
+                f"whole streams: set data.streams to {-(-self.streams // replicas) * replicas}, or use fewer ranks"
+            )
+        return self.streams // replicas
+
+    def describe(self) -> str:
+        """One line: tokens of all files, and tokens of a stream of each split."""
+        data = {split: self.dataset(split) for split in SPLITS}
+        sizes = ", ".join(f"{x.length:,} {split}" for split, x in data.items())
+        return f"{len(data['train'].text):,} tokens; {self.streams:,} streams of {sizes}, {self.seq_len:,} a step"
+
+    def wanted(self, split: str) -> str | None:
+        present = split == "train" or self.fractions[split] > 0
+        return None if present else f"data.{split}_fraction is 0; set it above 0"
+
+    def _open(self) -> ByteStream | TokenStream:
+        if not self.reads_tokens:
+            return ByteStream(collect_files(self.paths, self.suffixes))
+        files = files_of(self.paths, "paths", self.suffixes or SUFFIXES)
+        return TokenStream([token_file(path, os.path.getsize(path), self.dtype, 0) for path in files])
+
+    def _check_split(self, split: str, size: int, total: int) -> None:
+        needed = self.streams * (self.seq_len if split == "train" else 1) + 1
+        if size < needed:
+            change = "lower data.seq_len" if split == "train" else f"raise data.{split}_fraction, or set it to 0"
+            raise ValueError(
+                f"the {split} split has {size} of the {total} tokens, but a step of data.streams = {self.streams} takes "
+                f"{needed} (data.seq_len = {self.seq_len}): pass more data, lower data.streams, or {change}"
+            )

@@ -1,0 +1,107 @@
+"""CarriedStreams: what a model carries of each stream from batch to batch, whichever rank or batch the stream comes in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from lightning_dilated.attention.stream import StreamState
+
+#: states by the numbers of the streams in them, in their order
+Groups = dict[tuple[int, ...], StreamState]
+
+
+class CarriedStreams:
+    """The states of streams by their numbers; those of a batch stay together while batches hold the same streams.
+
+    A batch may be computed more than once before it counts as finished: it then starts from the same states, and a
+    checkpoint of an unfinished batch holds the states before it.
+    """
+
+    def __init__(self) -> None:
+        self._now: Groups = {}
+        self._before: Groups = {}
+        self._batch: int | None = None
+        self._own: set[int] = set()
+
+    def take(
+        self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool], batch: int | None
+    ) -> StreamState:
+        """The state before a batch of these streams.
+
+        Args:
+            positions: tokens of each stream so far, 0 where it begins; None: unknown, and a stream without a state begins.
+            starts: whether the first token of the batch begins a document.
+            batch: a number of its own for each batch; None: every call is a new batch.
+
+        Raises:
+            ValueError: for streams that go on without a state, or with that of another position.
+        """
+        if len(set(streams)) < len(streams):
+            raise ValueError(f"a batch holds each stream once; got streams {list(streams)}.")
+        if batch is None or batch != self._batch:
+            self._before, self._batch = dict(self._now), batch
+        before = self._before
+        known = {n: (group, i) for group in before for i, n in enumerate(group)}
+        begins = [n not in known if positions is None else positions[i] == 0 for i, n in enumerate(streams)]
+        ready = starts if positions is None else begins
+        lost = [n for n, begin in zip(streams, ready, strict=True) if n not in known and not begin]
+        if lost:
+            raise ValueError(
+                f"streams {lost} go on in the middle, but the model carries nothing of what came before. Resume from a "
+                "checkpoint that holds their states, or let the streams begin (starts[:, 0] True at their first token)."
+            )
+        self._check_positions(streams, positions, known)
+        if tuple(streams) in before and not any(begins):
+            return before[tuple(streams)]
+        goes_on = (before[known[n][0]].position for n, new in zip(streams, begins, strict=True) if not new)
+        at = 0 if positions is not None else next(goes_on, 0)
+        old = lambda n: before[known[n][0]].select(known[n][1])  # noqa: E731
+        each = zip(streams, begins, strict=True)
+        return StreamState.join([StreamState(at, [at]) if new else old(n) for n, new in each])
+
+    def _check_positions(
+        self, streams: Sequence[int], positions: Sequence[int] | None, known: Mapping[int, tuple[tuple[int, ...], int]]
+    ) -> None:
+        for n, position in zip(streams, positions or (), strict=False):
+            carried = self._before[known[n][0]].position if position else 0
+            if position != carried:
+                raise ValueError(
+                    f"stream {n} goes on at its token {position}, but the model has read it up to token {carried}: a batch "
+                    "was left out or came twice. Resume data and model from the same checkpoint."
+                )
+
+    def put(self, streams: Sequence[int], state: StreamState) -> None:
+        """Set the state after a batch of these streams."""
+        key = tuple(streams)
+        for group in [g for g in self._now if g != key and not set(g).isdisjoint(key)]:
+            old = self._now.pop(group)
+            self._now |= {(n,): old.select(i) for i, n in enumerate(group) if n not in key}
+        self._now[key] = state
+        self._own |= set(key)
+
+    def clear(self) -> None:
+        """Forget all streams."""
+        self._now, self._before, self._batch, self._own = {}, {}, None, set()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+    def __bool__(self) -> bool:
+        return bool(self._now)
+
+    def state_dicts(self, batch: int | None) -> tuple[dict[int, Any], dict[int, Any]]:
+        """By stream, as plain values on the CPU: (states of streams that were computed here, those that were only loaded).
+
+        Args:
+            batch: the number of a batch that is not finished, so that its states do not count yet.
+        """
+        groups = self._before if batch is not None and batch == self._batch else self._now
+        plain = {
+            n: state.select(i).to("cpu").state_dict() for group, state in groups.items() for i, n in enumerate(group)
+        }
+        own = {n: x for n, x in plain.items() if n in self._own}
+        return own, {n: x for n, x in plain.items() if n not in self._own}
+
+    def load_state_dicts(self, states: Mapping[int, Any]) -> None:
+        """Take the place of all streams."""
+        self.clear()
+        self._now = {(int(n),): StreamState.of(x) for n, x in states.items()}

@@ -1,0 +1,265 @@
+"""Training and evaluating on batches of streams: a model carries its state from batch to batch, by stream number."""
+
+import io
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
+
+from ..examples import examples
+from .test_endless import MODELS, VOCABULARY, call
+from .test_streaming import GEOMETRIC, lm
+
+TOKENS = torch.randint(0, VOCABULARY, (3, 121), generator=torch.Generator().manual_seed(5))
+
+
+def batch(at, n, rows=(0, 1, 2), positions=True, tokens=TOKENS, starts=None):
+    """Tokens [at, at + n) of these streams."""
+    rows = list(rows)
+    begin = torch.zeros(len(rows), n, dtype=torch.bool) if starts is None else starts[rows, at : at + n].clone()
+    begin[:, 0] |= at == 0
+    out = {"tokens": tokens[rows, at : at + n], "labels": tokens[rows, at + 1 : at + n + 1], "starts": begin}
+    place = {"position": torch.full((len(rows),), at)} if positions else {}
+    return {**out, "stream": torch.tensor(rows), **place}
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+@given(st.data())
+@settings(max_examples=examples(5))
+def test_select_and_join(name, data):
+    """Samples of a state taken apart and joined in another order go on as they did together."""
+    model = MODELS[name].eval()
+    sizes = data.draw(st.lists(st.integers(1, 40), min_size=1, max_size=3))
+    starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(sum(sizes))) < 0.05
+    n = sum(sizes)
+    with torch.no_grad():
+        _, states = call(model, TOKENS[:, :n], sizes, starts[:, :n])
+        want, after = model.stream(TOKENS[:, n:], None, states[-1], per_token=True, starts=starts[:, n:])
+        order = data.draw(st.permutations([0, 1, 2]))
+        parts = [states[-1].select(i) for i in order]
+        state = ld.StreamState.join([ld.StreamState.join(parts[:2]), parts[2]])
+        got, rest = model.stream(TOKENS[order, n:], None, state, per_token=True, starts=starts[order, n:])
+    torch.testing.assert_close(got, want[order], rtol=1e-10, atol=1e-10)
+    assert rest.nbytes == after.nbytes and sum(p.nbytes for p in parts) == states[-1].nbytes
+    assert not any(x.requires_grad for x, _ in state.rows.values())
+    again = ld.StreamState.join([state])
+    assert again.starts == state.starts == [states[-1].starts[i] for i in order]
+    assert all(torch.equal(again.rows[k][0], x) and again.rows[k][1] == p for k, (x, p) in state.rows.items())
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_a_new_sample_joins_old_ones(name):
+    model = MODELS[name].eval()
+    starts = torch.zeros(3, 21, dtype=torch.bool)
+    starts[1, 0] = True
+    with torch.no_grad():
+        _, (state,) = call(model, TOKENS[:, :100], [100])
+        want, _ = model.stream(TOKENS[:, 100:], TOKENS[:, 100:].roll(-1, 1), state, per_token=True, starts=starts)
+        state = ld.StreamState.join([state.select(0), ld.StreamState(100, [100]), state.select(2)])
+        got, _ = model.stream(TOKENS[:, 100:], TOKENS[:, 100:].roll(-1, 1), state, per_token=True, starts=starts)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=r"got 2, at positions \[0, 100\]"):
+        ld.StreamState.join([state, ld.StreamState(0, [0])])
+    with pytest.raises(ValueError, match="got 0"):
+        ld.StreamState.join([])
+
+
+@pytest.mark.parametrize("positions", [True, False])
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_losses_are_those_of_the_whole(name, positions):
+    """Also where streams come in other batches than before, and documents begin."""
+    model = MODELS[name].train()
+    model.carried.clear()
+    starts = torch.rand(3, 121, generator=torch.Generator().manual_seed(0)) < 0.05
+    starts[:, 0] = True
+    steps = [(0, 30, [(0, 1, 2)]), (30, 30, [(2, 0), (1,)]), (60, 30, [(0, 1), (2,)]), (90, 30, [(0, 1, 2)])]
+    got = 0.0
+    for at, n, groups in steps:
+        for rows in groups:
+            total, count = model.loss_terms(batch(at, n, rows, positions, starts=starts))
+            assert count == n * len(rows) and total.requires_grad
+            got += total.detach()
+    whole, _ = model.stream(TOKENS[:, :120], TOKENS[:, 1:], starts=starts[:, :120], chunk=120)
+    torch.testing.assert_close(got, whole.detach(), rtol=1e-10, atol=1e-10)
+
+
+def test_gradients_are_truncated_at_steps():
+    """Those of `truncate` with chunks as long as a step; a chunk of the memory settings cuts further."""
+    model = MODELS["convolution"].train()
+    model.transformer.memory = MemorySettings(stream=20, truncate=True)
+    model.zero_grad()
+    model.loss_terms({"tokens": TOKENS[:, :120], "labels": TOKENS[:, 1:]})[0].backward()
+    want = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for step, memory in ((20, MemorySettings()), (40, MemorySettings(stream=20))):
+        model.transformer.memory = memory
+        model.carried.clear()
+        model.zero_grad()
+        for at in range(0, 120, step):
+            model.loss_terms(batch(at, step))[0].backward()
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(p.grad, want[name], rtol=1e-10, atol=1e-10)
+    model.transformer.memory = MemorySettings()
+
+
+def test_a_stream_without_its_state():
+    model = lm().train()
+    for positions in (True, False):
+        with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle.*Resume from a checkpoint"):
+            model.loss_terms(batch(30, 30, positions=positions))
+    model.loss_terms(batch(0, 30))
+    with pytest.raises(ValueError, match="stream 0 goes on at its token 60, but the model has read it up to token 30"):
+        model.loss_terms(batch(60, 30))
+    model.loss_terms(batch(0, 30))  # an epoch ended early
+    model.loss_terms(batch(30, 30))
+    with pytest.raises(ValueError, match="each stream once"):
+        model.loss_terms(batch(0, 30, (1, 1)))
+
+
+def test_refusals():
+    model = lm().train()
+    with pytest.raises(ValueError, match=r"\['cu_seqlens'\]: leave it out"):
+        model.loss_terms({**batch(0, 30), "cu_seqlens": torch.tensor([0, 30], dtype=torch.int32)})
+    with pytest.raises(ValueError, match="call loss_terms, or use no_grad"):
+        model.token_losses(batch(0, 30))
+    model.watch_losses = lambda *x: None
+    with pytest.raises(ValueError, match="LossByPosition"):
+        model.loss_terms(batch(0, 30))
+
+    class Redefined(ld.LongNetLM):
+        def token_losses(self, batch):
+            return super().token_losses(batch)
+
+    with pytest.raises(ValueError, match="Redefined redefines token_losses"):
+        Redefined(GEOMETRIC, VOCABULARY, 16, 1, 4).loss_terms(batch(0, 30))
+
+
+def test_other_head_chunks():
+    """A state holds rows by the heads that were computed together."""
+    for before, after in ((1, 2), (2, 1), (4, 2)):
+        model = lm().train()
+        model.transformer.memory = MemorySettings(head_chunks=before)
+        model.loss_terms(batch(0, 30))
+        model.loss_terms(batch(30, 30))
+        model.transformer.memory = MemorySettings(head_chunks=after)
+        with pytest.raises(ValueError, match=f"head_chunks={before}, and the memory settings say {after}"):
+            model.loss_terms(batch(60, 30))
+
+
+# -- in a Trainer ------------------------------------------------------------------------------------------------------
+SIZE, STREAMS, STEP = 650, 3, 16
+WIDE = ld.DilatedPattern.longnet([8, 64], [1, 2])
+
+
+class Losses(pl.Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, *args):
+        self.losses.append(float(trainer.callback_metrics["train_loss"]))
+
+
+def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, **options):
+    """(trainer, model, data, losses) of a run; documents end at byte 3."""
+    values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
+    (tmp_path / "text").write_bytes(values.numpy().tobytes())
+    data = ld.data.StreamDataModule(str(tmp_path / "text"), STEP, streams, 3, val_fraction=0.25, test_fraction=0.1)
+    data.vocab_size = VOCABULARY
+    pl.seed_everything(1, verbose=False)
+    model = model or ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
+    record = Losses()
+    quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_steps=steps, callbacks=[record, *options.pop("callbacks", [])],
+        precision="64-true", **quiet, **options,
+    )  # fmt: skip
+    trainer.fit(model, data, ckpt_path=ckpt)
+    return trainer, model, data, record.losses
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("stop", [3, 8, 11])
+def test_resuming_within_an_epoch(tmp_path, stop):
+    """8 steps are an epoch."""
+    _, model, _, whole = fitted(tmp_path, 13)
+    trainer, _, _, first = fitted(tmp_path, stop)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    held = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
+    assert sorted(held) == [0, 1, 2]
+    _, again, _, rest = fitted(tmp_path, 13, tmp_path / "a.ckpt")
+    assert len(first + rest) == 13
+    assert first + rest == pytest.approx(whole, rel=1e-9)
+    for a, b in zip(model.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.full
+def test_a_batch_that_failed_is_not_in_the_checkpoint(tmp_path):
+    class Fails(pl.Callback):
+        def on_before_optimizer_step(self, trainer, *args):
+            if trainer.global_step == 4:
+                raise KeyboardInterrupt
+
+        def on_exception(self, trainer, *args):
+            trainer.save_checkpoint(tmp_path / "a.ckpt")
+
+    _, _, _, whole = fitted(tmp_path, 6)
+    with pytest.raises(SystemExit):
+        fitted(tmp_path, 6, callbacks=[Fails()])
+    states = torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"]
+    assert {x["position"] for x in states.values()} == {4 * STEP}
+    _, _, _, rest = fitted(tmp_path, 6, tmp_path / "a.ckpt")
+    assert rest == pytest.approx(whole[4:], rel=1e-9)
+
+
+@pytest.mark.full
+def test_validation_is_that_of_the_whole(tmp_path):
+    """Also in the midst of training, and not that of windows by themselves."""
+    checks = {"val_check_interval": 3, "num_sanity_val_steps": 2}
+    trainer, model, data, losses = fitted(tmp_path, 5, **checks)
+    assert losses == pytest.approx(fitted(tmp_path, 5, limit_val_batches=0)[3], rel=1e-12)
+    got = float(trainer.validate(model, data, verbose=False)[0]["val_loss"])
+    tested = float(trainer.test(model, data, verbose=False)[0]["test_loss"])
+    bits = trainer.predict(model, data)
+    assert not model.carried_in_evaluation and model.carried
+    for split, loss in (("val", got), ("test", tested)):
+        steps = list(getattr(data, f"{split}_dataloader")())
+        tokens, labels, starts = (torch.cat([b[x] for b in steps], 1) for x in ("tokens", "labels", "starts"))
+        model.eval()
+        with torch.no_grad():
+            whole, _ = model.stream(tokens, labels, starts=starts)
+            alone = sum(model.stream(b["tokens"], b["labels"], starts=b["starts"])[0] for b in steps)
+        count = (labels != -100).sum()
+        assert loss == pytest.approx(float(whole / count), rel=1e-6)  # torchmetrics sums in float32
+        assert abs(float(alone / count) - loss) > 1e-3
+    nats = sum((b["bits_per_byte"] * b["tokens"]).sum() for b in bits) * torch.log(
+        torch.tensor(2.0, dtype=torch.float64)
+    )
+    assert float(nats / count) == pytest.approx(tested, rel=1e-6)
+
+
+@pytest.mark.full
+def test_accumulation_and_other_models(tmp_path):
+    """Micro-batches go on, too; a model that carries nothing is refused."""
+    _, model, _, _ = fitted(tmp_path, 3, accumulate_grad_batches=2)
+    states, _ = model.carried.state_dicts(None)
+    assert {x["position"] for x in states.values()} == {6 * STEP}
+    with pytest.raises(TypeError, match="LongNetMLM has no method `stream`"):
+        fitted(tmp_path, 1, model=ld.LongNetMLM(GEOMETRIC, vocab_size=VOCABULARY, dim=16, depth=1, num_heads=4))
+
+
+@pytest.mark.full
+def test_a_checkpoint_without_states(tmp_path):
+    trainer, *_ = fitted(tmp_path, 3)
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    file = torch.load(tmp_path / "a.ckpt", weights_only=True)
+    del file["streams"]
+    buffer = io.BytesIO()
+    torch.save(file, buffer)
+    (tmp_path / "a.ckpt").write_bytes(buffer.getvalue())
+    with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle"):
+        fitted(tmp_path, 5, tmp_path / "a.ckpt")

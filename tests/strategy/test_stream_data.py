@@ -1,0 +1,99 @@
+"""Streams on data-parallel ranks: losses of one rank, and checkpoints that go on with another number."""
+
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_dilated import LongNetLM, RingDilatedStrategy
+from lightning_dilated.callbacks import ShardedCheckpoint
+from lightning_dilated.data import StreamDataModule
+
+from .runs import PATTERN, Record, launched, trainer
+
+pytestmark = pytest.mark.full
+
+STEPS, EPOCH = 9, 6
+ALONE = {"sequence_size": 1}
+
+
+def written(folder):
+    made = torch.Generator().manual_seed(0)
+    text = Path(folder) / "text"
+    text.write_bytes(bytes(torch.randint(0, 30, (560,), generator=made).tolist()))
+    return str(text)
+
+
+def part_of_run(rank, group, text, stop, ckpt=None, sharded=None, settings=ALONE, strategy=None, separator=7):
+    """Losses, validation loss and parameters of a run up to step `stop`, from a checkpoint if there is one; saves one."""
+    pl.seed_everything(1, verbose=False)
+    world, record = launched(rank), Record()
+    data = StreamDataModule(text, 16, 4, separator=separator, val_fraction=0.2, test_fraction=0)
+    model = LongNetLM(pattern=PATTERN, dim=16, depth=1, kv_conv=2)
+    callbacks = [record] if sharded is None else [record, ShardedCheckpoint(sharded, every_n_train_steps=stop)]
+    options = {"callbacks": callbacks, "precision": "64-true", "num_sanity_val_steps": 1}
+    options["enable_checkpointing"] = sharded is not None
+    built = trainer(strategy or RingDilatedStrategy(**settings), world, max_steps=stop, **options)
+    built.fit(model, data, ckpt_path=ckpt)
+    path = f"{text}.{stop}.{world}.ckpt"
+    if sharded is None:
+        built.save_checkpoint(path)
+    loss = float(built.validate(model, data, verbose=False)[0]["val_loss"])
+    return record.losses, loss, torch.cat([p.detach().flatten() for p in model.parameters()]), path
+
+
+def same(got, want):
+    """Validation losses are summed in float32."""
+    for a, b, rtol in zip(got[:3], want[:3], (1e-9, 1e-6, 1e-9), strict=True):
+        a, b = (torch.as_tensor(x, dtype=torch.float64) for x in (a, b))
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def whole(pools, tmp_path_factory):
+    """An uninterrupted run on one rank."""
+    text = written(tmp_path_factory.mktemp("whole"))
+    return pools(1).run(1, part_of_run, text, STEPS)[0]
+
+
+def test_two_ranks_are_one(pools, tmp_path, whole):
+    same(pools(2).run(2, part_of_run, written(tmp_path), STEPS)[0], whole)
+
+
+def test_ddp(pools, tmp_path):
+    """It shows a rank's own loss, and averages ranks: without documents each has as many labels."""
+    text, more = written(tmp_path), (STEPS, None, None, ALONE, "ddp", None)
+    got = pools(2).run(2, part_of_run, text, *more)
+    losses = torch.tensor([x[0] for x in got], dtype=torch.float64).mean(0)
+    same((losses, *got[0][1:]), pools(1).run(1, part_of_run, text, *more[:4], None, None)[0])
+
+
+@pytest.mark.parametrize("before, after", [(2, 1), (1, 2), pytest.param(2, 4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stop", [4, EPOCH])
+def test_another_number_of_ranks(pools, tmp_path, whole, before, after, stop):
+    text = written(tmp_path)
+    first = pools(before).run(before, part_of_run, text, stop)[0]
+    states = torch.load(first[3], weights_only=True)["streams"]
+    assert {n: x["position"] for n, x in states.items()} == dict.fromkeys(range(4), 16 * stop)
+    rest = pools(after).run(after, part_of_run, text, STEPS, first[3])[0]
+    same((first[0] + rest[0], *rest[1:]), whole)
+    again = torch.load(rest[3], weights_only=True)["streams"]
+    assert {n: x["position"] for n, x in again.items()} == dict.fromkeys(range(4), 16 * (STEPS - EPOCH))
+
+
+def test_folders(pools, tmp_path, whole):
+    """`ShardedCheckpoint` holds the states, too."""
+    text = written(tmp_path)
+    first = pools(2).run(2, part_of_run, text, 4, None, str(tmp_path / "folders"))[0]
+    rest = pools(1).run(1, part_of_run, text, STEPS, str(tmp_path / "folders"))[0]
+    assert len(rest[0]) == STEPS - 4
+    same((first[0] + rest[0], *rest[1:]), whole)
+
+
+def test_ranks_that_share_a_sequence(pools, tmp_path):
+    answers = pools(2).answers(2, part_of_run, written(tmp_path), 1, None, None, {})
+    assert all(
+        "2 ranks share a sequence, but each stream is read by one rank: set sequence_size=1" in a.message
+        for a in answers
+    )
