@@ -146,7 +146,7 @@ def op_arguments(
     window: tuple[int, ...] = (),
     needs_grad: bool | None = None,
     chunk: ChunkLayer | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, str]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, str, Tensor | None]:
     """What `torch.ops.lightning_dilated.attention` takes, after every check that needs no other rank.
 
     `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in a
@@ -164,7 +164,7 @@ def op_arguments(
         needs_grad = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     stream, place = ("", None) if chunk is None else (chunk.stream, chunk.place)
     spec = encode(pattern, causal, scale, dropout, engine, name, needs_grad, window, stream)
-    return q, k, v, lengths, cu_seqlens, seed, place, spec
+    return q, k, v, lengths, cu_seqlens, seed, spec, place
 
 
 def _group(sequence: Any) -> SequenceGroup | None:

@@ -36,8 +36,8 @@ def attention(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    place: Tensor | None,
     spec: str,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out (B, N, H, D), lse (B, H, N), received rows, number of the call); `spec` is `CallSpec.code`.
 
@@ -46,7 +46,7 @@ def attention(
     the CPU, is equal on all ranks, and tells their backwards apart. `place` (2,) int64 on the CPU is the (layer, chunk) of a
     stream.
     """
-    return run_forward(q, k, v, lengths, cu_seqlens, seed, place, spec)
+    return run_forward(q, k, v, lengths, cu_seqlens, seed, spec, place)
 
 
 @with_room
@@ -57,8 +57,8 @@ def run_forward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    place: Tensor | None,
     spec: str,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What `attention` does."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place)
@@ -70,7 +70,7 @@ def run_forward(
 
 
 @attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, place, spec):
+def _(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
     batch, seq_len, heads, head_dim = q.shape
     lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
     shared = bool(decode(spec).sequence)
@@ -92,11 +92,11 @@ def attention_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    place: Tensor | None,
     spec: str,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, place, spec)
+    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec, place)
 
 
 @with_room
@@ -112,8 +112,8 @@ def run_backward(
     lengths: Tensor | None,
     cu_seqlens: Tensor | None,
     seed: Tensor | None,
-    place: Tensor | None,
     spec: str,
+    place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """What `attention_backward` does."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place, number, backward=True)
@@ -127,9 +127,9 @@ def _(grad, q, k, v, *others):
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *others, ctx.spec = inputs
+    q, k, v, *others, ctx.spec, place = inputs
     out, lse, *received = output
-    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *others)
+    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *others, place)
 
 
 def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
@@ -138,7 +138,8 @@ def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
 
 
 def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *ctx.saved_tensors, ctx.spec)
+    *saved, place = ctx.saved_tensors
+    dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *saved, ctx.spec, place)
     return dq, dk, dv, None, None, None, None, None
 
 
@@ -155,13 +156,13 @@ attention_backward.register_autograd(_no_double_backward)
 
 # -- FLOPs -------------------------------------------------------------------------------------------------------------
 @register_flop_formula(torch.ops.lightning_dilated.attention, get_raw=True)
-def _forward_flops(q, k, v, lengths, cu_seqlens, seed, place, spec, *, out_val: Any = None, **options: Any) -> int:
+def _forward_flops(q, k, v, lengths, cu_seqlens, seed, spec, place=None, *, out_val: Any = None, **options: Any) -> int:
     return 4 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 
 @register_flop_formula(torch.ops.lightning_dilated.attention_backward, get_raw=True)
-def _backward_flops(grad, q, k, *others, out_val: Any = None, **options: Any) -> int:
-    *_, lengths, cu_seqlens, _, place, spec = others
+def _backward_flops(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec, place=None, *,
+                    out_val: Any = None, **options: Any) -> int:  # fmt: skip
     return 10 * q.shape[3] * attention_pairs(q, k, lengths, cu_seqlens, place, decode(spec))
 
 

@@ -231,7 +231,7 @@ def _backward(
 ) -> list[Tensor]:
     """dq, dk, dv in the dtypes of q, k and v as they were projected."""
     lse, *received = kept
-    dtype, spec = out.dtype, rest[-1]
+    dtype, spec = out.dtype, rest[3]
     inputs = (y.detach().to(dtype) for y in made)
     found = torch.ops.lightning_dilated.attention_backward(
         grad.to(dtype), *inputs, out, lse, *to_save(received, spec), *rest
