@@ -41,4 +41,4 @@ def essence(message: str) -> str:
     noise += ("- Expected a <class 'NoneType'>", "Does not validate against any")
     lines = [line.strip() for line in message.splitlines()]
     kept = [line.removeprefix("- ") for line in lines if line and not line.startswith(noise)]
-    return "\n  ".join(line[:400] for line in kept[:12]) or message
+    return "\n  ".join(line[:1000] for line in kept[:12]) or message

@@ -200,6 +200,10 @@ class Explanation:
         return "\n".join(lines)
 
 
+#: positions that are looked at together
+AT_ONCE = 1 << 22
+
+
 def explain(
     pattern: DilatedPattern | Sequence[DilatedPattern],
     seq_len: int,
@@ -264,16 +268,18 @@ def _dead(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[int, ...]
 
 def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int) -> float:
     """Share of (head, position) that no branch serves."""
-    missing, positions = 0, torch.arange(seq_len)
+    missing = 0
     for head in range(num_heads):
         branches = [b for b in pattern.branches if b.serves(head)]
         if any(b.dilation_rate == 1 for b in branches):  # covers everything
             continue
-        covered = torch.zeros(seq_len, dtype=torch.bool)
-        for branch in branches:
-            offset = pattern.offset(branch, head, num_heads, num_kv_heads)
-            covered |= segment_index(branch, seq_len, positions)[1] % branch.dilation_rate == offset
-        missing += seq_len - int(covered.sum())
+        for start in range(0, seq_len, AT_ONCE):
+            positions = torch.arange(start, min(start + AT_ONCE, seq_len))
+            covered = torch.zeros(len(positions), dtype=torch.bool)
+            for branch in branches:
+                offset = pattern.offset(branch, head, num_heads, num_kv_heads)
+                covered |= segment_index(branch, seq_len, positions)[1] % branch.dilation_rate == offset
+            missing += len(positions) - int(covered.sum())
     return missing / (num_heads * seq_len)
 
 

@@ -301,7 +301,5 @@ def test_streams(cli):
     assert result.code == 0, result.err
     assert "stream=65536" in result.out and "16 chunks; one, forward and backward:" in result.out
     assert "          stream: 65536" in result.out
-    result = cli("plan", *sizes, "--gpu", "A10", "--gpus", "1", "--tokens", "64M")
-    assert result.code == 0 and "* none, stream" in result.out.replace("all kept", "none"), result.out
     result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K")
     assert result.code and "is planned for one GPU" in result.err

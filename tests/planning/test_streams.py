@@ -5,7 +5,7 @@ import pytest
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.planning.counting.model_specs import Facts, subject_of
-from lightning_dilated.planning.estimate import Case
+from lightning_dilated.planning.estimate import Case, in_words, recommended, streams
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.streams import carried_rows
@@ -96,3 +96,11 @@ def test_memory_and_time_of_a_case():
     short = MemorySettings("block", stream=8192, truncate=True)
     assert case.time(short, 1 << 18).seconds < 0.9 * seconds[2]
     assert case.longest(settings) > 20 * case.longest(MemorySettings("block"))
+
+
+def test_chunks_are_proposed_where_nothing_else_fits():
+    case, settings = plan_of(), [MemorySettings("block")]
+    tokens = 1 << 27
+    assert recommended(case, settings, tokens) is None
+    best = recommended(case, [*settings, *streams(settings)], tokens)
+    assert best is not None and best.stream is not None and in_words(best).endswith(f"stream={best.stream}")
