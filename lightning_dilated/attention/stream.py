@@ -162,6 +162,7 @@ class LayerRows:
         """Make a chunk the current one: the same, the next, or in the descent the one before; `like` is k."""
         if self.rows is None:
             self.rows = like.new_empty(0, 2, like.shape[3])
+        self.rows = self.rows.to(like.device, like.dtype)  # those of a state may have another precision
         if chunk == self.chunk + 1 and self._leaving is not None:
             self._ascend()
         elif chunk == self.chunk - 1 and self._dropped:
@@ -221,7 +222,7 @@ class LayerTails:
     def before(self, chunk: int, like: Tensor, count: int) -> Tensor:
         """(B, count, C): the rows before a chunk with the input `like`; zeros before the first token."""
         rows = self._rows.get(chunk - 1)
-        return like.new_zeros(len(like), count, like.shape[2]) if rows is None else rows
+        return like.new_zeros(len(like), count, like.shape[2]) if rows is None else rows.to(like.device, like.dtype)
 
     def last(self) -> Tensor:
         """The last chunk's rows."""
@@ -255,6 +256,7 @@ class StreamState:
         rows: by (layer, first head): (n, 2, D) rows of keys and values, and which rows these are.
         tails: by layer: (B, W - 1, C) last inputs of `kv_conv`.
         hidden: (B, 1, E) the last token's hidden state, which predicts the next; None before the first token.
+        owner: the kind of model that left it.
     """
 
     position: int = 0
@@ -262,6 +264,7 @@ class StreamState:
     rows: dict[tuple[int, int], Carried] = field(default_factory=dict)
     tails: dict[int, Tensor] = field(default_factory=dict)
     hidden: Tensor | None = None
+    owner: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -294,7 +297,12 @@ class StreamState:
         one = lambda x: x[sample : sample + 1].detach().clone()  # noqa: E731
         tails = {layer: one(x) for layer, x in self.tails.items()}
         return StreamState(
-            self.position, [self.starts[sample]], rows, tails, None if self.hidden is None else one(self.hidden)
+            self.position,
+            [self.starts[sample]],
+            rows,
+            tails,
+            None if self.hidden is None else one(self.hidden),
+            self.owner,
         )
 
     @classmethod
@@ -320,6 +328,7 @@ class StreamState:
             {key: (torch.cat([x for x, _ in parts]), sum((p for _, p in parts), ())) for key, parts in rows.items()},
             {layer: _stacked([(len(s.starts), s.tails.get(layer)) for s in states]) for layer in sorted(layers)},
             _stacked([(len(s.starts), s.hidden) for s in states]),
+            next((s.owner for s in states if s.owner), ""),
         )
 
     def to(self, device: torch.device | str) -> StreamState:
@@ -334,14 +343,15 @@ class StreamState:
             {"layer": layer, "head": head, "rows": x, "pieces": [_plain(p) for p in pieces]}
             for (layer, head), (x, pieces) in self.rows.items()
         ]
-        numbers = {"position": self.position, "starts": list(self.starts)}
+        numbers = {"position": self.position, "starts": list(self.starts), "owner": self.owner}
         return {**numbers, "rows": rows, "tails": dict(self.tails), "hidden": self.hidden}
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> StreamState:
         """From a `state_dict`."""
         rows = {(x["layer"], x["head"]): (x["rows"], tuple(map(_piece, x["pieces"]))) for x in state["rows"]}
-        return cls(int(state["position"]), list(state["starts"]), rows, dict(state["tails"]), state["hidden"])
+        numbers = int(state["position"]), list(state["starts"])
+        return cls(*numbers, rows, dict(state["tails"]), state["hidden"], state["owner"])
 
 
 def _stacked(parts: Sequence[tuple[int, Tensor | None]]) -> Any:
@@ -517,5 +527,5 @@ def find_stream(name: str) -> Stream:
     """
     stream = _streams.get(name)
     if stream is None:
-        raise ValueError(f"no stream of this process has the name {name!r}: its model was deleted before the backward.")
+        raise ValueError(f"no stream of this process has the name {name!r}: keep the model until the backward has run.")
     return stream

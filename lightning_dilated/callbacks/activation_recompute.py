@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import lightning.pytorch as pl
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dilated._device import leave_room
 from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
@@ -51,13 +52,18 @@ class ActivationRecompute(pl.Callback):
         self.settings = MemorySettings(policy, every, offload, tile, head_chunks, stream, truncate)
         self._before: list[tuple[Adjustable, MemorySettings]] = []
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Raise where two of these would change one model."""
+        if sum(isinstance(x, ActivationRecompute) for x in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError("ActivationRecompute is given twice: put all settings into one.")
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Hand the settings to the model."""
         self._set(trainer, pl_module)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Long sequences are evaluated chunk by chunk, too; within a fit the settings are set."""
-        if self.settings.stream is not None and not self._before:
+        if self.settings.stream is not None and trainer.state.fn != TrainerFn.FITTING:
             self._set(trainer, pl_module)
 
     on_test_start = on_predict_start = on_validation_start

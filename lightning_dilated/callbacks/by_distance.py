@@ -75,8 +75,8 @@ class LossByPosition(pl.Callback):
         octave = (place + 1).double().log2().floor().long().clamp(max=OCTAVES - 1)
         eighth = OCTAVES + (place * EIGHTHS // length).clamp(max=EIGHTHS - 1)
         for part in (octave, eighth):
-            index = part.to(losses.device)[counted]
-            self._sums[0].index_add_(0, index, losses.detach()[counted].double())
+            index = part.to(losses.device)[counted].to(self._sums.device)
+            self._sums[0].index_add_(0, index, losses.detach()[counted].to(self._sums.device, torch.float64))
             self._sums[1].index_add_(0, index, torch.ones_like(index, dtype=torch.float64))
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -218,8 +218,9 @@ class RecallByDistance(pl.Callback):
         octave = torch.frexp(distances.double()).exponent.long() - 1  # floor(log2), exactly; -1 of 0
         octave = octave.clamp(max=OCTAVES - 1).to(labels.device)
         counted = (labels != -100) & (octave >= 0)
-        octaves = octave[counted]
-        right = (predictions == labels)[counted]
+        # a batch that is computed chunk by chunk stays on the CPU
+        octaves = octave[counted].to(self._counts.device)
+        right = (predictions == labels)[counted].to(self._counts.device)
         self._counts[0].index_add_(0, octaves, right.long())
         self._counts[1].index_add_(0, octaves, torch.ones_like(octaves))
 

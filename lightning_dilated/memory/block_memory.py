@@ -256,6 +256,11 @@ def set_memory(module: nn.Module, settings: MemorySettings) -> list[tuple[Adjust
             f"stream={settings.stream} computes a sequence chunk by chunk, and {name} cannot: it takes a causal model with "
             "a loss for each token (LongNetLM). In others a chunk needs later ones. Leave stream out."
         )
+    if settings.stream is not None and not getattr(type(module).loss_terms, "streams", False):
+        raise ValueError(
+            f"stream={settings.stream} computes a sequence chunk by chunk, and {name} redefines loss_terms, which takes "
+            "whole sequences. Leave stream out."
+        )
     before = [(m, m.memory) for m in (*stacks, *alone)]
     for m, _ in before:
         m.memory = settings

@@ -263,3 +263,32 @@ def test_a_checkpoint_without_states(tmp_path):
     (tmp_path / "a.ckpt").write_bytes(buffer.getvalue())
     with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle"):
         fitted(tmp_path, 5, tmp_path / "a.ckpt")
+
+
+def test_fits_that_follow_one_another_go_on():
+    """Batches are numbered anew in each fit: a first batch is not the last one computed again."""
+    import lightning.pytorch as pl
+    from torch.utils.data import DataLoader
+
+    model, seen = ld.LongNetLM(ld.DilatedPattern.dense(8), 16, 16, 1, 2, max_seq_len=64), []
+    stream = model.stream
+
+    def watched(tokens, labels, state, **more):
+        seen.append(state.position)
+        return stream(tokens, labels, state, **more)
+
+    model.stream = watched
+    tokens = torch.randint(0, 16, (4, 1, 8))
+    batches = [
+        {"tokens": x, "labels": x, "stream": torch.tensor([0]), "starts": torch.tensor([[i == 0] + [False] * 7])}
+        for i, x in enumerate(tokens)
+    ]
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    for part in (batches[:2], batches[2:3], batches[3:]):
+        pl.Trainer(accelerator="cpu", max_epochs=1, **quiet).fit(model, DataLoader(part, batch_size=None))
+    assert seen == [0, 8, 16, 24]

@@ -110,6 +110,19 @@ def test_training_is_truncated(more):
         torch.testing.assert_close(p.grad, wanted[key], rtol=1e-10, atol=1e-10)
 
 
+def test_a_state_of_another_model_is_refused_and_another_precision_is_not():
+    tokens = torch.randint(0, VOCABULARY, (1, 40))
+    with torch.no_grad():
+        _, state = MODELS["geometric"].stream(tokens)
+        for name in ("shifted", "convolution", "dense heads"):
+            with pytest.raises(ValueError, match="the state was left by a model of 3 layers of 16"):
+                MODELS[name].stream(tokens, state=state)
+        want, _ = MODELS["geometric"].stream(tokens, state=state)
+        narrow = lm().float()
+        got, _ = narrow.stream(tokens, state=state)
+        assert float(got) == pytest.approx(float(want), rel=1e-4)
+
+
 def test_refusals():
     model, tokens = MODELS["geometric"], torch.randint(0, VOCABULARY, (2, 8))
     for bad, message in [

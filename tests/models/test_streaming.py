@@ -218,6 +218,29 @@ def test_stages_stream(stage):
     assert model.transformer.memory == MemorySettings()
 
 
+def test_a_failed_fit_leaves_no_settings_behind():
+    """The callback that failed with one model streams the next one."""
+    broken, model, recompute = lm(), lm(), ActivationRecompute(stream=20)
+    broken.on_train_start = lambda: 1 / 0
+    quiet = {
+        "logger": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "enable_checkpointing": False,
+    }
+    loader = DataLoader([{k: v[0] for k, v in text().items()}], batch_size=1)
+    with pytest.raises(ZeroDivisionError):
+        pl.Trainer(accelerator="cpu", callbacks=[recompute], max_steps=1, precision="64-true", **quiet).fit(
+            broken, loader
+        )
+    lengths, run = [], model._chunk
+    model._chunk = lambda *args: (lengths.append(len(args[1])), run(*args))[1]
+    pl.Trainer(accelerator="cpu", callbacks=[recompute], precision="64-true", **quiet).validate(
+        model, loader, verbose=False
+    )
+    assert lengths == [20, 20, 20, 4]
+
+
 def test_truncated_gradients_end_at_chunks():
     """Where nothing crosses a chunk's bound they are exact; elsewhere the loss is, and the gradients are not."""
     walls = ld.DilatedPattern.dense(16)
@@ -283,6 +306,14 @@ def test_refusals():
         model.token_losses(text())
     with pytest.raises(ValueError, match=r'not offered in fp16.*Take precision="bf16-mixed"'):
         model.half().loss_terms(text())
+    Own = type("Own", (ld.LongNetLM,), {"loss_terms": lambda self, batch: ld.LongNetLM.loss_terms(self, batch)})
+    model = Own(GEOMETRIC, VOCABULARY, 16, 1, 4, max_seq_len=64)
+    model.configure_model()
+    with pytest.raises(ValueError, match=r"Own redefines loss_terms.*Leave stream out"):
+        ActivationRecompute(stream=16).on_fit_start(pl.Trainer(accelerator="cpu", logger=False), model)
+    twice = [ActivationRecompute(stream=16), ActivationRecompute()]
+    with pytest.raises(ValueError, match="given twice"):
+        pl.Trainer(accelerator="cpu", logger=False, callbacks=twice, enable_checkpointing=False).fit(lm(), [text()])
     model = Redefined(GEOMETRIC, VOCABULARY, 16, 1, 4, max_seq_len=64)
     model.configure_model()
     model.transformer.memory = MemorySettings(stream=16)

@@ -54,6 +54,11 @@ class CarriedStreams:
         self._check_positions(streams, positions, known)
         if tuple(streams) in before and not any(begins):
             return before[tuple(streams)]
+        if len(set(positions or ())) > 1:
+            raise ValueError(
+                f"streams {list(streams)} are at tokens {list(positions or ())}: streams of a batch begin together. Put "
+                "those that begin into a batch of their own, or leave `position` out."
+            )
         goes_on = (before[known[n][0]].position for n, new in zip(streams, begins, strict=True) if not new)
         at = 0 if positions is not None else next(goes_on, 0)
         old = lambda n: before[known[n][0]].select(known[n][1])  # noqa: E731
@@ -79,6 +84,10 @@ class CarriedStreams:
             self._now |= {(n,): old.select(i) for i, n in enumerate(group) if n not in key}
         self._now[key] = state
         self._own |= set(key)
+
+    def new_run(self) -> None:
+        """Another run begins, whose batches are numbered anew."""
+        self._batch = None
 
     def clear(self) -> None:
         """Forget all streams."""

@@ -5,6 +5,7 @@ Shape letters: B batch, N tokens, n tokens of a call, E embedding dim.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any
@@ -147,7 +148,12 @@ class StreamedLosses(DilatedModule):
                 `head_chunks`.
         """
         self.configure_model()
-        state = state or StreamState(starts=[0] * len(tokens))
+        own = self._stream_owner()
+        state = state or StreamState(starts=[0] * len(tokens), owner=own)
+        if state.position and state.owner != own:
+            raise ValueError(
+                f"the state was left by a model of {state.owner}, and this one is of {own}: begin without state."
+            )
         trains = torch.is_grad_enabled() and not per_token
         begins = _check_call(tokens, labels, state, starts, trains)
         check_streamed([self], self._product_dtype(), chunk)
@@ -171,8 +177,15 @@ class StreamedLosses(DilatedModule):
                 nats = torch.cat([self._first_nats(tokens, state, starts), nats[:, :-1]], 1)
             nats = nats if per_token else nats.sum()
         after = self.transformer.stream.take_left()
-        after.hidden = last[0]
+        after.hidden, after.owner = last[0], own
         return nats, after
+
+    def _stream_owner(self) -> str:
+        """What a state depends on: layers, heads, convolution, patterns."""
+        kv_heads, taps = self.num_kv_heads or self.num_heads, self.options.kv_conv
+        patterns = hashlib.blake2b("".join(x.code for x in self.patterns).encode(), digest_size=4).hexdigest()
+        heads = f"{self.num_heads} heads ({kv_heads} kv)"
+        return f"{self.depth} layers of {self.dim}, {heads}, kv_conv={taps}, patterns {patterns}"
 
     def _check_heads(self, state: StreamState) -> None:
         """Raise ValueError for a state of other `head_chunks`: layers would not find its rows."""
@@ -192,7 +205,7 @@ class StreamedLosses(DilatedModule):
         if state.hidden is None:
             return torch.zeros_like(first, dtype=torch.float32, device=weight.device)
         first = first if starts is None else first.masked_fill(starts[:, :1], IGNORE)
-        return self._losses(state.hidden, first.to(weight.device))
+        return self._losses(state.hidden.to(weight.device), first.to(weight.device))
 
     # -- batches of streams, whose states are carried from one to the next ---------------------------------------------
     @cached_property
@@ -267,6 +280,11 @@ class StreamedLosses(DilatedModule):
         super().on_load_checkpoint(checkpoint)
         self.carried.load_state_dicts(checkpoint.get("streams", {}))
 
+    def on_fit_start(self) -> None:
+        """As `DilatedModule`; batches are numbered anew."""
+        super().on_fit_start()
+        self.carried.new_run()
+
     def on_validation_epoch_start(self) -> None:
         self.carried_in_evaluation.clear()
 
@@ -298,7 +316,7 @@ def _check_call(
     tokens: Tensor, labels: Tensor | None, state: StreamState, starts: Tensor | None, trains: bool
 ) -> list[list[int]]:
     """Of each sample, the positions at which the document that goes on, and those of this call, begin."""
-    if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point():
+    if tokens.ndim != 2 or 0 in tokens.shape or tokens.is_floating_point() or tokens.dtype == torch.bool:
         raise ValueError(f"tokens must be (B, n) integers, at least one; got {tuple(tokens.shape)}, {tokens.dtype}.")
     for name, x in (("labels", labels), ("starts", starts)):
         if x is not None and x.shape != tokens.shape:
