@@ -261,12 +261,12 @@ def _same_in_stream(
 def chunk_convolution(x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str) -> Tensor:
     """y (B, L, C) of a chunk x whose (layer, chunk) is `place`; causal."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
-    found = find_stream(stream)
-    tails = found.tails_of(layer)
+    owner = find_stream(stream)
+    tails = owner.tails_of(layer)
     rows = torch.cat([tails.before(chunk, x, left), x], 1)
-    if found.rising:
+    if owner.rising:
         tails.leave(chunk, rows[:, x.shape[1] :])
-    return _convolved(rows, weight, left, _same_in_stream(found, chunk, left, cu_seqlens, x.device))
+    return _convolved(rows, weight, left, _same_in_stream(owner, chunk, left, cu_seqlens, x.device))
 
 
 @chunk_convolution.register_fake
@@ -280,12 +280,12 @@ def chunk_convolution_backward(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, with what later chunks left for it, and of weight."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
-    found = find_stream(stream)
-    tails = found.tails_of(layer)
+    owner = find_stream(stream)
+    tails = owner.tails_of(layer)
     rows = torch.cat([tails.before(chunk, x, left), x], 1)
-    same = _same_in_stream(found, chunk, left, cu_seqlens, x.device)
+    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
     d_rows, d_weight = _gradients(grad, rows, weight, left, same)
-    if found.exact:
+    if owner.exact:
         later = tails.take_grad(chunk)
         if later is not None:
             d_rows[:, x.shape[1] :] += later

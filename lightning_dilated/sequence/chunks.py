@@ -133,14 +133,14 @@ def leaving_rows(problem: Problem, piece: range) -> list[CarriedRows]:
 
 def live_count(problem: Problem, bound: int) -> int:
     """How many rows before a bound are read from there on."""
-    found = _read_later(problem, range(0, bound))
-    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in found.items())
+    read = _read_later(problem, range(0, bound))
+    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in read.items())
 
 
 def _read_later(problem: Problem, piece: range) -> dict[tuple[Document, int], list[tuple[int, range]]]:
     """(document, kv head) -> (last position that reads them, rows at these positions) of each branch and query head."""
     start, stop = piece.start, piece.stop
-    found: dict[tuple[Document, int], list[tuple[int, range]]] = {}
+    read: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
         if not document.start < stop < document.stop:
             continue
@@ -153,8 +153,8 @@ def _read_later(problem: Problem, piece: range) -> dict[tuple[Document, int], li
                 rows = head_rows(max(begin, start), stop, first, branch.dilation_rate, offset)
                 later = head_rows(stop, end, first, branch.dilation_rate, offset)
                 if rows and later:
-                    found.setdefault((document, head // problem.group), []).append((later[-1], rows))
-    return found
+                    read.setdefault((document, head // problem.group), []).append((later[-1], rows))
+    return read
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:

@@ -10,7 +10,7 @@ of the store is (2, D): K and V.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -116,38 +116,64 @@ class RowExchange:
         reached = self.route.queries
         with Run(self.route, self.wires[0], k, v) as run:
             out, lse, _ = self.local.forward(inputs, reached is not None)
-            queries, state = picked(reached, q), (picked(reached, out).to(lse.dtype), picked_lse(reached, lse))
-            for arrival in run.arrivals():
-                for batch in arrival.batches:
-                    merge_batch(self.call, batch, queries, arrival.rows, *state)
-        if reached is not None:
-            reached.put(out, state[0][0, :, 0])
-            reached.put(lse.transpose(1, 2), state[1][0, 0])
+            _merge_requests(self.call, reached, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
         return out, lse, run.rows.flatten(0, 1)
 
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         grad, q, k, v, out = tensors
-        reached = self.route.queries
         with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
-            sides, rows_lse = tuple(picked(reached, x) for x in (grad, q, out)), picked_lse(reached, lse)
-            dq = torch.zeros(sides[1].shape, dtype=lse.dtype, device=q.device)
-            for arrival in run.arrivals():
-                for batch in arrival.batches:
-                    add_batch(self.call, batch, sides, arrival.rows, rows_lse, dq, arrival.grads)
+            arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())
+            dq = _add_requests(self.call, self.route.queries, (grad, q, out, lse), arrivals)
             total = self.local.backward(tensors, lse, None, total)
-            add_rows(reached, total[0], dq[0, :, 0] if reached is not None else dq)
+            add_rows(self.route.queries, total[0], dq)
             run.finish(*total[1:])
         return total
 
 
-def picked(reached: Rows | None, x: Tensor) -> Tensor:
+def _merge_requests(
+    call: Call,
+    reached: Rows | None,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    arrivals: Iterable[tuple[Sequence[Batch], Tensor]],
+) -> None:
+    """Merge batches and the rows that they read into out and lse, in place; `tensors` are q, out and lse."""
+    q, out, lse = tensors
+    queries, state = _picked(reached, q), (_picked(reached, out).to(lse.dtype), _picked_lse(reached, lse))
+    for batches, rows in arrivals:
+        for batch in batches:
+            merge_batch(call, batch, queries, rows, *state)
+    if reached is not None:
+        reached.put(out, state[0][0, :, 0])
+        reached.put(lse.transpose(1, 2), state[1][0, 0])
+
+
+def _add_requests(
+    call: Call,
+    reached: Rows | None,
+    tensors: tuple[Tensor, Tensor, Tensor, Tensor],
+    arrivals: Iterable[tuple[Sequence[Batch], Tensor, Tensor]],
+) -> Tensor:
+    """dq of the reached rows, (n, D), or of all, (B, L, H, D); `tensors` are grad, q, out and lse.
+
+    Gradients of the rows of each arrival are added to its third tensor.
+    """
+    *sides, lse = tensors
+    chosen, rows_lse = tuple(_picked(reached, x) for x in sides), _picked_lse(reached, lse)
+    dq = torch.zeros(chosen[1].shape, dtype=lse.dtype, device=lse.device)
+    for batches, rows, grads in arrivals:
+        for batch in batches:
+            add_batch(call, batch, chosen, rows, rows_lse, dq, grads)
+    return dq if reached is None else dq[0, :, 0]
+
+
+def _picked(reached: Rows | None, x: Tensor) -> Tensor:
     """(1, n, 1, D) of a (B, L, H, D) tensor, or all of it."""
     return x if reached is None else reached.take(x)[None, :, None]
 
 
-def picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
+def _picked_lse(reached: Rows | None, lse: Tensor) -> Tensor:
     """(1, 1, n) of a (B, H, L) tensor, or all of it."""
     return lse if reached is None else reached.take(lse.transpose(1, 2))[None, None]
 
@@ -285,12 +311,7 @@ class Chunked:
         self.carried.enter(self.chunk, route, k)
         out, lse, _ = self.local.forward(inputs, reached is not None or (final and not route.batches))
         if route.batches:
-            queries, state = picked(reached, q), (picked(reached, out).to(lse.dtype), picked_lse(reached, lse))
-            for batch in route.batches:
-                merge_batch(self.call, batch, queries, self.carried.rows, *state)
-            if reached is not None:
-                reached.put(out, state[0][0, :, 0])
-                reached.put(lse.transpose(1, 2), state[1][0, 0])
+            _merge_requests(self.call, reached, (q, out, lse), [(route.batches, self.carried.rows)])
         if self.leaves:
             self.carried.leave(k, v)
         return out, lse, None
@@ -299,15 +320,12 @@ class Chunked:
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
         grad, q, k, _, out = tensors
-        route, carried, reached = self.route, self.carried, self.route.queries
+        route, carried = self.route, self.carried
         carried.enter(self.chunk, route, k)
         total = self.local.backward(tensors, lse, None, total)
         if route.batches:
             grads = carried.read_grads(lse.dtype)
-            sides, rows_lse = tuple(picked(reached, x) for x in (grad, q, out)), picked_lse(reached, lse)
-            dq = torch.zeros(sides[1].shape, dtype=lse.dtype, device=q.device)
-            for batch in route.batches:
-                add_batch(self.call, batch, sides, carried.rows, rows_lse, dq, grads)
-            add_rows(reached, total[0], dq[0, :, 0] if reached is not None else dq)
+            arrivals = [(route.batches, carried.rows, grads)]
+            add_rows(route.queries, total[0], _add_requests(self.call, route.queries, (grad, q, out, lse), arrivals))
         carried.add_own_grads(*total[1:])
         return total
