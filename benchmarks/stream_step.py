@@ -4,17 +4,24 @@
     python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 --policy block
     python benchmarks/stream_step.py --tokens 4194304 --hybrid 12
     python benchmarks/stream_step.py --tokens 4194304 --dim 4096 --depth 32 --heads 32 --kv-heads 8 --ffn-dim 14336 \
-        --policy block --tile 8192 --chunk 262144 --precision bf16-true --eightbit
+        --policy block --tile 8192 --chunk 131072 --precision bf16-true --eightbit
+    python benchmarks/stream_step.py --tokens 262144 --dim 384 --depth 8 --heads 6 --chunk 32768 --steps 100 --lr 1e-3 \
+        --text bytes.bin --losses streamed.json                              # and with --chunk 0: one pass
 
-Random bytes, made on the host as uint8 and widened chunk by chunk; AdamW. The first of two steps compiles, the second is
-timed (`--steps 1`: the first). Prints one row of a table. The pattern is geometric(2048, N), or a hybrid.
+Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
+the steps is timed, the first one compiles. Prints one row of a table. The pattern is geometric(2048, N), or a hybrid.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
+import json
 import time
+from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,7 +42,7 @@ def options() -> argparse.Namespace:
     """The command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--tokens", type=int, default=4194304)
-    p.add_argument("--chunk", type=int, default=1048576)
+    p.add_argument("--chunk", type=int, default=1048576, help="0: one pass")
     for name, value in (("dim", 768), ("depth", 12), ("heads", 12)):
         p.add_argument(f"--{name}", type=int, default=value)
     p.add_argument("--kv-heads", type=int)
@@ -43,9 +50,15 @@ def options() -> argparse.Namespace:
     p.add_argument("--hybrid", type=int, help="a dense head in one layer of so many, and local segments")
     p.add_argument("--policy", default="attention-kept")
     p.add_argument("--tile", type=int)
+    p.add_argument("--every", type=int, default=1)
+    p.add_argument("--offload", type=float, default=0.0)
     p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
     p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
     p.add_argument("--steps", type=int, default=2)
+    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--text", type=Path, help="bytes to learn")
+    p.add_argument("--losses", type=Path, help="where the loss of each step is written, as JSON")
     p.add_argument("--gpu", default="H200", help="that `plan` is asked for")
     return p.parse_args()
 
@@ -74,8 +87,8 @@ def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Opti
     if a.eightbit:
         from torchao.optim import AdamW8bit
 
-        return AdamW8bit(model.parameters(), lr=1e-4)
-    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        return AdamW8bit(model.parameters(), lr=a.lr)
+    return torch.optim.AdamW(model.parameters(), lr=a.lr, fused=True)
 
 
 class Bytes:
@@ -88,8 +101,23 @@ class Bytes:
         return self.values[at].long()
 
 
+def texts(a: argparse.Namespace) -> Iterator[Tensor]:
+    """(1, N + 1) uint8 tokens of each step."""
+    if a.text:
+        file = np.memmap(a.text, np.uint8, mode="r")
+        for i in range(a.steps):
+            at = i * a.tokens % (len(file) - a.tokens)
+            yield torch.from_numpy(np.array(file[at : at + a.tokens + 1]))[None]
+    else:
+        text = torch.randint(0, 256, (1, a.tokens + 1), dtype=torch.uint8)
+        yield from itertools.repeat(text, a.steps)
+
+
 def step(model: ld.LongNetLM, text: Tensor) -> Tensor:
     """The sum of nats, with its gradients."""
+    if not model.transformer.memory.stream:
+        text = text.to(model.head.weight.device).long()
+        return model.loss_terms({"tokens": text[:, :-1], "labels": text[:, 1:]})[0]
     batch = {"tokens": Bytes(text[:, :-1]), "labels": Bytes(text[:, 1:])}
     run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
     return streamed_sum(model.transformer.stream, run, model._chunks(batch), [model], model.head.weight)
@@ -98,17 +126,19 @@ def step(model: ld.LongNetLM, text: Tensor) -> Tensor:
 def main() -> None:
     """Print a row."""
     a = options()
-    settings, on_gpu = MemorySettings(a.policy, tile=a.tile, stream=a.chunk), torch.cuda.is_available()
+    settings = MemorySettings(a.policy, a.every, a.offload, tile=a.tile, stream=a.chunk or None)
+    on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
     gib, seconds = planned(a, settings)
     torch.set_default_dtype(torch.bfloat16 if a.precision == "bf16-true" else torch.float32)
+    torch.manual_seed(a.seed)
     model = model_of(a)
     model.configure_model()
     torch.set_default_dtype(torch.float32)
     model.to(device).transformer.memory = settings
     optimizer = optimizer_of(a, model)
-    text = torch.randint(0, 256, (1, a.tokens + 1), dtype=torch.uint8)
-    for _ in range(a.steps):
+    losses = []
+    for text in texts(a):
         if on_gpu:
             torch.cuda.reset_peak_memory_stats()
         begin = time.perf_counter()
@@ -117,7 +147,10 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        nats, took = float(loss), time.perf_counter() - begin
+        losses.append(float(loss.detach()))
+        took = time.perf_counter() - begin
+    if a.losses:
+        a.losses.write_text(json.dumps(losses))
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else float("nan")
     pattern = f"a dense head in one layer of {a.hybrid}" if a.hybrid else "geometric"
     cells = [f"{a.depth} x {a.dim}", f"{a.tokens:,}", in_words(settings), pattern, f"{gib:.1f}", f"{peak:.1f}"]
@@ -127,7 +160,7 @@ def main() -> None:
         f"{took:.1f}",
         f"{100 * (seconds / took - 1):+.1f} %",
     ]
-    cells += [f"{a.tokens / took / 1000:.1f}K", f"{nats:.4f}"]
+    cells += [f"{a.tokens / took / 1000:.1f}K", f"{losses[-1]:.4f}"]
     print(f"| {' | '.join(HEAD)} |\n| {' | '.join(cells)} |", flush=True)
 
 
