@@ -447,6 +447,12 @@ def test_operators_of_a_device():
     assert names == ["aten::mul.Tensor"], "an operator is not run by its device's key: what it allocates is not counted"
 
 
+def test_operators_below_autograd():
+    x = torch.ones(2, requires_grad=True)
+    words = "_AutoDispatchBelowAutograd leaves autograd on: the op calls itself for ever"
+    assert torchs.below_autograd(torch.ops.aten.mul.Tensor, x, x).grad_fn is None, words
+
+
 def test_operators_by_their_schemas():
     ops, words = torch.ops.aten, "OpOverload._schema says otherwise {}: planned memory is wrong"
     assert torchs.changes_inputs(ops.add_.Tensor) and not torchs.changes_inputs(ops.add.Tensor), words.format("writes")

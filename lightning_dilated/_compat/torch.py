@@ -442,6 +442,15 @@ def dump_memory(path: str) -> None:
 
 
 # -- traced tensors ----------------------------------------------------------------------------------------------------
+def below_autograd(op: Any, *args: Any) -> Any:
+    """op(*args) by its backends, for the kernel that an op has for autograd, see `torch.library.Library.impl`.
+
+    `torch._C._AutoDispatchBelowAutograd`, which has no public name; 2.4 to 2.13.
+    """
+    with torch._C._AutoDispatchBelowAutograd():
+        return op(*args)
+
+
 def is_fake(x: object) -> bool:
     """Whether a tensor has no data, as in tracing: `torch._subclasses.fake_tensor.FakeTensor`; 2.11 to 2.13."""
     return isinstance(x, FakeTensor)

@@ -8,15 +8,14 @@ Shape letters: B batch, N tokens (of this rank), H query heads, K kv heads, D he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from lightning_dilated._compat.cpython import with_room
-from lightning_dilated._compat.torch import is_fake
+from lightning_dilated._compat.torch import below_autograd, is_fake
 from lightning_dilated.attention.resolve import chunk_part, resolve, share
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.views import Span, spans
@@ -25,11 +24,21 @@ from lightning_dilated.sequence.group import find_sequence
 from lightning_dilated.sequence.planner import joint_pairs
 from lightning_dilated.sequence.requirements import Problem, piece_requests
 
-NAME = "lightning_dilated::attention"
+#: all that the forward takes but its tensors of rows
+_REST = "Tensor? lengths, Tensor? cu_seqlens, Tensor? seed, str spec, Tensor? place=None"
+#: `torch.library.custom_op` defines the same, at three times the host's time for a call
+_LIBRARY = torch.library.Library("lightning_dilated", "FRAGMENT")
+_LIBRARY.define(f"attention(Tensor q, Tensor k, Tensor v, {_REST}) -> (Tensor, Tensor, Tensor, Tensor)")
+_LIBRARY.define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor? received, "
+    f"Tensor? number, {_REST}) -> (Tensor, Tensor, Tensor)"
+)
+ATTENTION = torch.ops.lightning_dilated.attention.default
+ATTENTION_BACKWARD = torch.ops.lightning_dilated.attention_backward.default
 
 
-@torch.library.custom_op(NAME, mutates_args=())
-def attention(
+# -- computing ---------------------------------------------------------------------------------------------------------
+def run_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -41,65 +50,20 @@ def attention(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(out (B, N, H, D), lse (B, H, N), received rows, number of the call); `spec` is `CallSpec.code`.
 
-    On one rank nothing is received; the third result is then empty, (0,). On several it is (n, D): the rows that the
-    backward needs again, so that recomputation that saves this op's results moves nothing twice. The number, () int64 on
-    the CPU, is equal on all ranks, and tells their backwards apart. `place` (2,) int64 on the CPU is the (layer, chunk) of a
-    stream.
+    On one rank the last two are empty, (0,). On several the third is (n, D): the rows that the backward needs again, so
+    that recomputation that saves this op's results moves nothing twice. The number, () int64 on the CPU, is equal on all
+    ranks, and tells their backwards apart. `place` (2,) int64 on the CPU is the (layer, chunk) of a stream.
     """
-    return run_forward(q, k, v, lengths, cu_seqlens, seed, spec, place)
-
-
-@with_room
-def run_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    spec: str,
-    place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `attention` does."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place)
     out, lse, received = resolved.executor.forward((q, k, v), True)
+    if not decode(spec).sequence:
+        return out.to(q.dtype), lse.contiguous(), q.new_empty(0), q.new_empty(0)
     if received is None:
-        received = q.new_empty(0, q.shape[3]) if decode(spec).sequence else q.new_empty(0)
+        received = q.new_empty(0, q.shape[3])
     number = torch.tensor(resolved.number, dtype=torch.int64, device="cpu")
     return out.to(q.dtype), lse.contiguous(), received, number
 
 
-@attention.register_fake
-def _(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
-    batch, seq_len, heads, head_dim = q.shape
-    lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
-    shared = bool(decode(spec).sequence)
-    received = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim)) if shared else q.new_empty(0)
-    number = torch.empty((), dtype=torch.int64, device="cpu")
-    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
-
-
-@torch.library.custom_op(NAME + "_backward", mutates_args=())
-def attention_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    received: Tensor | None,
-    number: Tensor | None,
-    lengths: Tensor | None,
-    cu_seqlens: Tensor | None,
-    seed: Tensor | None,
-    spec: str,
-    place: Tensor | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
-    return run_backward(grad, q, k, v, out, lse, received, number, lengths, cu_seqlens, seed, spec, place)
-
-
-@with_room
 def run_backward(
     grad: Tensor,
     q: Tensor,
@@ -115,21 +79,53 @@ def run_backward(
     spec: str,
     place: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What `attention_backward` does."""
+    """(dq, dk, dv) from the gradient of out, the merged out and lse, and the rows received in the forward."""
     resolved = resolve(spec, q, k, lengths, cu_seqlens, seed, place, number, backward=True)
     dq, dk, dv = resolved.executor.backward((grad, q, k, v, out), lse, received)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
 
 
-@attention_backward.register_fake
+# the names are looked up at each call, so that tests can watch them
+_LIBRARY.impl("attention", torch.compiler.disable(lambda *args: run_forward(*args)), "CompositeExplicitAutograd")
+_LIBRARY.impl(
+    "attention_backward", torch.compiler.disable(lambda *args: run_backward(*args)), "CompositeExplicitAutograd"
+)
+
+
+# -- shapes, for tracing -----------------------------------------------------------------------------------------------
+@torch.library.register_fake("lightning_dilated::attention", lib=_LIBRARY)
+def _(q, k, v, lengths, cu_seqlens, seed, spec, place=None):
+    batch, seq_len, heads, head_dim = q.shape
+    lse = q.new_empty((batch, heads, seq_len), dtype=torch.promote_types(q.dtype, torch.float32))
+    received, number = q.new_empty(0), q.new_empty(0)
+    if decode(spec).sequence:
+        received = q.new_empty((torch.library.get_ctx().new_dynamic_size(), head_dim))
+        number = torch.empty((), dtype=torch.int64, device="cpu")
+    return torch.empty_like(q, memory_format=torch.contiguous_format), lse, received, number
+
+
+@torch.library.register_fake("lightning_dilated::attention_backward", lib=_LIBRARY)
 def _(grad, q, k, v, *others):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    q, k, v, *others, ctx.spec, place = inputs
-    out, lse, *received = output
-    ctx.save_for_backward(q, k, v, out, lse, *to_save(received, ctx.spec), *others, place)
+# -- autograd ----------------------------------------------------------------------------------------------------------
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, lengths, cu_seqlens, seed, spec, place=None):
+        ctx.set_materialize_grads(False)
+        out, lse, *received = results = below_autograd(ATTENTION, q, k, v, lengths, cu_seqlens, seed, spec, place)
+        ctx.spec = spec
+        ctx.save_for_backward(q, k, v, out, lse, *to_save(received, spec), lengths, cu_seqlens, seed, place)
+        return results
+
+    @staticmethod
+    def backward(ctx, grad, *others):
+        nothing = (None,) * (len(ctx.needs_input_grad) - 3)
+        if grad is None:
+            return None, None, None, *nothing
+        *saved, place = ctx.saved_tensors
+        return *ATTENTION_BACKWARD(grad, *saved, ctx.spec, place), *nothing
 
 
 def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
@@ -137,21 +133,34 @@ def to_save(received: list[Tensor], spec: str) -> list[Tensor | None]:
     return received if decode(spec).sequence else [None, None]
 
 
-def _backward(ctx: Any, grad: Tensor, *others: Tensor | None) -> tuple[Any, ...]:
-    *saved, place = ctx.saved_tensors
-    dq, dk, dv = torch.ops.lightning_dilated.attention_backward(grad, *saved, ctx.spec, place)
-    return dq, dk, dv, None, None, None, None, None
+class _Backward(torch.autograd.Function):
+    """The backward, as a node whose own gradient is refused."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return below_autograd(ATTENTION_BACKWARD, *args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "dilated_attention has no double backward: its gradient was asked to be differentiated again. "
+            "Leave out create_graph=True, or take lightning_dilated.attention.oracle.oracle for short sequences."
+        )
 
 
-def _no_double_backward(ctx: Any, *grads: Tensor | None) -> None:
-    raise RuntimeError(
-        "dilated_attention has no double backward: its gradient was asked to be differentiated again. "
-        "Leave out create_graph=True, or take lightning_dilated.attention.oracle.oracle for short sequences."
-    )
+def _with_graph(op: Any, function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """The op for autograd: the function where a tensor requires a gradient, else the op alone."""
+
+    def call(*args: Any) -> Any:
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args):
+            return function.apply(*args)
+        return below_autograd(op, *args)
+
+    return torch.compiler.disable(call)
 
 
-attention.register_autograd(_backward, setup_context=_setup)
-attention_backward.register_autograd(_no_double_backward)
+_LIBRARY.impl("attention", _with_graph(ATTENTION, _Attention), "Autograd")
+_LIBRARY.impl("attention_backward", _with_graph(ATTENTION_BACKWARD, _Backward), "Autograd")
 
 
 # -- FLOPs -------------------------------------------------------------------------------------------------------------

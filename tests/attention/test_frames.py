@@ -6,7 +6,9 @@ import sys
 import pytest
 
 from lightning_dilated._compat.cpython import with_room
-from lightning_dilated.attention import op
+from lightning_dilated.attention.executors.blockwise import Blockwise
+from lightning_dilated.attention.executors.fused import Fused
+from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 
 CALLS = 300
 
@@ -47,6 +49,7 @@ def test_results_and_errors_pass():
         with_room(divmod)(1, 0)
 
 
-def test_the_op_has_room():
+@pytest.mark.parametrize("executor", [Blockwise, Fused, RowExchange, AllToAll, HeadParallel, Chunked])
+def test_executors_with_loops_have_room(executor):
     """Forward and backward; the stack of an ordinary function has a few entries."""
-    assert min(f.__code__.co_stacksize for f in (op.run_forward, op.run_backward)) > 2048
+    assert min(f.__code__.co_stacksize for f in (executor.forward, executor.backward)) > 2048

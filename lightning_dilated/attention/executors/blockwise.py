@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.backends import for_rows
 from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
@@ -31,6 +32,7 @@ class Blockwise:
     def masked(self, mask: Dropout) -> Blockwise:
         return replace(self, call=replace(self.call, mask=mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         out, lse = empty_state(inputs[0])
         tensors = suited(self.call.engine, *inputs)
@@ -38,6 +40,7 @@ class Blockwise:
             merge_block(out, lse, *block_forward(self.call, tensors, span, block), span, block)
         return out, lse, None
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
+from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors.base import Call, Layout
 from lightning_dilated.attention.executors.blockwise import block_backward, block_forward, suited
@@ -253,6 +254,7 @@ class Fused:
     def masked(self, mask: Dropout) -> Fused:
         return replace(self, call=replace(self.call, mask=mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         call, inputs = self.call, suited(self.call.engine, *inputs)
         q, out = inputs[0], None
@@ -268,6 +270,7 @@ class Fused:
             del parts  # before those of the next span are made
         return torch.zeros_like(q, dtype=dtype) if out is None else out, lse, None
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:

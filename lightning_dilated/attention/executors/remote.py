@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
+from lightning_dilated._compat.cpython import with_room
 from lightning_dilated.attention.backends import ENGINES, for_rows
 from lightning_dilated.attention.backends.base import Engine
 from lightning_dilated.attention.backends.base import merge as log_sum_exp
@@ -111,6 +112,7 @@ class RowExchange:
     def masked(self, mask: Dropout) -> RowExchange:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         q, k, v = inputs
         reached = self.route.queries
@@ -119,6 +121,7 @@ class RowExchange:
             _merge_requests(self.call, reached, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
         return out, lse, run.rows.flatten(0, 1)
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
@@ -190,6 +193,7 @@ class AllToAll:
     def masked(self, mask: Dropout) -> AllToAll:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         run = SwitchRun(self.route, self.wires[0])
         run.post(*inputs)
@@ -205,6 +209,7 @@ class AllToAll:
             merge_rows(at, part[:, :-1], part[:, -1], out, lse)
         return out, lse, run.kept
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
@@ -251,6 +256,7 @@ class HeadParallel:
     def masked(self, mask: Dropout) -> HeadParallel:
         return replace(self, inner=self.inner.masked(mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
         group, q = self.groups[0], inputs[0]
         traded = group.to_heads(inputs, (self.cuts, self.kv_cuts, self.kv_cuts))
@@ -260,6 +266,7 @@ class HeadParallel:
         lse = group.to_tokens(lse.transpose(1, 2)[..., None], self.cuts, q.shape[2])
         return out, lse[..., 0].transpose(1, 2), torch.cat(saved)
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
@@ -305,6 +312,7 @@ class Chunked:
     def masked(self, mask: Dropout) -> Chunked:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
+    @with_room
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         q, k, v = inputs
         route, reached = self.route, self.route.queries
@@ -316,6 +324,7 @@ class Chunked:
             self.carried.leave(k, v)
         return out, lse, None
 
+    @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
