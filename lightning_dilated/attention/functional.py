@@ -107,7 +107,8 @@ def dilated_attention(
         scale: of the scores; 1/sqrt(D) if None.
         dropout: probability with which a (query, key) pair of a branch is dropped. This function has no eval mode: pass
             0.0 outside training. The mask follows torch's CPU generator, so `torch.manual_seed` repeats it.
-        lengths: (B,) integers, the real tokens of each right-padded sample; rows beyond give 0.
+        lengths: (B,) integers, the real tokens of each right-padded sample; rows beyond give 0. On q's GPU they are read by
+            the kernels, without waiting and in CUDA graphs: values beyond 0..N count as 0 and N, without an error.
         cu_seqlens: int32 (documents + 1,) on the CPU, bounds of documents packed into one sample (B = 1); segments
             restart at each document and nothing crosses one.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
@@ -281,7 +282,7 @@ def _check_scale(scale: Any, q: Tensor) -> float:
 
 
 def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | None, Tensor | None]:
-    """lengths and cu_seqlens of x (B, N, ...) as CPU tensors, checked as far as shapes go; the op checks the values."""
+    """lengths and cu_seqlens of x (B, N, ...), checked as far as shapes go; the op checks values on the CPU."""
     if lengths is not None and cu_seqlens is not None:
         raise ValueError("give lengths (right-padded samples) or cu_seqlens (packed documents), not both.")
     if lengths is not None:
@@ -290,7 +291,7 @@ def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | 
             raise ValueError(
                 f"lengths must have one entry a sample, shape ({x.shape[0]},); got {tuple(lengths.shape)}."
             )
-        lengths = lengths.cpu()
+        lengths = lengths if lengths.device == x.device else lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.device.type != "cpu":

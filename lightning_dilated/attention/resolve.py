@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from lightning_dilated.attention import executors
-from lightning_dilated.attention.backends import Engine, Request, chained_up_to, choose, environment
+from lightning_dilated.attention.backends import TRITON, Engine, Request, chained_up_to, choose, environment
 from lightning_dilated.attention.dropout import Dropout
-from lightning_dilated.attention.executors import Call, Executor, Layout
+from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
-from lightning_dilated.attention.executors.grouped import block_flops
+from lightning_dilated.attention.executors.grouped import LIMIT, block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_stream
@@ -76,6 +76,12 @@ def resolve(
     Raises:
         ValueError: for documents that do not fit the sequence, engines that cannot serve the call, and ranks that differ.
     """
+    if lengths is not None and lengths.device.type != "cpu":
+        cut = _cut.__wrapped__ if captured(q.device) else _cut  # as below
+        whole = None if place is not None else cut(code, q.shape, k.shape[2], q.dtype, q.device, environment(q.device))
+        if whole is not None:
+            return _masked(Resolved(whole.cut(lengths)), decode(code), seed)
+        lengths = _read(lengths)
     documents = None if lengths is None else tuple(lengths.tolist())
     bounds = None if cu_seqlens is None else cu_seqlens.numpy().tobytes()
     key = code, q.shape, k.shape[2], q.dtype, q.device, documents, bounds, environment(q.device)
@@ -88,9 +94,50 @@ def resolve(
     else:
         # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
+    return _masked(resolved, spec, None if seed is None else drawn)
+
+
+def _masked(resolved: Resolved, spec: CallSpec, seed: Tensor | int | None) -> Resolved:
+    """The call with its dropout mask."""
     if seed is None or not spec.dropout:
         return resolved
-    return replace(resolved, executor=resolved.executor.masked(Dropout(spec.dropout, drawn)))
+    return replace(resolved, executor=resolved.executor.masked(Dropout(spec.dropout, int(seed))))
+
+
+def _read(lengths: Tensor) -> Tensor:
+    """Lengths on the host, for a call whose work follows from their values.
+
+    Raises:
+        ValueError: while a CUDA graph records, which cannot wait for them.
+    """
+    if captured(lengths.device):
+        raise ValueError(
+            "lengths on the GPU are read by the grouped Triton kernels alone, and these do not serve this call, so a CUDA "
+            f"graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples of up to "
+            f"{LIMIT:,} (token, head, feature) triples. Record the call without lengths, or call it without a graph."
+        )
+    return lengths.cpu()
+
+
+@functools.lru_cache(maxsize=16)
+def _cut(
+    code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, _: tuple
+) -> grouped.Grouped | None:
+    """The executor of a call of one rank whose lengths stay on the device, which `cut` gives it; None where no kernel reads
+    them."""
+    spec = decode(code)
+    request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
+    if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
+        return None
+    first, heads, all_kv_heads = spec.window or (0, shape[2], kv_heads)
+    try:
+        check_padding(spec.pattern, shape[1])
+    except ValueError:  # not for every length
+        return None
+    call = Call(TRITON, spec.pattern, heads, all_kv_heads, (first, first + shape[2]), spec.causal, spec.scale)
+    layout = Layout(shape, dtype, device, spec.dropout > 0, lengths=True)
+    works = grouped.plan(call, spans(shape[0], shape[1], None, None), layout)
+    return None if works is None else grouped.Grouped(call, works)
 
 
 @functools.lru_cache(maxsize=16)  # each holds tables on the device
@@ -121,6 +168,7 @@ def _alone(
 def forget() -> None:
     """Forget how calls of one rank were resolved: for tests that change what the choice follows from."""
     _alone.cache_clear()
+    _cut.cache_clear()
 
 
 def find_documents(

@@ -254,8 +254,9 @@ def sum_parts(
 
 
 @triton.jit
-def _span_program(spans, span_of, num_heads, TOKENS: tl.constexpr):
-    """(span and head, head, sample in the span, sample, first position, which are in the span, step, start) of a program."""
+def _span_program(spans, span_of, lengths, num_heads, LENGTHS: tl.constexpr, TOKENS: tl.constexpr):
+    """(span and head, head, sample in the span, sample, first position, which are in the span, which in the sample, step,
+    start) of a program."""
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
     span = spans + number.to(tl.int64) * 6
@@ -264,8 +265,10 @@ def _span_program(spans, span_of, num_heads, TOKENS: tl.constexpr):
     sample, near = at // tiles, at % tiles
     first = near // step * (step * TOKENS) + near % step
     inside = first + step * tl.arange(0, TOKENS) < tl.load(span + 2).to(tl.int32)
-    start = tl.load(span + 1)
-    return number * num_heads + head, head.to(tl.int64), sample, tl.load(span) + sample, first, inside, step, start
+    start, batch, live = tl.load(span + 1), tl.load(span) + sample, inside
+    if LENGTHS:
+        live = inside & (start + first + step * tl.arange(0, TOKENS) < tl.load(lengths + batch))
+    return number * num_heads + head, head.to(tl.int64), sample, batch, first, inside, live, step, start
 
 
 @triton.jit
@@ -308,16 +311,18 @@ def _job_rows(parts, row, more, exists, column, DIM: tl.constexpr, BLOCK: tl.con
 
 @triton.jit
 def _grouped_merge(
-    out, out_sb, out_sn, out_sh, lse, lse_sb, lse_sh, lse_sn, parts, weights, jobs, spans, span_of, entries, starts,
-    num_heads, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    out, out_sb, out_sn, out_sh, lse, lse_sb, lse_sh, lse_sn, parts, weights, jobs, spans, span_of, lengths, entries, starts,
+    num_heads, LENGTHS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    number, head, sample, batch, first, inside, step, start = _span_program(spans, span_of, num_heads, TOKENS)
+    number, head, sample, batch, first, inside, live, step, start = _span_program(
+        spans, span_of, lengths, num_heads, LENGTHS, TOKENS
+    )
     column = tl.arange(0, BLOCK)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
+        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, live, step, TOKENS)
         if any_can:
             part_lse = tl.load(weights + row + more, mask=exists, other=float("-inf"))
             value = _job_rows(parts, row, more, exists, column, DIM, BLOCK)
@@ -333,10 +338,12 @@ def _grouped_merge(
 
 @triton.jit
 def _grouped_sum(
-    out, out_sb, out_sn, out_sh, parts, jobs, spans, span_of, entries, starts, num_heads,
-    ADD: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    out, out_sb, out_sn, out_sh, parts, jobs, spans, span_of, lengths, entries, starts, num_heads,
+    ADD: tl.constexpr, LENGTHS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    number, head, sample, batch, first, inside, step, start = _span_program(spans, span_of, num_heads, TOKENS)
+    number, head, sample, batch, first, inside, live, step, start = _span_program(
+        spans, span_of, lengths, num_heads, LENGTHS, TOKENS
+    )
     column = tl.arange(0, BLOCK)
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
@@ -345,31 +352,34 @@ def _grouped_sum(
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS)
+        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, live, step, TOKENS)
         if any_can:
             acc += _job_rows(parts, row, more, exists, column, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
 
 
-def _tables(work: Work, outputs: Outputs, out: Tensor) -> tuple[tuple, dict[str, int]]:
+def _tables(work: Work, outputs: Outputs, out: Tensor, lengths: Tensor | None) -> tuple[tuple, dict[str, int]]:
     """The last arguments of both kernels over the buffer, and their sizes."""
     block = triton.next_power_of_2(out.shape[3])
-    sizes = {"TOKENS": work.tokens, "DIM": out.shape[3], "BLOCK": block, "num_warps": CONFIG[1]}
-    return (work.jobs, work.spans, work.span, outputs.entries, outputs.starts, out.shape[2]), sizes
+    sizes = {"LENGTHS": lengths is not None, "TOKENS": work.tokens, "DIM": out.shape[3], "BLOCK": block}
+    tables = work.jobs, work.spans, work.span, work.jobs if lengths is None else lengths
+    return (*tables, outputs.entries, outputs.starts, out.shape[2]), {**sizes, "num_warps": CONFIG[1]}
 
 
-def merge_jobs(out: Tensor, lse: Tensor, parts: Tensor, weights: Tensor, work: Work) -> None:
+def merge_jobs(
+    out: Tensor, lse: Tensor, parts: Tensor, weights: Tensor, work: Work, lengths: Tensor | None = None
+) -> None:
     """Write the merge of parts (rows, D) of log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
 
-    At all positions of the spans: 0 and -inf where no job has a row.
+    At all positions of the spans: 0 and -inf where no job has a row, and beyond the `lengths` (B,) of samples.
     """
-    tables, sizes = _tables(work, work.queries, out)
+    tables, sizes = _tables(work, work.queries, out, lengths)
     _grouped_merge[(out.shape[2] * work.tiles,)](
         out, *out.stride()[:3], lse, *lse.stride(), parts, weights, *tables, **sizes
     )  # fmt: skip
 
 
-def sum_jobs(out: Tensor, parts: Tensor, work: Work, kv: bool, add: bool) -> None:
+def sum_jobs(out: Tensor, parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None) -> None:
     """Write the sum of parts (rows, D), or with `add` add it, to out (B, N, H or K, D) at all positions of the spans."""
-    tables, sizes = _tables(work, work.keys if kv else work.queries, out)
+    tables, sizes = _tables(work, work.keys if kv else work.queries, out, lengths)
     _grouped_sum[(out.shape[2] * work.tiles,)](out, *out.stride()[:3], parts, *tables, ADD=add, **sizes)

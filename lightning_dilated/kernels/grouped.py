@@ -3,6 +3,7 @@
 A job is one block: G samples and segments, J heads, n rows. Its results lie in one buffer of rows for the whole call, row i
 of head j of group g at offset + (g * J + j) * n + i. Its inputs lie in (B, N, H, D) tensors, at position
 first + segment * segment_stride + j * position_step + i * rate.
+With lengths on the device the table is that of samples of N tokens, and programs leave out rows beyond a sample's length.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows of a block.
 """
 
@@ -85,7 +86,7 @@ class Work:
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
-        jobs: (jobs, 16) int64, columns as in `JOB`.
+        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length.
         grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
         tiles: number of programs that combine, for each head.
@@ -124,9 +125,9 @@ class Work:
         """Whether neighbouring rows of a job can be 2**31 elements apart in one of the (B, N, H, D) tensors."""
         return self.rate * max(x.stride(1) for x in tensors) >= 2**31
 
-    def place(self, size: int) -> tuple[Tensor, Tensor, Tensor]:
-        """The arguments by which programs with tiles of `size` rows find their job."""
-        return self.jobs, self.grids[size].job, self.grids[size].first
+    def place(self, size: int, lengths: Tensor | None) -> tuple[Tensor, ...]:
+        """The arguments by which programs with tiles of `size` rows find their job; the last is not read without lengths."""
+        return self.jobs, self.grids[size].job, self.grids[size].first, self.jobs if lengths is None else lengths
 
 
 @dataclass(frozen=True)
@@ -147,10 +148,12 @@ class GroupedDrop:
 
 
 @triton.jit
-def _find(jobs, job_of, first_of, TILE: tl.constexpr, FAR: tl.constexpr):
-    """(job's row of the table, tile, rows, rate, first row of the buffer, sample, position, head, kv head) of a program.
+def _find(jobs, job_of, first_of, lengths, TILE: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr):
+    """(job's row of the table, tile, tiles, rows, rate, first row of the buffer, sample, position, head, kv head) of a
+    program.
 
-    The rate has 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops.
+    The rate has 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops. With LENGTHS
+    there may be fewer rows than tiles have, or none.
     """
     number = tl.load(job_of + tl.program_id(0))
     job = jobs + number.to(tl.int64) * 16
@@ -162,10 +165,13 @@ def _find(jobs, job_of, first_of, TILE: tl.constexpr, FAR: tl.constexpr):
     head = tl.load(job + 7) + j * tl.load(job + 8)
     kv_head = tl.load(job + 9) + j * tl.load(job + 10)
     row = tl.load(job + 12) + (group * heads + j) * n
-    rate = tl.load(job + 5)
+    sample, rate = tl.load(job) + group // segments, tl.load(job + 5)
+    if LENGTHS:
+        left = tl.load(lengths + sample).to(tl.int64) - position
+        n = tl.minimum(tl.maximum((left + rate - 1) // rate, 0), n.to(tl.int64)).to(tl.int32)
     if not FAR:
         rate = rate.to(tl.int32)
-    return job, at % tiles, n, rate, row, tl.load(job) + group // segments, position, head, kv_head
+    return job, at % tiles, tiles, n, rate, row, sample, position, head, kv_head
 
 
 @triton.jit
@@ -186,7 +192,7 @@ def _drop_arguments(drop: GroupedDrop | None, positions: Tensor | None, q: Tenso
 @triton.jit
 def _positions(positions, jobs, job_of, first_of, ROWS: tl.constexpr):
     """The global position of each row of the buffer."""
-    job, tile, n, rate, row, _, position, _, _ = _find(jobs, job_of, first_of, ROWS, False)
+    job, tile, _, n, rate, row, _, position, _, _ = _find(jobs, job_of, first_of, jobs, ROWS, False, False)
     i = tile * ROWS + tl.arange(0, ROWS)
     tl.store(positions + row + i, tl.load(job + 13) + position + i * rate, mask=i < n)
 
@@ -197,20 +203,24 @@ def _positions_of(work: Work, drop: GroupedDrop | None) -> Tensor | None:
         return None
     out = torch.empty(work.rows, dtype=torch.int64, device=work.jobs.device)
     if work.rows:
-        _positions[(work.grids[PREPARED].programs,)](out, *work.place(PREPARED), ROWS=PREPARED)
+        _positions[(work.grids[PREPARED].programs,)](out, *work.place(PREPARED, None)[:3], ROWS=PREPARED)
     return out
 
 
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_forward(
     out, lse, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, jobs, job_of, first_of,
-    scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    lengths, scale, states, threshold, keep, first_head, positions,
+    CAUSAL: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, ROWS, FAR)
+    job, tile, tiles, n, rate, row, sample, position, head, kv_head = _find(
+        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS
+    )
     if CAUSAL:
-        tile = tl.cdiv(n, ROWS) - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the longest first
+    if LENGTHS and tile * ROWS >= n:
+        return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     query = read(q + sample * q_sb + position * q_sn + head * q_sh, i, rate * q_sn, column, n, DIM, BLOCK, False)
     k += sample * k_sb + position * k_sn + kv_head * k_sh
@@ -229,7 +239,11 @@ def _grouped_forward(
         CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     if PADS:  # zero keys with zero values: scores of 0
-        pads = tl.load(job + 15).to(tl.float32)
+        if LENGTHS:  # there the table has the segment length: a sample shorter than that is its segment
+            width = tl.minimum(tl.load(job + 15), tl.load(lengths + sample).to(tl.int64))
+            pads = ((width + rate - 1) // rate - n).to(tl.float32)
+        else:
+            pads = tl.load(job + 15).to(tl.float32)
         top = tl.where(pads > 0, tl.maximum(most, 0.0), most)
         rescale = tl.exp2(most - top)
         total = total * rescale + tl.where(pads > 0, pads * tl.exp2(-top), 0.0)
@@ -242,11 +256,19 @@ def _grouped_forward(
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, work: Work, causal: bool, scale: float, drop: GroupedDrop | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    work: Work,
+    causal: bool,
+    scale: float,
+    drop: GroupedDrop | None = None,
+    lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
 
-    Any strides, but 1 along D. The log-sum-exp is that without dropout, and includes the zero pads of a job.
+    Any strides, but 1 along D. The log-sum-exp is that without dropout, and includes the zero pads of a job. With `lengths`
+    (B,) on the device rows beyond them are not written.
     """
     dim = q.shape[3]
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -254,10 +276,10 @@ def forward(
     lse = torch.empty(work.rows, dtype=torch.float32, device=q.device)
     if work.rows:
         _grouped_forward[(work.grids[rows].programs,)](
-            out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *work.place(rows),
+            out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *work.place(rows, lengths),
             scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop), q), CAUSAL=causal,
-            PADS=work.pads and not causal, FAR=work.far(q, k, v), PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim,
-            BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
+            PADS=work.pads and not causal, FAR=work.far(q, k, v), LENGTHS=lengths is not None, PRECISION=precision(q),
+            ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
 
@@ -265,10 +287,12 @@ def forward(
 @triton.jit
 def _grouped_delta(
     delta, row_lse, grad, g_sb, g_sn, g_sh, out, o_sb, o_sn, o_sh, lse, l_sb, l_sh, l_sn, jobs, job_of, first_of,
-    FAR: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    lengths, FAR: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over D of grad * out, and the log-sum-exp, of each row of the buffer."""
-    _, tile, n, rate, row, sample, position, head, _ = _find(jobs, job_of, first_of, ROWS, FAR)
+    _, tile, _, n, rate, row, sample, position, head, _ = _find(jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS)
+    if LENGTHS and tile * ROWS >= n:
+        return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     grad += sample * g_sb + position * g_sn + head * g_sh
     out += sample * o_sb + position * o_sn + head * o_sh
@@ -282,11 +306,15 @@ def _grouped_delta(
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_keys(
     dk, dv, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
-    jobs, job_of, first_of, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, KEYS, FAR)
+    job, tile, _, n, rate, row, sample, position, head, kv_head = _find(
+        jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS
+    )
+    if LENGTHS and tile * KEYS >= n:
+        return
     j, column = tile * KEYS + tl.arange(0, KEYS), tl.arange(0, BLOCK)
     k += sample * k_sb + position * k_sn + kv_head * k_sh
     v += sample * v_sb + position * v_sn + kv_head * v_sh
@@ -308,7 +336,7 @@ def _grouped_keys(
         keep, CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()  # find the job again, so that the loops need not keep it in registers
-    _, tile, n, _, row, _, _, _, _ = _find(jobs, job_of, first_of, KEYS, FAR)
+    _, tile, _, n, _, row, _, _, _, _ = _find(jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS)
     j = tile * KEYS + tl.arange(0, KEYS)
     rows = (row + j)[:, None] * DIM + column[None, :]
     mask = (j < n)[:, None] & (column < DIM)[None, :]
@@ -319,13 +347,17 @@ def _grouped_keys(
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_rows(
     dq, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
-    jobs, job_of, first_of, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, PRECISION: tl.constexpr,
+    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, n, rate, row, sample, position, head, kv_head = _find(jobs, job_of, first_of, ROWS, FAR)
+    job, tile, tiles, n, rate, row, sample, position, head, kv_head = _find(
+        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS
+    )
     if CAUSAL:
-        tile = tl.cdiv(n, ROWS) - 1 - tile  # the longest first
+        tile = tiles - 1 - tile  # the longest first
+    if LENGTHS and tile * ROWS >= n:
+        return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
     q += sample * q_sb + position * q_sn + head * q_sh
     grad += sample * g_sb + position * g_sn + head * g_sh
@@ -358,6 +390,7 @@ class Backward:
         tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
         lse, delta: (rows,) fp32 in the order of the buffer, since the loops read them without a stride.
         positions: (rows,) int64 with dropout, else None.
+        lengths: (B,) on the device, or None.
     """
 
     work: Work
@@ -368,10 +401,18 @@ class Backward:
     scale: float
     drop: GroupedDrop | None
     positions: Tensor | None
+    lengths: Tensor | None
 
     @classmethod
     def of(
-        cls, work: Work, tensors: list[Tensor], lse: Tensor, causal: bool, scale: float, drop: GroupedDrop | None
+        cls,
+        work: Work,
+        tensors: list[Tensor],
+        lse: Tensor,
+        causal: bool,
+        scale: float,
+        drop: GroupedDrop | None,
+        lengths: Tensor | None = None,
     ) -> Backward:
         """From grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out (B, N, H, D) and lse (B, H, N)."""
         grad, q, k, v, out = tensors
@@ -379,10 +420,10 @@ class Backward:
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](
                 delta, row_lse, grad, *grad.stride()[:3], out, *out.stride()[:3], lse, *lse.stride(),
-                *work.place(PREPARED), FAR=work.far(grad, out), ROWS=PREPARED, DIM=q.shape[3],
-                BLOCK=block_dim(q.shape[3]),
+                *work.place(PREPARED, lengths), FAR=work.far(grad, out), LENGTHS=lengths is not None,
+                ROWS=PREPARED, DIM=q.shape[3], BLOCK=block_dim(q.shape[3]),
             )  # fmt: skip
-        return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop))
+        return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop), lengths)
 
     def keys(self) -> tuple[Tensor, Tensor]:
         """dk, dv (rows, D), one for each query head."""
@@ -401,9 +442,9 @@ class Backward:
         views = [argument for x in (q, k, v, grad) for argument in (x, *x.stride()[:3])]
         if self.work.rows:
             kernel[(self.work.grids[tile].programs,)](
-                *out, *views, self.lse, self.delta, *self.work.place(tile), self.scale * LOG2E.value, self.scale,
-                **_drop_arguments(self.drop, self.positions, q), CAUSAL=self.causal, FAR=self.work.far(*self.tensors),
-                PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps,
-                num_stages=stages,
+                *out, *views, self.lse, self.delta, *self.work.place(tile, self.lengths), self.scale * LOG2E.value,
+                self.scale, **_drop_arguments(self.drop, self.positions, q), CAUSAL=self.causal,
+                FAR=self.work.far(*self.tensors), LENGTHS=self.lengths is not None, PRECISION=precision(q), ROWS=rows,
+                KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
             )  # fmt: skip
         return out

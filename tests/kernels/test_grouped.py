@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import grouped
+from lightning_dilated.pattern.rows import check_padding
 from lightning_dilated.sequence import SequenceGroup
 
 from ..attention.reference import GRADIENTS, close, gradients, leaves
@@ -84,6 +86,45 @@ def random_calls(rank, group, number, examples):
 @pytest.mark.parametrize("number, examples", [(0, 5), pytest.param(1, 80, marks=pytest.mark.slow)])
 def test_random(interpreter, number, examples):
     assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
+
+
+def lengths_on_the_device(patch):
+    """Have every call with lengths take the kernels' way of lengths that the host does not know, as tensors of a GPU do."""
+
+    def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
+        whole = resolve._cut(code, shape, kv_heads, dtype, device, environment)
+        assert whole is not None and bounds is None
+        return resolve.Resolved(whole.cut(torch.tensor(lengths, dtype=torch.int32)))
+
+    patch.setattr(resolve, "_alone", alone)
+
+
+@sizes_put_back()
+def random_lengths(rank, group, number, examples):
+    """Samples of random lengths, empty ones too, in tables of whole samples."""
+    torch.use_deterministic_algorithms(True)
+    chosen, padded = random.Random(number), 0
+    for _ in range(examples):
+        small_tiles(chosen)
+        case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), documents=None)
+        if chosen.random() < 0.5:
+            branches = [replace(b, shift=0) for b in case.pattern.branches]
+            pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
+            with contextlib.suppress(ValueError):  # not for every length
+                check_padding(pattern, case.seq_len)
+                case, padded = replace(case, pattern=pattern), padded + 1
+        lengths = tuple(
+            chosen.choice([0, n, case.seq_len]) for n in chosen.choices(range(case.seq_len + 1), k=case.batch)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            lengths_on_the_device(patch)
+            check(replace(case, lengths=lengths), "triton", torch.float32, 1e-5)
+    return padded
+
+
+@pytest.mark.parametrize("number, examples", [(0, 2), pytest.param(1, 100, marks=pytest.mark.slow)])
+def test_lengths_on_the_device(interpreter, number, examples):
+    assert interpreter.run(1, random_lengths, number, examples)[0] >= examples // 8
 
 
 @sizes_put_back()

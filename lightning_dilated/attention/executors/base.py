@@ -40,12 +40,13 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """What is known of q (B, N, H, D) before it is there, and whether attention weights are dropped."""
+    """What is known of q (B, N, H, D) before it is there; whether weights are dropped, and lengths stay on the device."""
 
     shape: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     dropout: bool = False
+    lengths: bool = False
 
 
 class Executor(Protocol):

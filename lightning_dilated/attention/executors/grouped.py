@@ -46,7 +46,7 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
         return None  # the hash's states are sent with every call
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
     try:
-        works = tuple(work_of(call, some, q.device, *sizes) for some in _launches(spans, q.shape))
+        works = tuple(work_of(call, some, q.device, *sizes, q.lengths) for some in _launches(spans, q.shape))
     except LookupError:
         return None
     if captured:
@@ -141,27 +141,40 @@ def _covered(works: Sequence[Work], q: Tensor) -> bool:
     return sum(work.positions for work in works) == q.shape[0] * q.shape[1]
 
 
-def _sum(call: Call, work: Work, tensors: Sequence[Tensor], lse: Tensor, total: list[Tensor], add: bool) -> None:
+def _sum(
+    call: Call,
+    work: Work,
+    tensors: Sequence[Tensor],
+    lse: Tensor,
+    total: list[Tensor],
+    add: bool,
+    lengths: Tensor | None,
+) -> None:
     """Write a work's gradients to their rows, or add them."""
     from lightning_dilated.kernels.combine import sum_jobs
     from lightning_dilated.kernels.grouped import Backward
 
-    run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device))
+    run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device), lengths)
     for x, part in zip(total[1:], run.keys(), strict=True):
-        sum_jobs(x, part, work, True, add)
+        sum_jobs(x, part, work, True, add, lengths)
     del part  # before dq's are made
-    sum_jobs(total[0], run.queries(), work, False, add)
+    sum_jobs(total[0], run.queries(), work, False, add, lengths)
 
 
 @dataclass(frozen=True)
 class Grouped:
-    """The executor: all blocks in the launches of `works`."""
+    """The executor: all blocks in the launches of `works`; with `lengths` (B,) on the device those of samples so long."""
 
     call: Call
     works: tuple[Work, ...]
+    lengths: Tensor | None = None
 
     def masked(self, mask: Dropout) -> Grouped:
         return replace(self, call=replace(self.call, mask=mask))
+
+    def cut(self, lengths: Tensor) -> Grouped:
+        """The same for samples of these lengths; its works are made for them."""
+        return replace(self, lengths=lengths.contiguous())
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         from lightning_dilated.kernels.combine import merge_jobs
@@ -169,11 +182,15 @@ class Grouped:
 
         call, (q, k, v) = self.call, suited(self.call.engine, *inputs)
         out = _empty(_covered(self.works, q), q, q.dtype if final else torch.float32)
-        lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        lse = torch.empty(shape, dtype=torch.float32, device=q.device)
+        if not _covered(self.works, q):
+            lse.fill_(-torch.inf)
         with kernels.on(q.device):
             for work in self.works:
                 _wait(work, q.device)
-                merge_jobs(out, lse, *forward(q, k, v, work, call.causal, call.scale, _drop(call, q.device)), work)
+                rows = forward(q, k, v, work, call.causal, call.scale, _drop(call, q.device), self.lengths)
+                merge_jobs(out, lse, *rows, work, self.lengths)
         return out, lse, None
 
     def backward(
@@ -186,5 +203,5 @@ class Grouped:
         with kernels.on(lse.device):
             for work in self.works:
                 _wait(work, lse.device)
-                _sum(self.call, work, tensors, lse, total, add)
+                _sum(self.call, work, tensors, lse, total, add, self.lengths)
         return total

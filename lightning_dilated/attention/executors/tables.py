@@ -21,6 +21,7 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import Block, blocks
 
 if TYPE_CHECKING:
@@ -108,29 +109,37 @@ class _Document:
     tiles: int
 
 
-def work_of(call: Call, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def work_of(
+    call: Call, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool = False
+) -> Work:
     """The table of all blocks of a call, and the programs of tiles of `sizes` rows; programs that combine have `tokens`.
+
+    With `cut` lengths on the device say how much of each sample is there.
 
     Raises:
         LookupError: while a CUDA graph records and the table is not there yet: it cannot be sent then.
     """
     of = (call.pattern, call.num_heads, call.num_kv_heads, call.heads, call.whole)
-    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens)
+    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens, cut)
 
 
 @functools.lru_cache(maxsize=64)
-def _work(of: tuple, span_fields: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def _work(
+    of: tuple, span_fields: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool
+) -> Work:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LookupError("no table yet")
     with torch.device("cpu"):
-        work = _build(of, [Span(*fields) for fields in span_fields], device, sizes, tokens)
+        work = _build(of, [Span(*fields) for fields in span_fields], device, sizes, tokens, cut)
     if device.type != "cuda":
         return work
     stream = torch.cuda.current_stream(device)
     return replace(work, sent=(stream, stream.record_event()))
 
 
-def _build(of: tuple, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int) -> Work:
+def _build(
+    of: tuple, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool
+) -> Work:
     from lightning_dilated.kernels.grouped import JOB, Work
 
     documents = [_document(*of, s.document, s.part, tokens) for s in spans]
@@ -146,13 +155,21 @@ def _build(of: tuple, spans: Sequence[Span], device: torch.device, sizes: tuple[
     heads = batches * column["segments"] * column["heads"]  # samples and segments of each
     counts = heads * column["rows"]
     column["offset"].copy_(counts.cumsum(0) - counts)
+    pattern: DilatedPattern = of[0]
+    pads = bool((column["pads"] > 0).any())
+    if cut:  # how many pads follows from the length, the segment length and the rate, of jobs of one row, too
+        pads, tokens_of = pattern.padding == "attended", max(1, max(s.length for s in spans))
+        widths = torch.tensor([b.segment_length or LARGEST["segment_length"] for b in pattern.branches])
+        rates = torch.tensor([min(b.dilation_rate, tokens_of) for b in pattern.branches])
+        column["pads"].copy_(widths[column["branch"]])
+        column["rate"].copy_(rates[column["branch"]])
     tiles = facts[:, 3] * facts[:, 5]
     table = torch.stack([facts[:, 0], facts[:, 1], facts[:, 6], facts[:, 4], tiles.cumsum(0) - tiles, facts[:, 5]], 1)
     to = functools.partial(send, device=device)
     return Work(
         rows=int(counts.sum()),
         positions=int((facts[:, 3] * facts[:, 6]).sum()),
-        pads=bool((column["pads"] > 0).any()),
+        pads=pads,
         rate=int(column["rate"].max()) if len(jobs) else 1,
         jobs=to(jobs),
         grids={size: _grid(column["rows"], heads, size, to) for size in set(sizes)},
