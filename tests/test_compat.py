@@ -447,6 +447,12 @@ def test_operators_of_a_device():
     assert names == ["aten::mul.Tensor"], "an operator is not run by its device's key: what it allocates is not counted"
 
 
+def test_copies_of_many():
+    to = [torch.zeros(2), torch.zeros(3, 1)]
+    torchs.copy_all(to, [torch.ones(2), torch.ones(3, 1)])
+    assert all(bool((x == 1).all()) for x in to), "_foreach_copy_ copies otherwise: gradients of CUDA graphs are wrong"
+
+
 def test_operators_below_autograd():
     x = torch.ones(2, requires_grad=True)
     words = "_AutoDispatchBelowAutograd leaves autograd on: the op calls itself for ever"

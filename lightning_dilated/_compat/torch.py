@@ -442,6 +442,11 @@ def dump_memory(path: str) -> None:
 
 
 # -- traced tensors ----------------------------------------------------------------------------------------------------
+def copy_all(to: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy each value to its place in a few launches: `torch._foreach_copy_`. Known to hold for torch 2.11 to 2.13."""
+    torch._foreach_copy_(to, values)
+
+
 def below_autograd(op: Any, *args: Any) -> Any:
     """op(*args) by its backends, for the kernel that an op has for autograd, see `torch.library.Library.impl`.
 

@@ -23,7 +23,9 @@ from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
+from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, shortest_cycle
@@ -223,6 +225,8 @@ class DilatedTransformer(StackMemory):
         self.residual_dtype = options.residual_dtype and getattr(torch, options.residual_dtype)
         #: of each block, None for one without positions
         self.rotaries: list[Rotary | None] = [block.attention.rotary for block in self.blocks]
+        #: of the blocks' training step; None: kernels are launched one by one
+        self.graphs: CudaGraphs | None = None
 
     def residual(self, x: Tensor) -> Tensor:
         """x in the dtype of the hidden states between blocks; callers cast x themselves, so that the wider one is freed."""
@@ -251,10 +255,43 @@ class DilatedTransformer(StackMemory):
             normed: False leaves the last norm to the caller.
         """
         x = self.residual(x)
+        drops = None
+        if caches is None:
+            drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
+        others = {"positions": positions, "cu_seqlens": cu_seqlens, "caches": caches, "chunk": chunk, "watch": watch}
+        if self._replays(x, others):
+            x = self.graphs(self._compute, self.blocks, x, lengths, drops)
+        else:
+            x = self._compute(x, lengths, drops, **others)
+        return self.norm(x) if normed else x
+
+    def _replays(self, x: Tensor, others: Mapping[str, Any]) -> bool:
+        """Whether the blocks are replayed from CUDA graphs, in a call with these arguments."""
+        if self.graphs is None:
+            return False
+        named = [name for name, value in others.items() if value is not None]
+        reason = self.graphs.why_not(self.blocks, x)
+        if reason is None and (named or self.memory != MemorySettings()):
+            reason = f"it is called with {named[0]}" if named else f"its memory settings are {self.memory}"
+        if reason:
+            self.graphs.say(reason)
+        return reason is None
+
+    def _compute(
+        self,
+        x: Tensor,
+        lengths: Tensor | None,
+        drops: Tensor | None,
+        positions: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        caches: Sequence[KVCache] | None = None,
+        chunk: Sequence[ChunkLayer] | None = None,
+        watch: Callable[[Tensor], None] | None = None,
+    ) -> Tensor:
+        """The blocks; `drops`: see `drop_path_factors`."""
         tables = self._tables(x, positions, caches)
         shared = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:
-            drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
             none = itertools.repeat(None)
             each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
             layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
@@ -264,8 +301,7 @@ class DilatedTransformer(StackMemory):
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
-        x = self._run(layers, x, grouped=watch is None)
-        return self.norm(x) if normed else x
+        return self._run(layers, x, grouped=watch is None)
 
     def _tables(
         self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None
@@ -370,7 +406,7 @@ def longest(batch: Any, spec: SequenceSpec | None, group: Any) -> int:
         return int(bounds.diff().max())
     if isinstance(lengths, Tensor) and lengths.numel():
         return int(lengths.max())
-    if group is not None:
+    if group is not None and group.ranks > 1:
         return 0 if group.agreed is None else group.agreed.seq_len
     sizes = [batch[name].shape[dim] for name, dim in (spec.dims if spec else {}).items() if name in batch]
     return sizes[0] if sizes else 0

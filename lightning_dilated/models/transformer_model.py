@@ -15,8 +15,9 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 
-from lightning_dilated._validation import flag, integer
+from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
+from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.pattern import DilatedPattern
@@ -28,7 +29,7 @@ else:
     Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
 
 #: arguments that are not part of the model itself, or are saved in another form
-NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "pretrained")
+NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "cuda_graphs", "graph_padding", "pretrained")
 
 
 class SizeOptions(TypedDict, total=False):
@@ -46,6 +47,8 @@ class StackOptions(TypedDict, total=False):
     attention_dropout: float
     engine: str
     compile_blocks: bool
+    cuda_graphs: bool
+    graph_padding: float
     optimizer: OptimizerCallable
     lr_scheduler: LRSchedulerCallable | None
 
@@ -158,6 +161,10 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         shift_below: tokens; only segments shorter than this are shifted, None: every finite one.
         compile_blocks: compile every block, and on a GPU the loss of vocabularies of at least 1,024 tokens, by torch.compile
             when it is first run; generation stays uncompiled.
+        cuda_graphs: record the blocks' training step on a GPU as CUDA graphs, one for each shape of a batch, and replay
+            them: for short sequences, where launching kernels takes longer than the kernels. For one rank a sequence,
+            without recomputation and attention dropout.
+        graph_padding: the most padding that batches with `lengths` get so that few graphs serve them, as a share.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -194,6 +201,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
         compile_blocks: bool = False,
+        cuda_graphs: bool = False,
+        graph_padding: float = 0.125,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -211,6 +220,15 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         for name, value in (("bias", bias), ("sub_layernorm", sub_layernorm), ("compile_blocks", compile_blocks)):
             flag(value, name)
         self.compile_blocks = compile_blocks
+        self.cuda_graphs, self.graph_padding = (
+            flag(cuda_graphs, "cuda_graphs"),
+            real(graph_padding, "graph_padding", least=0, most=1),
+        )
+        if cuda_graphs and attention_dropout:
+            raise ValueError(
+                f"cuda_graphs cannot record attention_dropout={attention_dropout}, whose mask follows a seed of the host. "
+                "Set one of them only; dropout and drop_path are recorded."
+            )
         self.options = BlockOptions(
             norm, ffn, bias, dropout, attention_dropout, sub_layernorm, position_encoding,
             xpos_scale_base=xpos_scale_base, engine=engine, kv_conv=kv_conv, drop_path=drop_path,
@@ -240,11 +258,13 @@ class TransformerModel(_RemembersArguments, DilatedModule):
 
     def _transformer(self, depth: int) -> DilatedTransformer:
         """The first `depth` layers, with fresh weights."""
-        return DilatedTransformer(
+        transformer = DilatedTransformer(
             self.dim, self.patterns[:depth], self.num_heads,
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
             rotary_bases=self.rotary_bases[:depth],
         )  # fmt: skip
+        transformer.graphs = CudaGraphs(self.graph_padding) if self.cuda_graphs else None
+        return transformer
 
 
 class ReleasedModel(TransformerModel):

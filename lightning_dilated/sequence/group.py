@@ -26,7 +26,7 @@ from lightning_dilated.sequence.planner import Plan, check_exchange
 from lightning_dilated.sequence.shard import Shard, check_layout
 
 _groups: dict[str, SequenceGroup] = {}
-_active: list[SequenceGroup] = []  # of the process, not of a thread: the backward runs in threads of its own
+_active: list[SequenceGroup | None] = []  # of the process, not of a thread: the backward runs in threads of its own
 _numbers = itertools.count()
 #: latest calls whose routes a group keeps: several layers' of a step, forward and backward
 REMEMBERED = 32
@@ -267,6 +267,16 @@ def active_sequence() -> SequenceGroup | None:
                     "longer used has to be closed with close()."
                 )
     return _active[-1] if _active else None
+
+
+@contextlib.contextmanager
+def no_sequence() -> Iterator[None]:
+    """Within, no sequence is active: for what a group of one rank computes alone."""
+    _active.append(None)
+    try:
+        yield
+    finally:
+        _active.pop()
 
 
 def find_sequence(name: str) -> SequenceGroup:

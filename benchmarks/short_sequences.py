@@ -1,0 +1,142 @@
+"""Training steps on short sequences: slides from features on the device to the optimizer's step, and text; milliseconds.
+
+    python benchmarks/short_sequences.py                          # GigaPath's encoder (12 x 768) and a 125M language model
+    python benchmarks/short_sequences.py --tiles 2000 --tokens --ways plain graphs
+
+Ways: plain, compiled (blocks by torch.compile), graphs (`cuda_graphs=True`), both. bf16 autocast, fused AdamW; the mean of
+ten steps, the least of five series, after warming up. `through fit`: the same by `Trainer.fit`, the median step. Prints
+rows of a table, with the kernels' own time of a step by the profiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import lightning_dilated as ld
+
+FIVE = ([2048, 4096, 8192, 16384, 32768], [1, 2, 4, 8, 16])
+WAYS = {
+    "plain": {},
+    "compiled": {"compile_blocks": True},
+    "graphs": {"cuda_graphs": True},
+    "both": {"compile_blocks": True, "cuda_graphs": True},
+}
+
+
+def slide(tiles: int) -> dict[str, Any]:
+    """A slide of random features, its blank row in front."""
+    features, coords, cells = torch.zeros(1, tiles + 1, 1536), torch.full((1, tiles + 1, 2), -1), torch.arange(tiles)
+    features[:, 1:].normal_()
+    coords[0, 1:] = 256 * torch.stack([cells % 500, cells // 500], 1)
+    return {"features": features, "coords": coords, "lengths": torch.tensor([tiles + 1]), "label": torch.tensor([1])}
+
+
+def text(tokens: int) -> dict[str, Any]:
+    """Random bytes."""
+    values = torch.randint(0, 256, (1, tokens))
+    return {"tokens": values, "labels": values.roll(-1, 1)}
+
+
+def encoder(**options: Any) -> ld.SlideEncoder:
+    """GigaPath's sizes, with the five branches of the table or the release's own pattern."""
+    return ld.SlideEncoder(task="classification", num_classes=2, dropout=0.0, drop_path=0.0, **options)
+
+
+def language(**options: Any) -> ld.LongNetLM:
+    """125M parameters."""
+    pattern = options.pop("pattern", None) or ld.DilatedPattern.longnet(*FIVE)
+    return ld.LongNetLM(pattern, 256, 768, 12, 12, max_seq_len=8192, residual_dtype="bfloat16", **options)
+
+
+def step(model: pl.LightningModule, optimizer: torch.optim.Optimizer, batch: Mapping[str, Any]) -> None:
+    """Forward, backward, update."""
+    with torch.autocast("cuda", torch.bfloat16):
+        total, count = model.loss_terms(batch)
+    (total / count).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def timed(run: Callable[[], None]) -> tuple[float, float, int]:
+    """(milliseconds of a step, of its kernels, number of kernels)."""
+    for _ in range(5):
+        run()
+    means = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(10):
+            run()
+        torch.cuda.synchronize()
+        means.append((time.perf_counter() - begin) * 100)
+    with profile(activities=[ProfilerActivity.CUDA]) as record:
+        run()
+        torch.cuda.synchronize()
+    events = [e for e in record.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    return min(means), sum(e.self_device_time_total for e in events) / 1000, len(events)
+
+
+class Clock(pl.Callback):
+    """Milliseconds between the ends of steps."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: Any) -> None:
+        """Look at the clock; steps run ahead of the GPU, so the mean over many counts."""
+        self.times.append(time.perf_counter())
+
+
+def fitted(model: pl.LightningModule, batch: Mapping[str, Any], steps: int = 60) -> float:
+    """Milliseconds of a step through `Trainer.fit`."""
+    clock = Clock()
+    trainer = pl.Trainer(
+        strategy="ring_dilated", devices=1, accelerator="gpu", precision="bf16-mixed", max_steps=steps, callbacks=[clock],
+        logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(model, [batch] * steps)
+    parts = [(clock.times[i + 10] - clock.times[i]) * 100 for i in range(10, len(clock.times) - 10, 10)]
+    return statistics.median(parts)
+
+
+def main() -> None:
+    """Print the rows."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--tiles", type=int, nargs="*", default=[500, 2000, 10000])
+    p.add_argument("--tokens", type=int, nargs="*", default=[8192])
+    p.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    p.add_argument("--hybrid", action="store_true", help="the recommended pattern for text")
+    p.add_argument("--fit", action="store_true", help="through Trainer.fit, too")
+    a = p.parse_args()
+    torch.manual_seed(0)
+    print("| model | tokens | way | ms a step | kernels' ms | kernels | tokens/s | ms through fit |")
+    for way in a.ways:
+        for make, batches in ((encoder, map(slide, a.tiles)), (language, map(text, a.tokens))):
+            options = dict(WAYS[way])
+            if make is language and a.hybrid:
+                options["pattern"] = ld.DilatedPattern.hybrid(12, 12)
+            model = make(**options, optimizer=partial(torch.optim.AdamW, lr=1e-5, fused=True))
+            model.configure_model()
+            model.cuda().train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
+            for batch in batches:
+                on_gpu = {k: v if k in model.host_entries else v.cuda() for k, v in batch.items()}
+                ms, busy, kernels = timed(partial(step, model, optimizer, on_gpu))
+                tokens = next(iter(batch.values())).shape[1]
+                through = f"{fitted(model, batch):.2f}" if a.fit else ""
+                cells = make.__name__, f"{tokens:,}", way, f"{ms:.2f}", f"{busy:.2f}", kernels, f"{tokens / ms:.1f}K"
+                print("| " + " | ".join(map(str, (*cells, through))) + " |", flush=True)
+                model.cuda()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""CUDA graphs of a stack's training step: its blocks' forward and backward are recorded once a shape, and then replayed.
+
+A replay costs the host two calls for all kernels of all blocks. Ragged batches are padded to few lengths, so that few
+graphs serve them; the padding changes no result, since kernels read the lengths of samples on the device.
+Shape letters: B batch, N tokens, E embedding dim.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced
+from lightning_dilated._device import send
+from lightning_dilated._validation import real
+from lightning_dilated.memory.recompute import forget_casts
+from lightning_dilated.sequence.group import active_sequence, no_sequence
+
+#: the blocks: hidden states (B, N, E), lengths (B,) or None, and factors of stochastic depth or None, to hidden states
+Compute = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+#: graphs that are kept; each has inputs and outputs of its own, while all share the memory between them
+KEPT = 64
+#: lengths of recorded sequences are multiples of this
+STEP = 64
+
+_log = logging.getLogger(__name__)
+
+
+@functools.lru_cache(maxsize=65536)
+def padded_length(tokens: int, most: float) -> int:
+    """The length to which sequences of N tokens are padded: by less than the share `most`, or less than `STEP` tokens."""
+    length = STEP
+    while length < tokens:
+        length = max(length + STEP, int(length * (1 + most)) // STEP * STEP)
+    return length
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """One forward and its backward, as functions that read and write the same tensors each time.
+
+    Attributes:
+        x, lengths, drops: inputs, see `Compute`.
+        out, grad: its result, and the gradient of that.
+        x_grad: the gradient of x, None if x needs none.
+        forward, backward: write out; x_grad and the parameters' gradients.
+    """
+
+    x: Tensor
+    lengths: Tensor | None
+    drops: Tensor | None
+    out: Tensor
+    grad: Tensor
+    x_grad: Tensor | None
+    forward: Callable[[], None]
+    backward: Callable[[], None]
+
+    def fill(self, x: Tensor, lengths: Tensor | None, drops: Tensor | None) -> None:
+        """Copy the inputs of a call, whose x may be shorter; what follows it is 0."""
+        for to, value in ((self.lengths, lengths), (self.drops, drops)):
+            if to is not None and value is not None:
+                to.copy_(value)
+        _fill(self.x.detach(), x)
+
+
+def _fill(to: Tensor, x: Tensor) -> None:
+    to[:, : x.shape[1]].copy_(x)
+    if x.shape[1] < to.shape[1]:
+        to[:, x.shape[1] :].zero_()
+
+
+def record(
+    compute: Compute,
+    x: Tensor,
+    lengths: Tensor | None,
+    drops: Tensor | None,
+    parameters: Sequence[nn.Parameter],
+    grads: Sequence[Tensor],
+    pool: Any,
+) -> Recorded:
+    """Record `compute` for inputs like these, whose memory the record keeps.
+
+    Args:
+        grads: to which its backward writes the gradients of `parameters`.
+        pool: of the memory that all records share.
+    """
+    trained = [*([x] if x.requires_grad else []), *parameters]
+    stream, current = torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)
+    # the cast of a weight that autocast keeps would be freed with the graph's memory
+    cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
+    autocast = functools.partial(torch.autocast, "cuda", cast[1], enabled=cast[0], cache_enabled=False)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream), autocast():
+        for _ in range(3):  # compiles kernels, sends tables, and libraries choose theirs
+            out = compute(x, lengths, drops)
+            torch.autograd.grad(out, trained, torch.zeros_like(out), allow_unused=True)
+            del out
+    current.wait_stream(stream)
+    forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with autocast(), torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        out = compute(x, lengths, drops)
+    grad = torch.zeros_like(out)
+    with torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        found = torch.autograd.grad(out, trained, grad, allow_unused=True)
+        pairs = [(to, x) for to, x in zip(grads, found[len(found) - len(grads) :], strict=True) if x is not None]
+        copy_all([to for to, _ in pairs], [x for _, x in pairs])
+    x_grad = found[0] if x.requires_grad else None
+    return Recorded(x, lengths, drops, out.detach(), grad, x_grad, forward.replay, backward.replay)
+
+
+class CudaGraphs:
+    """Records a stack of blocks when a shape first comes, and replays it from then on.
+
+    Args:
+        padding: the most padding of a batch with lengths, as a share of its tokens.
+
+    Attributes:
+        tokens, padded: of all calls so far: tokens of batches, and of the lengths that they were padded to.
+    """
+
+    def __init__(self, padding: float) -> None:
+        self.padding = real(padding, "graph_padding", least=0, most=1)
+        self.tokens = self.padded = 0
+        self._records: OrderedDict[tuple, Recorded] = OrderedDict()
+        self._weights: tuple = ()
+        self._grads: list[Tensor] = []
+        self._pool: Any = None
+        #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
+        self._turn, self._open = 0, lambda: None
+        self._said: set[str] = set()
+
+    def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
+        """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
+        group = active_sequence()
+        if not torch.is_grad_enabled() or is_fake(x) or is_traced() or torch.compiler.is_compiling():
+            return ""
+        if group is not None and group.ranks > 1:
+            return "ranks share its sequence, and what they exchange is planned on the host"
+        if any(has_hooks(m) for m in blocks.modules()):
+            return "a module of it has hooks, which a replay would leave out"
+        if self._open() is not None:  # its tensors wait for a backward
+            return ""
+        return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
+
+    def say(self, reason: str) -> None:
+        """Log why a stack is not replayed, once for each reason."""
+        if reason and reason not in self._said:
+            self._said.add(reason)
+            _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
+
+    def __call__(
+        self, compute: Compute, blocks: nn.Module, x: Tensor, lengths: Tensor | None, drops: Tensor | None
+    ) -> Tensor:
+        """compute(x, lengths, drops) and its gradients, of x (B, N, E)."""
+        parameters = [p for p in blocks.parameters() if p.requires_grad]
+        self._check_weights(parameters)
+        batch, tokens, width = x.shape
+        length = tokens if lengths is None else padded_length(tokens, self.padding)
+        self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
+        cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        options = x.dtype, x.requires_grad, lengths is None, drops is None, blocks.training
+        key = batch, length, *options, *cast
+        if key not in self._records:
+            shape = batch, length, width
+            recorded = self._record(compute, x, shape, lengths is not None, drops, parameters)
+            self._records[key] = recorded
+            if len(self._records) > KEPT:
+                self._records.popitem(last=False)
+            _log.info("recorded CUDA graphs of %d x %d tokens (%d of them)", batch, length, len(self._records))
+        self._records.move_to_end(key)
+        if lengths is not None:
+            lengths = send(lengths.to(torch.int32), x.device)
+        return _Replay.apply(self, self._records[key], x, lengths, drops, *parameters)
+
+    def _record(
+        self,
+        compute: Compute,
+        x: Tensor,
+        shape: tuple[int, ...],
+        ragged: bool,
+        drops: Tensor | None,
+        parameters: Sequence[nn.Parameter],
+    ) -> Recorded:
+        own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
+        lengths = torch.full(shape[:1], shape[1], dtype=torch.int32, device=x.device) if ragged else None
+        if not self._grads:
+            self._grads = [torch.zeros_like(p) for p in parameters]
+            self._pool = torch.cuda.graph_pool_handle() if x.device.type == "cuda" else None
+        forget_casts()
+        drops = None if drops is None else drops.clone()
+        with no_sequence():
+            return record(compute, own, lengths, drops, parameters, self._grads, self._pool)
+
+    def _check_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Forget all records where the weights that they read are gone, or others are trained."""
+        weights = tuple((p.data_ptr(), p.dtype) for p in parameters)
+        if weights != self._weights:
+            self._records.clear()
+            self._weights, self._grads, self._pool = weights, [], None
+
+    def begin(self, token: Any) -> int:
+        """A replay of a forward: its number. Until the token dies or `end`, no other begins."""
+        self._turn, self._open = self._turn + 1, weakref.ref(token)
+        return self._turn
+
+    def end(self, turn: int, parameters: Sequence[nn.Parameter]) -> None:
+        """Before the replay of a backward: keep gradients of earlier ones that users have not taken yet.
+
+        Raises:
+            RuntimeError: where another forward was replayed since.
+        """
+        if turn != self._turn:
+            raise RuntimeError(
+                "this backward comes after another forward of the same stack, whose replay has overwritten what it needs. "
+                "Run each backward once and before the next forward, or set cuda_graphs=False."
+            )
+        self._open = lambda: None
+        for p, grad in zip(parameters, self._grads, strict=True):
+            if p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
+                p.grad = p.grad.clone()
+
+    def gradients(self) -> list[Tensor]:
+        """Of the parameters, after the replay of a backward."""
+        return [grad.detach() for grad in self._grads]
+
+    def __deepcopy__(self, memo: Any) -> CudaGraphs:
+        return CudaGraphs(self.padding)
+
+    def __reduce__(self) -> tuple[type[CudaGraphs], tuple[float]]:
+        return CudaGraphs, (self.padding,)
+
+
+class _Open:
+    """Lives as long as the autograd graph of a replayed forward."""
+
+
+class _Replay(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, graphs, recorded, x, lengths, drops, *parameters):
+        ctx.token = _Open()
+        ctx.turn, ctx.graphs, ctx.recorded, ctx.tokens = graphs.begin(ctx.token), graphs, recorded, x.shape[1]
+        ctx.save_for_backward(*parameters)  # torch then tells where one was changed in between
+        recorded.fill(x, lengths, drops)
+        recorded.forward()
+        return recorded.out[:, : ctx.tokens].clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        graphs, recorded = ctx.graphs, ctx.recorded
+        graphs.end(ctx.turn, ctx.saved_tensors)
+        _fill(recorded.grad, grad)
+        recorded.backward()
+        x_grad = recorded.x_grad
+        dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[2] else None
+        return *itertools.repeat(None, 2), dx, None, None, *graphs.gradients()

@@ -1,0 +1,373 @@
+"""Replayed training steps of a stack against plain ones: here by functions in place of CUDA graphs, on a GPU by these."""
+
+import copy
+import logging
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lightning_dilated as ld
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models import cuda_graphs
+from lightning_dilated.models.cuda_graphs import CudaGraphs, Recorded, padded_length
+from lightning_dilated.models.transformer import DilatedTransformer
+from lightning_dilated.sequence import active_sequence
+
+PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
+
+
+def rerun(compute, x, lengths, drops, parameters, grads, pool):
+    """A record whose replays compute anew, and write to the same tensors, as CUDA graphs do."""
+    trained = [*([x] if x.requires_grad else []), *parameters]
+    out = torch.full_like(x, torch.nan)
+    grad, x_grad = torch.zeros_like(out), torch.full_like(out, torch.nan) if x.requires_grad else None
+    kept = []
+
+    def forward():
+        assert active_sequence() is None
+        with torch.enable_grad():
+            kept[:] = [compute(x, None if lengths is None else lengths.clone(), drops)]
+        out.copy_(kept[0].detach())
+
+    def backward():
+        found = torch.autograd.grad(kept[0], trained, grad, allow_unused=True)
+        if x_grad is not None:
+            x_grad.copy_(found[0])
+        for to, value in zip(grads, found[len(found) - len(grads) :], strict=True):
+            to.copy_(0 if value is None else value)
+
+    return Recorded(x, lengths, drops, out, grad, x_grad, forward, backward)
+
+
+@pytest.fixture
+def replayed(monkeypatch):
+    """Records are made on the CPU, too; their shapes."""
+    shapes = []
+    monkeypatch.setattr(
+        cuda_graphs, "record", lambda compute, x, *rest: shapes.append(tuple(x.shape)) or rerun(compute, x, *rest)
+    )
+    real = CudaGraphs.why_not
+    monkeypatch.setattr(
+        CudaGraphs, "why_not", lambda *given: None if (why := real(*given)) == "it runs on cpu" else why
+    )
+    return shapes
+
+
+def stack(causal=False, **options):
+    torch.manual_seed(0)
+    options = ld.models.blocks.BlockOptions(**options)
+    made = DilatedTransformer(16, [PATTERN, PATTERN.shifted()], 2, causal=causal, options=options).double()
+    for p in made.parameters():
+        nn.init.normal_(p, std=0.2)
+    return made
+
+
+def both(made, lengths, tokens, batch=2, **how):
+    """The results and all gradients of a plain and of a replayed step."""
+    x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
+    lengths, found = None if lengths is None else torch.tensor(lengths), []
+    for graphs in (None, made.__dict__.setdefault("_kept", CudaGraphs(0.125))):
+        made.graphs = graphs
+        made.zero_grad()
+        leaf = x.clone().requires_grad_(how.get("input_grad", True))
+        torch.manual_seed(1)
+        out = made(leaf, lengths=lengths)
+        out.square().sum().backward()
+        found.append(
+            [out.detach(), *([leaf.grad] if leaf.requires_grad else []), *(p.grad.clone() for p in made.parameters())]
+        )
+    return found
+
+
+def same(want, got, tol=1e-12):
+    for a, b in zip(want, got, strict=True):
+        assert (a - b).abs().max() <= tol * a.abs().max().clamp(min=1)
+
+
+def test_padded_lengths():
+    assert [padded_length(n, 0.125) for n in (1, 64, 65, 500, 513, 10000)] == [64, 64, 128, 512, 576, 10368]
+    for most in (0.0, 0.05, 0.5):
+        lengths = [padded_length(n, most) for n in range(1, 5000)]
+        assert all(n <= x and (x - n < 64 or x < n * (1 + most)) for n, x in enumerate(lengths, 1))
+    assert len({padded_length(n, 0.125) for n in range(500, 10001)}) < 31
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ragged_batches(replayed, causal):
+    """Twenty lengths by few records, in any order."""
+    made = stack(causal)
+    for tokens in (50, 64, 33, 90, 17, 100, 64, 128, 70):
+        same(*both(made, (tokens, tokens // 2 + 1), tokens))
+    assert replayed == [(2, 64, 16), (2, 128, 16)]
+    assert 0 < made.graphs.tokens < made.graphs.padded
+
+
+def test_sequences_without_lengths_are_not_padded(replayed):
+    made = stack(True, kv_conv=4)
+    same(*both(made, None, 50))
+    same(*both(made, None, 50, input_grad=False))
+    same(*both(made, None, 51, batch=1))
+    assert replayed == [(2, 50, 16), (2, 50, 16), (1, 51, 16)]
+
+
+def test_stochastic_depth(replayed):
+    same(*both(stack(drop_path=0.5), (40, 30), 40))
+
+
+def test_gradients_accumulate(replayed):
+    """Gradients that an optimizer holds are not overwritten by the next replay."""
+    made = stack()
+    totals = []
+    for graphs in (None, CudaGraphs(0.1)):
+        made.graphs = graphs
+        made.zero_grad()
+        for tokens in (40, 30, 90):
+            x = torch.ones(1, tokens, 16, dtype=torch.float64) * tokens / 50
+            made(x, lengths=torch.tensor([tokens - 3])).sum().backward()
+        totals.append([p.grad.clone() for p in made.parameters()])
+    same(*totals)
+
+
+def test_a_second_forward_before_the_backward_is_computed_plainly(replayed):
+    made = stack()
+    made.graphs = CudaGraphs(0.1)
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    first, second = made(x), made(2 * x)
+    assert "Replay" in first.grad_fn.next_functions[0][0].name() or len(replayed) == 1
+    (first.sum() + second.sum()).backward()
+    got = [p.grad.clone() for p in made.parameters()]
+    made.zero_grad()
+    made.graphs = None
+    (made(x).sum() + made(2 * x).sum()).backward()
+    same([p.grad for p in made.parameters()], got)
+    made.graphs = graphs = CudaGraphs(0.1)
+    del first, second
+    for _ in range(3):  # graphs that are dropped without a backward
+        made(x)
+    assert graphs._turn == 3
+
+
+def test_a_late_backward_is_an_error(replayed):
+    made = stack()
+    made.graphs = CudaGraphs(0.1)
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    first = made(x).sum()
+    first.backward(retain_graph=True)
+    made(x).sum().backward()
+    with pytest.raises(RuntimeError, match=r"after another forward of the same stack.*or set cuda_graphs=False"):
+        first.backward()
+
+
+def test_changed_weights_are_recorded_again(replayed):
+    made = stack()
+    same(*both(made, (20,), 20, batch=1))
+    next(made.parameters()).requires_grad_(False)
+    made.blocks[1].ffn.fc1.weight = nn.Parameter(made.blocks[1].ffn.fc1.weight.detach() * 2)
+    x = torch.randn(1, 20, 16, dtype=torch.float64)
+    out = made(x)
+    made.graphs = None
+    same([made(x)], [out])
+    assert len(replayed) == 2
+
+
+def test_where_nothing_is_replayed(replayed, caplog):
+    """It says why, once, and computes plainly."""
+    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
+    made.graphs = CudaGraphs(0.1)
+    with torch.no_grad():
+        want = made(x)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            same([want], [made(x, positions=torch.arange(20))])
+        made.memory = MemorySettings("block")
+        same([want], [made(x)])
+        made.memory = MemorySettings()
+        hook = made.blocks[0].register_forward_hook(lambda *given: None)
+        same([want], [made(x)])
+        hook.remove()
+    assert replayed == []
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 3 and "it is called with positions" in said[0] and "memory settings" in said[1]
+    assert "a module of it has hooks" in said[2]
+
+
+def test_ranks_that_share_a_sequence(replayed, monkeypatch):
+    group = type("Group", (), {"ranks": 2})()
+    monkeypatch.setattr(cuda_graphs, "active_sequence", lambda: group)
+    assert "ranks share" in CudaGraphs(0.1).why_not(nn.ModuleList(), torch.ones(1, requires_grad=True))
+
+
+def test_copies_record_for_themselves():
+    graphs = CudaGraphs(0.2)
+    graphs._records[1] = 2
+    for other in (copy.deepcopy(graphs), pickle.loads(pickle.dumps(graphs))):
+        assert (other.padding, len(other._records)) == (0.2, 0)
+
+
+def test_options_of_models():
+    model = ld.SlideEncoder(8, 16, 1, 2, task="classification", num_classes=2, cuda_graphs=True, graph_padding=0.5)
+    model.configure_model()
+    assert model.transformer.graphs.padding == 0.5 and "cuda_graphs" not in model.hparams
+    with pytest.raises(ValueError, match="graph_padding must"):
+        ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, graph_padding=2)
+    with pytest.raises(ValueError, match=r"cuda_graphs cannot record attention_dropout=0.1"):
+        ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True, attention_dropout=0.1)
+
+
+# -- a GPU -------------------------------------------------------------------------------------------------------------
+def losses_of(model, batches, steps=2, clip=None):
+    """Losses and parameters after a few steps of AdamW."""
+    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True), []
+    for batch in batches * steps:
+        with torch.autocast("cuda", torch.bfloat16):
+            total, count = model.loss_terms(batch)
+        (total / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(total / count))
+    return losses, [p.detach().clone() for p in model.parameters()]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_slides_on_a_gpu(compiled):
+    """Twenty lengths, GigaPath's pattern with attended padding: losses and weights as without graphs."""
+    lengths = [200, 1000, 777, 345, 512, 903, 640, 288, 430, 555, 801, 210, 666, 999, 321, 456, 789, 222, 611, 940]
+    batches = []
+    for i, tiles in enumerate(lengths):
+        features, coords = torch.zeros(1, tiles + 1, 64), torch.full((1, tiles + 1, 2), -1)
+        features[:, 1:].normal_(generator=torch.Generator().manual_seed(i))
+        coords[0, 1:] = 256 * torch.stack([torch.arange(tiles) % 50, torch.arange(tiles) // 50], 1)
+        label = torch.tensor([i % 2]).cuda()
+        batches.append(
+            {"features": features.cuda(), "coords": coords.cuda(), "lengths": torch.tensor([tiles + 1]), "label": label}
+        )
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = ld.SlideEncoder(
+            64, 128, 3, 4, task="classification", num_classes=2, dropout=0.0, drop_path=0.0, padding="attended",
+            segment_lengths=[128, 256, 512], dilation_rates=[1, 2, 4], compile_blocks=compiled, cuda_graphs=graphs,
+        )  # fmt: skip
+        model.configure_model()
+        found.append(losses_of(model.cuda(), batches))
+    assert len(model.transformer.graphs._records) > 5 and not model.transformer.graphs._said
+    for a, b in zip(*(x[0] for x in found), strict=True):
+        assert a == pytest.approx(b, abs=5e-3)
+    for a, b in zip(*(x[1] for x in found), strict=True):
+        assert (a - b).abs().max() < 2e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_text_on_a_gpu(compiled):
+    batches = []
+    for i in range(3):
+        text = torch.randint(0, 256, (2, 1000), generator=torch.Generator().manual_seed(i)).cuda()
+        batches.append({"tokens": text, "labels": text.roll(-1, 1)})
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = ld.LongNetLM(
+            ld.DilatedPattern.hybrid(4, 4, local=256), 256, 128, 4, 4, max_seq_len=1000, kv_conv=4,
+            compile_blocks=compiled, cuda_graphs=graphs,
+        )  # fmt: skip
+        model.configure_model()
+        found.append(losses_of(model.cuda(), batches, 5))
+    assert len(model.transformer.graphs._records) == 1
+    assert found[0][0] == pytest.approx(found[1][0], abs=1e-2) and found[0][0][-1] < found[0][0][0] - 0.05
+
+
+@pytest.mark.gpu
+def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
+    """Through the Trainer and the strategy of one device: it learns, and masks differ from step to step."""
+    import lightning.pytorch as pl
+
+    torch.manual_seed(0)
+    model = ld.LongNetLM(
+        ld.DilatedPattern.geometric(64, 512),
+        16,
+        64,
+        2,
+        4,
+        max_seq_len=512,
+        dropout=0.1,
+        drop_path=0.1,
+        cuda_graphs=True,
+    )
+    text = torch.arange(512).repeat(4, 1) % 7
+    batches = [{"tokens": text, "labels": text.roll(-1, 1)}] * 40
+    trainer = pl.Trainer(
+        strategy="ring_dilated", accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=1, logger=False,
+        accumulate_grad_batches=2, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0,
+    )  # fmt: skip
+    trainer.fit(model, batches)
+    assert float(trainer.callback_metrics["train_loss"]) < 1.5
+    graphs = model.transformer.graphs
+    assert len(graphs._records) == 1 and graphs._turn == 40 and not graphs._said
+    x = torch.randn(1, 512, 64, device="cuda", requires_grad=True)
+    model.cuda().train()
+    outs = []
+    for _ in range(2):
+        outs.append(model.transformer(x))
+        outs[-1].sum().backward()
+    assert not torch.equal(*outs)
+
+
+@pytest.mark.gpu
+def test_the_op_is_captured_with_lengths():
+    """One recorded forward and backward of the op, replayed with twenty lengths, against the oracle."""
+    from lightning_dilated.attention.oracle import oracle
+
+    pattern = ld.DilatedPattern([(64, 1), (256, 4)], padding="attended")
+    q, k, v, grad = (torch.randn(2, 300, 4, 32, device="cuda", requires_grad=i < 3) for i in range(4))
+    lengths = torch.tensor([300, 300], dtype=torch.int32, device="cuda")
+
+    def run():
+        out = ld.dilated_attention(q, k, v, pattern, lengths=lengths)
+        return *torch.autograd.grad(out, (q, k, v), grad), out
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        *found, out = run()
+    for i in range(20):
+        lengths.copy_(torch.tensor([15 * i + 5, 300 - 14 * i]))
+        graph.replay()
+        exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
+        want, _ = oracle(*exact, pattern, lengths=lengths.cpu())
+        wanted = torch.autograd.grad(want, exact, grad.double())
+        for a, b in zip((want, *wanted), (out, *found), strict=True):
+            assert (a - b).abs().max() < 2e-2 * a.abs().max().clamp(min=1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("whole", [False, True])
+def test_reduce_overhead(whole):
+    """torch.compile's own CUDA graphs take blocks, and a whole model."""
+    torch.manual_seed(0)
+    model = ld.LongNetLM(ld.DilatedPattern.geometric(64, 512), 256, 64, 2, 4, max_seq_len=512)
+    model.configure_model()
+    model.cuda()
+    text = torch.randint(0, 256, (2, 512), device="cuda")
+    want = model(text)
+    wanted = torch.autograd.grad(want.square().mean(), list(model.parameters()))
+    if whole:
+        call = torch.compile(lambda x: model(x), mode="reduce-overhead")
+    else:
+        call = model
+        for block in model.transformer.blocks:
+            block.compile(mode="reduce-overhead")
+    torch.backends.cuda.matmul.allow_tf32 = False
+    for _ in range(4):
+        torch.compiler.cudagraph_mark_step_begin()
+        out = call(text)
+        found = [x.clone() for x in torch.autograd.grad(out.square().mean(), list(model.parameters()))]
+    assert (out - want).abs().max() < 1e-3 * want.abs().max()
+    for a, b in zip(wanted, found, strict=True):
+        assert (a - b).norm() <= 1e-3 * a.norm()
