@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced
+from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced, with_parameters
 from lightning_dilated._device import send
 from lightning_dilated._validation import real
 from lightning_dilated.memory.recompute import forget_casts
@@ -79,23 +79,43 @@ def _fill(to: Tensor, x: Tensor) -> None:
         to[:, x.shape[1] :].zero_()
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all records of a stack share.
+
+    Attributes:
+        grads: to which backwards write the gradients of the trained parameters.
+        stream, pool: of the recording, and of memory that is free between two replays; None on a CPU.
+    """
+
+    grads: list[Tensor]
+    stream: Any = None
+    pool: Any = None
+
+    @classmethod
+    def of(cls, parameters: Sequence[nn.Parameter], device: torch.device) -> Shared:
+        grads = [torch.zeros_like(p) for p in parameters]
+        if device.type != "cuda":
+            return cls(grads)
+        return cls(grads, torch.cuda.Stream(device), torch.cuda.graph_pool_handle())
+
+
 def record(
     compute: Compute,
     x: Tensor,
     lengths: Tensor | None,
     drops: Tensor | None,
-    parameters: Sequence[nn.Parameter],
-    grads: Sequence[Tensor],
-    pool: Any,
+    parameters: Sequence[Tensor],
+    shared: Shared,
 ) -> Recorded:
     """Record `compute` for inputs like these, whose memory the record keeps.
 
     Args:
-        grads: to which its backward writes the gradients of `parameters`.
-        pool: of the memory that all records share.
+        parameters: the trained ones. A node of autograd for one of them that lives already belongs to another stream, which
+            must not wait for one that records: so they are leaves of this record only.
     """
     trained = [*([x] if x.requires_grad else []), *parameters]
-    stream, current = torch.cuda.Stream(x.device), torch.cuda.current_stream(x.device)
+    stream, current = shared.stream, torch.cuda.current_stream(x.device)
     # the cast of a weight that autocast keeps would be freed with the graph's memory
     cast = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
     autocast = functools.partial(torch.autocast, "cuda", cast[1], enabled=cast[0], cache_enabled=False)
@@ -107,13 +127,15 @@ def record(
             del out
     current.wait_stream(stream)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-    with autocast(), torch.cuda.graph(forward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    options = {"pool": shared.pool, "stream": stream, "capture_error_mode": "thread_local"}
+    with autocast(), torch.cuda.graph(forward, **options):
         out = compute(x, lengths, drops)
     grad = torch.zeros_like(out)
-    with torch.cuda.graph(backward, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.graph(backward, **options):
         found = torch.autograd.grad(out, trained, grad, allow_unused=True)
-        pairs = [(to, x) for to, x in zip(grads, found[len(found) - len(grads) :], strict=True) if x is not None]
-        copy_all([to for to, _ in pairs], [x for _, x in pairs])
+        of_parameters = zip(shared.grads, found[len(found) - len(parameters) :], strict=True)
+        pairs = [(to, value) for to, value in of_parameters if value is not None]
+        copy_all([to for to, _ in pairs], [value for _, value in pairs])
     x_grad = found[0] if x.requires_grad else None
     return Recorded(x, lengths, drops, out.detach(), grad, x_grad, forward.replay, backward.replay)
 
@@ -133,8 +155,7 @@ class CudaGraphs:
         self.tokens = self.padded = 0
         self._records: OrderedDict[tuple, Recorded] = OrderedDict()
         self._weights: tuple = ()
-        self._grads: list[Tensor] = []
-        self._pool: Any = None
+        self._shared = Shared([])
         #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
         self._turn, self._open = 0, lambda: None
         self._said: set[str] = set()
@@ -148,8 +169,8 @@ class CudaGraphs:
             return "ranks share its sequence, and what they exchange is planned on the host"
         if any(has_hooks(m) for m in blocks.modules()):
             return "a module of it has hooks, which a replay would leave out"
-        if self._open() is not None:  # its tensors wait for a backward
-            return ""
+        if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
+            return ""  # tensors of the last replay wait for a backward; or there is no backward
         return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
 
     def say(self, reason: str) -> None:
@@ -163,7 +184,7 @@ class CudaGraphs:
     ) -> Tensor:
         """compute(x, lengths, drops) and its gradients, of x (B, N, E)."""
         parameters = [p for p in blocks.parameters() if p.requires_grad]
-        self._check_weights(parameters)
+        self._check_weights(blocks, parameters)
         batch, tokens, width = x.shape
         length = tokens if lengths is None else padded_length(tokens, self.padding)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
@@ -171,9 +192,7 @@ class CudaGraphs:
         options = x.dtype, x.requires_grad, lengths is None, drops is None, blocks.training
         key = batch, length, *options, *cast
         if key not in self._records:
-            shape = batch, length, width
-            recorded = self._record(compute, x, shape, lengths is not None, drops, parameters)
-            self._records[key] = recorded
+            self._records[key] = self._record(compute, blocks, x, (batch, length, width), lengths is not None, drops)
             if len(self._records) > KEPT:
                 self._records.popitem(last=False)
             _log.info("recorded CUDA graphs of %d x %d tokens (%d of them)", batch, length, len(self._records))
@@ -183,30 +202,26 @@ class CudaGraphs:
         return _Replay.apply(self, self._records[key], x, lengths, drops, *parameters)
 
     def _record(
-        self,
-        compute: Compute,
-        x: Tensor,
-        shape: tuple[int, ...],
-        ragged: bool,
-        drops: Tensor | None,
-        parameters: Sequence[nn.Parameter],
+        self, compute: Compute, blocks: nn.Module, x: Tensor, shape: tuple[int, ...], ragged: bool, drops: Tensor | None
     ) -> Recorded:
         own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         lengths = torch.full(shape[:1], shape[1], dtype=torch.int32, device=x.device) if ragged else None
-        if not self._grads:
-            self._grads = [torch.zeros_like(p) for p in parameters]
-            self._pool = torch.cuda.graph_pool_handle() if x.device.type == "cuda" else None
-        forget_casts()
-        drops = None if drops is None else drops.clone()
-        with no_sequence():
-            return record(compute, own, lengths, drops, parameters, self._grads, self._pool)
+        leaves = {name: nn.Parameter(p.detach()) for name, p in blocks.named_parameters() if p.requires_grad}
 
-    def _check_weights(self, parameters: Sequence[nn.Parameter]) -> None:
+        def alone(x: Tensor, lengths: Tensor | None, drops: Tensor | None) -> Tensor:
+            with no_sequence(), with_parameters(blocks, leaves):
+                return compute(x, lengths, drops)
+
+        forget_casts()
+        copied = None if drops is None else drops.clone()
+        return record(alone, own, lengths, copied, list(leaves.values()), self._shared)
+
+    def _check_weights(self, blocks: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Forget all records where the weights that they read are gone, or others are trained."""
-        weights = tuple((p.data_ptr(), p.dtype) for p in parameters)
+        weights = tuple((p.data_ptr(), p.dtype, p.requires_grad) for p in blocks.parameters())
         if weights != self._weights:
             self._records.clear()
-            self._weights, self._grads, self._pool = weights, [], None
+            self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
     def begin(self, token: Any) -> int:
         """A replay of a forward: its number. Until the token dies or `end`, no other begins."""
@@ -225,13 +240,13 @@ class CudaGraphs:
                 "Run each backward once and before the next forward, or set cuda_graphs=False."
             )
         self._open = lambda: None
-        for p, grad in zip(parameters, self._grads, strict=True):
+        for p, grad in zip(parameters, self._shared.grads, strict=True):
             if p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
                 p.grad = p.grad.clone()
 
     def gradients(self) -> list[Tensor]:
         """Of the parameters, after the replay of a backward."""
-        return [grad.detach() for grad in self._grads]
+        return [grad.detach() for grad in self._shared.grads]
 
     def __deepcopy__(self, memo: Any) -> CudaGraphs:
         return CudaGraphs(self.padding)

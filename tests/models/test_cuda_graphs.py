@@ -13,12 +13,11 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import cuda_graphs
 from lightning_dilated.models.cuda_graphs import CudaGraphs, Recorded, padded_length
 from lightning_dilated.models.transformer import DilatedTransformer
-from lightning_dilated.sequence import active_sequence
 
 PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
-def rerun(compute, x, lengths, drops, parameters, grads, pool):
+def rerun(compute, x, lengths, drops, parameters, shared):
     """A record whose replays compute anew, and write to the same tensors, as CUDA graphs do."""
     trained = [*([x] if x.requires_grad else []), *parameters]
     out = torch.full_like(x, torch.nan)
@@ -26,7 +25,6 @@ def rerun(compute, x, lengths, drops, parameters, grads, pool):
     kept = []
 
     def forward():
-        assert active_sequence() is None
         with torch.enable_grad():
             kept[:] = [compute(x, None if lengths is None else lengths.clone(), drops)]
         out.copy_(kept[0].detach())
@@ -35,7 +33,7 @@ def rerun(compute, x, lengths, drops, parameters, grads, pool):
         found = torch.autograd.grad(kept[0], trained, grad, allow_unused=True)
         if x_grad is not None:
             x_grad.copy_(found[0])
-        for to, value in zip(grads, found[len(found) - len(grads) :], strict=True):
+        for to, value in zip(shared.grads, found[len(found) - len(parameters) :], strict=True):
             to.copy_(0 if value is None else value)
 
     return Recorded(x, lengths, drops, out, grad, x_grad, forward, backward)
