@@ -292,7 +292,6 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
         4,
         max_seq_len=512,
         dropout=0.1,
-        drop_path=0.1,
         cuda_graphs=True,
     )
     text = torch.arange(512).repeat(4, 1) % 7

@@ -104,7 +104,7 @@ def _sizes(dtype: torch.dtype, dim: int, causal: bool) -> tuple[tuple[int, ...],
     from lightning_dilated.kernels import combine, grouped
 
     over_keys, over_rows = (grouped.backward_config(dtype, dim, causal, keys) for keys in (True, False))
-    sizes = grouped.config(dtype, dim)[0], over_keys[1], over_rows[0], grouped.PREPARED
+    sizes = grouped.config(dtype, dim, causal)[0], over_keys[1], over_rows[0], grouped.PREPARED
     return sizes, combine.CONFIG[0]
 
 
