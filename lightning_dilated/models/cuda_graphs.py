@@ -53,6 +53,7 @@ class Recorded:
         x, lengths, drops: inputs, see `Compute`.
         out, grad: its result, and the gradient of that.
         x_grad: the gradient of x, None if x needs none.
+        used: of each trained parameter, whether it has a gradient.
         forward, backward: write out; x_grad and the parameters' gradients.
     """
 
@@ -62,6 +63,7 @@ class Recorded:
     out: Tensor
     grad: Tensor
     x_grad: Tensor | None
+    used: tuple[bool, ...]
     forward: Callable[[], None]
     backward: Callable[[], None]
 
@@ -133,11 +135,12 @@ def record(
     grad = torch.zeros_like(out)
     with torch.cuda.graph(backward, **options):
         found = torch.autograd.grad(out, trained, grad, allow_unused=True)
-        of_parameters = zip(shared.grads, found[len(found) - len(parameters) :], strict=True)
-        pairs = [(to, value) for to, value in of_parameters if value is not None]
+        of_parameters = found[len(found) - len(parameters) :]
+        pairs = [(to, value) for to, value in zip(shared.grads, of_parameters, strict=True) if value is not None]
         copy_all([to for to, _ in pairs], [value for _, value in pairs])
     x_grad = found[0] if x.requires_grad else None
-    return Recorded(x, lengths, drops, out.detach(), grad, x_grad, forward.replay, backward.replay)
+    used = tuple(value is not None for value in of_parameters)
+    return Recorded(x, lengths, drops, out.detach(), grad, x_grad, used, forward.replay, backward.replay)
 
 
 class CudaGraphs:
@@ -244,9 +247,9 @@ class CudaGraphs:
             if p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
                 p.grad = p.grad.clone()
 
-    def gradients(self) -> list[Tensor]:
+    def gradients(self, recorded: Recorded) -> list[Tensor | None]:
         """Of the parameters, after the replay of a backward."""
-        return [grad.detach() for grad in self._shared.grads]
+        return [grad.detach() if used else None for grad, used in zip(self._shared.grads, recorded.used, strict=True)]
 
     def __deepcopy__(self, memo: Any) -> CudaGraphs:
         return CudaGraphs(self.padding)
@@ -278,4 +281,4 @@ class _Replay(torch.autograd.Function):
         recorded.backward()
         x_grad = recorded.x_grad
         dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[2] else None
-        return *itertools.repeat(None, 2), dx, None, None, *graphs.gradients()
+        return *itertools.repeat(None, 2), dx, None, None, *graphs.gradients(recorded)

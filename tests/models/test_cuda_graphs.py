@@ -22,7 +22,8 @@ def rerun(compute, x, lengths, drops, parameters, shared):
     trained = [*([x] if x.requires_grad else []), *parameters]
     out = torch.full_like(x, torch.nan)
     grad, x_grad = torch.zeros_like(out), torch.full_like(out, torch.nan) if x.requires_grad else None
-    kept = []
+    kept, found = [], torch.autograd.grad(compute(x, lengths, drops).sum(), trained, allow_unused=True)
+    used = tuple(g is not None for g in found[len(found) - len(parameters) :])
 
     def forward():
         with torch.enable_grad():
@@ -34,9 +35,9 @@ def rerun(compute, x, lengths, drops, parameters, shared):
         if x_grad is not None:
             x_grad.copy_(found[0])
         for to, value in zip(shared.grads, found[len(found) - len(parameters) :], strict=True):
-            to.copy_(0 if value is None else value)
+            to.copy_(torch.nan if value is None else value)
 
-    return Recorded(x, lengths, drops, out, grad, x_grad, forward, backward)
+    return Recorded(x, lengths, drops, out, grad, x_grad, used, forward, backward)
 
 
 @pytest.fixture
@@ -126,6 +127,15 @@ def test_gradients_accumulate(replayed):
             made(x, lengths=torch.tensor([tokens - 3])).sum().backward()
         totals.append([p.grad.clone() for p in made.parameters()])
     same(*totals)
+
+
+def test_a_parameter_without_a_gradient(replayed):
+    """It has none here, too, so that an optimizer leaves it alone."""
+    made = stack()
+    made.blocks[0].extra = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    made.graphs = CudaGraphs(0.1)
+    made(torch.ones(1, 20, 16, dtype=torch.float64)).sum().backward()
+    assert made.blocks[0].extra.grad is None and made.blocks[0].ffn.fc1.weight.grad is not None
 
 
 def test_a_second_forward_before_the_backward_is_computed_plainly(replayed):
