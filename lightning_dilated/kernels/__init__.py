@@ -60,4 +60,5 @@ def available(device: torch.device) -> bool:
 
 def on(device: torch.device) -> contextlib.AbstractContextManager:
     """A context in which Triton launches on `device`: it takes the current device, not that of the tensors."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    current = device.type != "cuda" or torch.cuda.current_device() == device.index
+    return contextlib.nullcontext() if current else torch.cuda.device(device)

@@ -336,14 +336,17 @@ def _grouped_merge(
     tl.store(lse + batch * lse_sb + head * lse_sh + target * lse_sn, merged_lse, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["part_rows"])
 def _grouped_sum(
-    out, out_sb, out_sn, out_sh, parts, jobs, spans, span_of, lengths, entries, starts, num_heads,
+    out, second, out_sb, out_sn, out_sh, parts, part_rows, jobs, spans, span_of, lengths, entries, starts, num_heads,
     ADD: tl.constexpr, LENGTHS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     number, head, sample, batch, first, inside, live, step, start = _span_program(
         spans, span_of, lengths, num_heads, LENGTHS, TOKENS
     )
+    if tl.program_id(1) == 1:
+        out = second
+        parts += part_rows.to(tl.int64) * DIM
     column = tl.arange(0, BLOCK)
     target = start + first + step * tl.arange(0, TOKENS)
     to = out + batch * out_sb + head * out_sh + column[None, :] + target[:, None] * out_sn
@@ -379,7 +382,17 @@ def merge_jobs(
     )  # fmt: skip
 
 
-def sum_jobs(out: Tensor, parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None) -> None:
-    """Write the sum of parts (rows, D), or with `add` add it, to out (B, N, H or K, D) at all positions of the spans."""
-    tables, sizes = _tables(work, work.keys if kv else work.queries, out, lengths)
-    _grouped_sum[(out.shape[2] * work.tiles,)](out, *out.stride()[:3], parts, *tables, ADD=add, **sizes)
+def sum_jobs(
+    outs: Sequence[Tensor], parts: Tensor, work: Work, kv: bool, add: bool, lengths: Tensor | None = None
+) -> None:
+    """Write the sums of parts (1 or 2, rows, D), or with `add` add them, to as many outs (B, N, H or K, D).
+
+    At all positions of the spans, as `merge_jobs`.
+    """
+    tables, sizes = _tables(work, work.keys if kv else work.queries, outs[0], lengths)
+    together = outs[0].stride() == outs[-1].stride()
+    for first in range(0, len(outs), len(outs) if together else 1):
+        some = outs if together else outs[first : first + 1]
+        _grouped_sum[(some[0].shape[2] * work.tiles, len(some))](
+            some[0], some[-1], *some[0].stride()[:3], parts[first], parts.shape[1], *tables, ADD=add, **sizes
+        )  # fmt: skip

@@ -394,7 +394,7 @@ class Backward:
 
     Attributes:
         tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
-        lse, delta: (rows,) fp32 in the order of the buffer, since the loops read them without a stride.
+        lse, delta: fp32 of each row, in the order of the buffer, since the loops read them without a stride.
         positions: (rows,) int64 with dropout, else None.
         lengths: (B,) on the device, or None.
     """
@@ -422,7 +422,8 @@ class Backward:
     ) -> Backward:
         """From grad, q (B, N, H, D), k, v (B, N, K, D) and the merged out (B, N, H, D) and lse (B, H, N)."""
         grad, q, k, v, out = tensors
-        delta, row_lse = (torch.empty(work.rows, dtype=torch.float32, device=q.device) for _ in range(2))
+        # one allocation, which costs the host less; both parts aligned
+        delta, row_lse = torch.empty(2, -(-work.rows // 64) * 64, dtype=torch.float32, device=q.device)
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](
                 delta, row_lse, grad, *grad.stride()[:3], out, *out.stride()[:3], lse, *lse.stride(),
@@ -431,20 +432,20 @@ class Backward:
             )  # fmt: skip
         return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop), lengths)
 
-    def keys(self) -> tuple[Tensor, Tensor]:
-        """dk, dv (rows, D), one for each query head."""
+    def keys(self) -> Tensor:
+        """dk and dv (2, rows, D), one for each query head."""
         return self._run(_grouped_keys, 2, True)
 
     def queries(self) -> Tensor:
-        """dq (rows, D)."""
-        return self._run(_grouped_rows, 1, False)[0]
+        """dq (1, rows, D)."""
+        return self._run(_grouped_rows, 1, False)
 
-    def _run(self, kernel, results: int, over_keys: bool) -> tuple[Tensor, ...]:
+    def _run(self, kernel, results: int, over_keys: bool) -> Tensor:
         grad, q, k, v = self.tensors
         dim = q.shape[3]
         rows, keys, warps, stages = backward_config(q.dtype, dim, self.causal, over_keys)
         tile = keys if over_keys else rows
-        out = tuple(torch.empty(self.work.rows, dim, dtype=q.dtype, device=q.device) for _ in range(results))
+        out = torch.empty(results, self.work.rows, dim, dtype=q.dtype, device=q.device)
         views = [argument for x in (q, k, v, grad) for argument in (x, *x.stride()[:3])]
         if self.work.rows:
             kernel[(self.work.grids[tile].programs,)](

@@ -198,7 +198,7 @@ def on_ranks(rank, group, dropout):
     with counted() as (launches, plans):
         got = call("triton", [x[:, local] for x in full], grad[:, local], sequence=sequence)
     sequence.close()
-    assert all(plans) and launches.count("_grouped_sum") == 3
+    assert all(plans) and launches.count("_grouped_sum") == 2
     assert all(x.isfinite().all() for x in got)  # max() of Python would lose a NaN
     return max(float((a - b[:, local]).abs().max()) for a, b in zip(got, call("math", full, grad), strict=True))
 
@@ -223,7 +223,7 @@ def test_documents_add_no_launches(interpreter, documents):
             "_grouped_delta",
             "_grouped_keys",
             "_grouped_rows",
-            *["_grouped_sum"] * 3,
+            *["_grouped_sum"] * 2,  # of dk and dv, and of dq
         ]
     )
 

@@ -155,10 +155,8 @@ def _sum(
     from lightning_dilated.kernels.grouped import Backward
 
     run = Backward.of(work, list(tensors), lse, call.causal, call.scale, _drop(call, lse.device), lengths)
-    for x, part in zip(total[1:], run.keys(), strict=True):
-        sum_jobs(x, part, work, True, add, lengths)
-    del part  # before dq's are made
-    sum_jobs(total[0], run.queries(), work, False, add, lengths)
+    sum_jobs(total[1:], run.keys(), work, True, add, lengths)  # these parts are freed before dq's are made
+    sum_jobs(total[:1], run.queries(), work, False, add, lengths)
 
 
 @dataclass(frozen=True)
