@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lightning_dilated as ld
+from lightning_dilated.callbacks import LossByPosition, RecallByDistance
 from lightning_dilated.memory.settings import MemorySettings
 
 from ..examples import examples
@@ -250,6 +251,26 @@ def test_accumulation_and_other_models(tmp_path):
     assert {x["position"] for x in states.values()} == {6 * STEP}
     with pytest.raises(TypeError, match="LongNetMLM has no method `stream`"):
         fitted(tmp_path, 1, model=ld.LongNetMLM(GEOMETRIC, vocab_size=VOCABULARY, dim=16, depth=1, num_heads=4))
+
+
+@pytest.mark.full
+def test_losses_by_position_are_refused_before_any_work(tmp_path):
+    """Also where nothing is validated before the first epoch ends; a test run has no such losses, and is let be."""
+    model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
+    with pytest.raises(
+        ValueError, match=r"LossByPosition looks at.*StreamDataModule are steps.*remove the callback, or"
+    ):
+        fitted(tmp_path, 3, model=model, callbacks=[LossByPosition()], num_sanity_val_steps=0)
+    assert not model._built, "layers were made"
+    trainer, model, data, _ = fitted(tmp_path, 1)
+    trainer.callbacks.append(LossByPosition())
+    with pytest.raises(ValueError, match="LossByPosition looks at"):
+        trainer.validate(model, data, verbose=False)
+    trainer.test(model, data, verbose=False)
+    trainer.callbacks[-1] = RecallByDistance()
+    data.distances = lambda split, index: torch.zeros(STEP)
+    with pytest.raises(ValueError, match="RecallByDistance looks at"):
+        trainer.test(model, data, verbose=False)
 
 
 @pytest.mark.full
