@@ -361,12 +361,16 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""
         if self._explained is None:
             return
-        seq_len = longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
+        seq_len = self._longest(batch)
         if seq_len > self._explained:
             hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
             self._explained = None if hints else seq_len
             for hint in hints:
                 rank_zero_warn(hint)
+
+    def _longest(self, batch: Any) -> int:
+        """N of the longest sequence or document of a training batch, for which the pattern is checked; 0: unknown."""
+        return longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         self.mean_loss[stage].update(*self.loss_terms(self._shifted(batch)))

@@ -1,16 +1,20 @@
 """Training and evaluating on batches of streams: a model carries its state from batch to batch, by stream number."""
 
 import io
+import warnings
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.throughput import Throughput
 
 import lightning_dilated as ld
-from lightning_dilated.callbacks import LossByPosition, RecallByDistance
+from lightning_dilated.callbacks import LossByPosition, RecallByDistance, ThroughputMonitor
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.transformer import step_flops
 
 from ..examples import examples
 from .test_endless import MODELS, VOCABULARY, call
@@ -164,11 +168,13 @@ class Losses(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, **options):
+def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
     """(trainer, model, data, losses) of a run; documents end at byte 3."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     (tmp_path / "text").write_bytes(values.numpy().tobytes())
-    data = ld.data.StreamDataModule(str(tmp_path / "text"), STEP, streams, 3, val_fraction=0.25, test_fraction=0.1)
+    data = ld.data.StreamDataModule(
+        str(tmp_path / "text"), STEP, streams, separator, val_fraction=0.25, test_fraction=0.1
+    )
     data.vocab_size = VOCABULARY
     pl.seed_everything(1, verbose=False)
     model = model or ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
@@ -271,6 +277,32 @@ def test_losses_by_position_are_refused_before_any_work(tmp_path):
     data.distances = lambda split, index: torch.zeros(STEP)
     with pytest.raises(ValueError, match="RecallByDistance looks at"):
         trainer.test(model, data, verbose=False)
+
+
+@pytest.mark.full
+def test_flops_of_steps(tmp_path):
+    """A step attends to what came before it, in validation as well, which begins anew."""
+    counted, update = [], Throughput.update
+    spy = lambda self, **x: counted.append(x["flops"]) or update(self, **x)  # noqa: E731
+    with mock.patch.object(Throughput, "update", spy):
+        monitor = ThroughputMonitor(window_size=2)
+        options = {"val_check_interval": 3, "num_sanity_val_steps": 0, "limit_val_batches": 2}
+        _, model, _, _ = fitted(tmp_path, 4, separator=None, callbacks=[monitor], **options)
+    flops = lambda at, trains: step_flops(model, STREAMS * STEP, [range(at, at + STEP)] * STREAMS, trains)  # noqa: E731
+    train, val = ([flops(at, trains) for at in range(0, 4 * STEP, STEP)] for trains in (True, False))
+    assert counted == [*train[:3], *val[:2], train[3]] and len(set(train)) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [7, 13])
+def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
+    """Once, at a power of two of tokens: a step alone is shorter than the segments."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fitted(tmp_path, steps, separator=None)
+    lines = [str(w.message) for w in seen if "wall(s)" in str(w.message)]
+    assert len(lines) == (steps > 7)
+    assert all("LongNetLM.pattern at 128 tokens: 1 wall(s): attention never crosses position 64" in x for x in lines)
 
 
 @pytest.mark.full

@@ -16,6 +16,9 @@ class CarriedStreams:
 
     A batch may be computed more than once before it counts as finished: it then starts from the same states, and a
     checkpoint of an unfinished batch holds the states before it.
+
+    Attributes:
+        begun: the tokens before the last batch, and of each of its streams where the document began that goes on.
     """
 
     def __init__(self) -> None:
@@ -23,6 +26,7 @@ class CarriedStreams:
         self._before: Groups = {}
         self._batch: int | None = None
         self._own: set[int] = set()
+        self.begun: tuple[int, list[int]] = (0, [])
 
     def take(
         self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool], batch: int | None
@@ -41,6 +45,13 @@ class CarriedStreams:
             raise ValueError(f"a batch holds each stream once; got streams {list(streams)}.")
         if batch is None or batch != self._batch:
             self._before, self._batch = dict(self._now), batch
+        state = self._state_before(streams, positions, starts)
+        self.begun = state.position, list(state.starts)
+        return state
+
+    def _state_before(
+        self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool]
+    ) -> StreamState:
         before = self._before
         known = {n: (group, i) for group in before for i, n in enumerate(group)}
         begins = [n not in known if positions is None else positions[i] == 0 for i, n in enumerate(streams)]
