@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lightning_dilated.attention.stream import StreamState
 
 #: states by the numbers of the streams in them, in their order
@@ -96,9 +98,15 @@ class CarriedStreams:
         self._now[key] = state
         self._own |= set(key)
 
-    def new_run(self) -> None:
-        """Another run begins, whose batches are numbered anew."""
-        self._batch = None
+    def finish(self) -> None:
+        """The last batch is finished: free the states before it. Any batch from now on is another one."""
+        self._before, self._batch = {}, None
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all states."""
+        states = {id(x): x for group in (self._now, self._before) for x in group.values()}
+        moved = {key: x.to(device) for key, x in states.items()}
+        self._now, self._before = ({n: moved[id(x)] for n, x in group.items()} for group in (self._now, self._before))
 
     def clear(self) -> None:
         """Forget all streams."""

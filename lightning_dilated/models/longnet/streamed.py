@@ -317,7 +317,20 @@ class StreamedLosses(DilatedModule):
     def on_fit_start(self) -> None:
         """As `DilatedModule`; batches are numbered anew."""
         super().on_fit_start()
-        self.carried.new_run()
+        self.carried.finish()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """As `DilatedModule`; what streams had before the batch is freed."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.carried.finish()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As `DilatedModule`; states of streams follow the model to the host, as after a run, until they go on."""
+        moved = super()._apply(*args, **kwargs)
+        if self._built and self.head.weight.device.type == "cpu":
+            self.carried.to("cpu")
+            self.carried_in_evaluation.to("cpu")
+        return moved
 
     def on_validation_epoch_start(self) -> None:
         self.carried_in_evaluation.clear()
