@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dilated._compat.lightning import (
     attached_trainer,
+    checkpoint_after_optimizer_steps,
     load_to_cpu_by_name,
     read_remote,
     restricted_classmethod,
@@ -350,6 +351,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Switch to training mode: Lightning leaves the mode alone, and loaded encoders are in eval mode."""
+        checkpoint_after_optimizer_steps(self.trainer)
         self._shown = Newest()  # the device may be another than in the last fit
         self.train()
 
