@@ -3,6 +3,7 @@
 A test that fails here names the function of `_compat` that broke, and so what the package can no longer do.
 """
 
+import copy
 import copyreg
 import inspect
 import os
@@ -10,7 +11,9 @@ import pickle
 import signal
 import time
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -182,6 +185,31 @@ def test_steps_of_a_trainer(trainer):
     trainer.fit_loop._combined_loader, loop.batch_progress.current.ready = SimpleNamespace(), 1
     trainer.accumulate_grad_batches, loop.max_batches = 2, 10
     assert isinstance(ours.logs_this_step(trainer), bool)
+
+
+def test_checkpoints_between_micro_batches(trainer):
+    """It would be a run that lacks gradients; the callback can still be copied and sent, and is replaced once."""
+    saver, calls = pl.callbacks.ModelCheckpoint(), []
+    trainer.callbacks, trainer.fit_loop._combined_loader = [saver], SimpleNamespace()
+    trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.max_batches = 2, 10
+    saver.on_train_batch_end = partial(_noted, calls)
+    ours.checkpoint_after_optimizer_steps(trainer)
+    assert saver.on_train_batch_end.func is _noted, "a hook of the user's own was replaced"
+    del saver.on_train_batch_end
+    for _ in range(2):
+        ours.checkpoint_after_optimizer_steps(trainer)
+    hook = saver.on_train_batch_end
+    assert hook.func is ours._unless_accumulating and hook.args[0].__func__ is type(saver).on_train_batch_end
+    pickle.loads(pickle.dumps(copy.deepcopy(saver)))
+    with mock.patch.object(saver, "on_train_batch_end", partial(hook.func, partial(_noted, calls))) as waits:
+        for ready in (1, 2, 3):
+            trainer.fit_loop.epoch_loop.batch_progress.current.ready = ready
+            waits(trainer, ready)
+    assert calls == [2]
+
+
+def _noted(calls, trainer, batch):
+    calls.append(batch)
 
 
 SIGNALS = {

@@ -19,7 +19,7 @@ from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.distributed import _destroy_dist_connection
 from lightning.fabric.utilities.init import _materialize_distributed_module
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch.callbacks import ThroughputMonitor
+from lightning.pytorch.callbacks import ModelCheckpoint, ThroughputMonitor
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.model_helpers import _restricted_classmethod
@@ -111,6 +111,23 @@ def logged_step(trainer: Any) -> int:
 def is_accumulating(trainer: Any) -> bool:
     """Whether gradients wait for further batches: `fit_loop.epoch_loop._should_accumulate`."""
     return trainer.fit_loop.epoch_loop._should_accumulate()
+
+
+def checkpoint_after_optimizer_steps(trainer: pl.Trainer) -> None:
+    """Have each ModelCheckpoint that is due by time wait for an optimizer's step.
+
+    Lightning saves after any batch; gradients that wait for further batches would be missing from a run that goes on from
+    there. Replaces `on_train_batch_end` of these objects, once.
+    """
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and "on_train_batch_end" not in vars(callback):
+            hook = functools.partial(_unless_accumulating, callback.on_train_batch_end)
+            callback.on_train_batch_end = hook  # type: ignore[method-assign]
+
+
+def _unless_accumulating(hook: Callable[..., None], trainer: Any, *args: Any) -> None:
+    if not is_accumulating(trainer):
+        hook(trainer, *args)
 
 
 def set_received_sigterm(trainer: Any) -> None:

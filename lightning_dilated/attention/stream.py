@@ -393,6 +393,8 @@ class Stream:
         self._store: Store | None = None
         #: whether chunks leave rows for later ones; False where they are computed a second time
         self.rising = True
+        #: called with a pass, how many of its chunks are done, 0 as it begins, and of how many; None: nobody looks
+        self.watch: Callable[[str, int, int], None] | None = None
         _streams[self.name] = self
 
     def begin(self, seq_len: int, chunk: int, store: bool) -> None:

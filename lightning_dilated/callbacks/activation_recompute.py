@@ -7,6 +7,7 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dilated._device import leave_room
+from lightning_dilated.callbacks.chunk_progress import ChunkProgress
 from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
 from lightning_dilated.memory.settings import MemorySettings
 
@@ -30,7 +31,7 @@ class ActivationRecompute(pl.Callback):
             once more with the backward; memory is then that of one chunk, and of the keys and values that later chunks
             read. Other settings act on a chunk. Loss and gradients are those of one pass; hidden dropout draws other masks
             than one pass would. LongNetLM only; ranks stream sequences of their own (sequence_size=1). Validation, test and
-            predict stream as well.
+            predict stream as well. Lightning's progress bars show the chunk that is computed.
         truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), which are
             then computed once. The loss is that of one pass, the gradients are not.
 
@@ -72,6 +73,13 @@ class ActivationRecompute(pl.Callback):
         self._refuse_shared(trainer)
         self.teardown(trainer, pl_module, "")  # which Lightning does not call for a run that failed
         self._before = set_memory(pl_module, self.settings)
+        self._watch(ChunkProgress(trainer) if self.settings.stream is not None and trainer.is_global_zero else None)
+
+    def _watch(self, progress: ChunkProgress | None) -> None:
+        """Have streams report their chunks."""
+        for m, _ in self._before:
+            if isinstance(m, StackMemory):
+                m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:
         """Raise where a stream would need rows, or weights, of other ranks."""
@@ -107,6 +115,7 @@ class ActivationRecompute(pl.Callback):
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Give the model back the settings that it had."""
+        self._watch(None)
         for m, settings in self._before:
             m.memory = settings
         self._before = []

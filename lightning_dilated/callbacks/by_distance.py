@@ -45,6 +45,7 @@ class LossByPosition(pl.Callback):
 
     Raises:
         TypeError: as a run starts, for a model that is no LongNetLM.
+        ValueError: as a fit or validation starts, for data that are streams.
     """
 
     def __init__(self, table: bool = True, picture: bool = True) -> None:
@@ -54,12 +55,14 @@ class LossByPosition(pl.Callback):
         self._folder = Path()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that the model has a loss for each token, and find the folder, which takes all ranks."""
+        """Check that each token has a loss and a position in its sequence; find the folder, which takes all ranks."""
         if not isinstance(pl_module, LongNetLM):
             raise TypeError(
                 f"LossByPosition needs a LongNetLM, whose tokens each have a loss; got {type(pl_module).__name__}. Remove "
                 "the callback."
             )
+        if stage in ("fit", "validate"):
+            _refuse_streams(trainer, "LossByPosition")
         self._folder = Path(trainer.log_dir or trainer.default_root_dir)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -180,6 +183,7 @@ class RecallByDistance(pl.Callback):
 
     Raises:
         TypeError: as a run starts, for a model that is no LongNetLM, or data without `distances`.
+        ValueError: as a run starts, for data that are streams.
     """
 
     def __init__(self) -> None:
@@ -201,6 +205,7 @@ class RecallByDistance(pl.Callback):
                 "RecallByDistance needs a DataModule that knows the distances, such as FarRecallDataModule, or one with a "
                 f"method distances(split, index); got {kind}. Give the Trainer such a DataModule, or remove the callback."
             )
+        _refuse_streams(trainer, "RecallByDistance")
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin(trainer, pl_module, "val")
@@ -257,6 +262,16 @@ class RecallByDistance(pl.Callback):
         for name, share in shares.items():
             shown = stage == "val" and not name
             pl_module._log_of_all(f"{stage}_accuracy{name}", share, prog_bar=shown)  # type: ignore[operator]
+
+
+def _refuse_streams(trainer: pl.Trainer, callback: str) -> None:
+    """Raise ValueError for a DataModule whose batches are steps of streams, by its `sequence_spec`."""
+    data = _datamodule(trainer)
+    if "stream" in getattr(getattr(data, "sequence_spec", None), "whole", ()):
+        raise ValueError(
+            f"{callback} looks at positions in a sequence, and batches of {type(data).__name__} are steps of streams: "
+            "remove the callback, or take a DataModule of separate sequences, such as ByteDataModule."
+        )
 
 
 def _datamodule(trainer: pl.Trainer) -> Any:

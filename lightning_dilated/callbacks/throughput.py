@@ -32,7 +32,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
     On a GPU, batches are timed by events, and the host waits only for a batch that is logged; Lightning's waits for each.
 
     With blocks of this package it also logs `device/flops_per_sec`, from counted pairs (`models.transformer.step_flops`),
-    and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. A LightningModule may define `flops_per_batch`.
+    and on a GPU whose peak is known `device/mfu`, model FLOPs utilisation. Attention of a step of streams, or of a truncated
+    chunk, to keys of earlier ones counts as well, without the gradients that these keys do not get. A LightningModule may
+    define `flops_per_batch`, as one has to that calls `model.stream` in a step of its own.
 
     Args:
         window_size: batches that an average runs over.
@@ -124,7 +126,9 @@ class ThroughputMonitor(callbacks.ThroughputMonitor):
         if not any(isinstance(m, TransformerBlock) for m in pl_module.modules()):
             return None
         tokens, training = self.tokens_of(batch), trainer.state.stage == RunningStage.TRAINING
-        return step_flops(pl_module, tokens, self._documents(batch, tokens), training)
+        truncated = getattr(pl_module, "truncated_parts", None)
+        parts = truncated(batch) if truncated else None
+        return step_flops(pl_module, tokens, parts or self._documents(batch, tokens), training)
 
     def _documents(self, batch: Any, tokens: int) -> list[int]:
         """Tokens of each document or unpadded sample."""

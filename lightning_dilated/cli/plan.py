@@ -108,6 +108,11 @@ def assumptions(request: Request, case: Case, time: Time | None = None) -> list[
             f"one sequence is planned, and the recipe's batches hold {request.batch} on each data rank: for their memory "
             f"give --tokens {request.batch} times as many, or set data.init_args.batch_size: 1."
         )
+    if request.streams:
+        notes.append(
+            f"the recipe's data are {request.streams} streams, and one step of one stream is planned, by itself: for a data "
+            "rank's memory give --tokens as many times as it has streams; what is carried from step to step is not in it."
+        )
     if setup.cpu_offload:
         notes.append(
             "cpu_offload: parameters and gradients in pinned buffers, each rounded up to a power of two; three copies of a "

@@ -130,7 +130,7 @@ class Request:
         settings: the only ones to plan; None: several are compared.
         host: GiB of host memory of a rank.
         strategy: None: the plan chooses.
-        batch: sequences in a batch of the recipe; one is planned.
+        batch, streams: sequences in a batch of the recipe, and streams of all its data ranks; one is planned.
         cpu_offload, bucket_cap_mb, layout: of the strategy; layout is only named.
     """
 
@@ -152,6 +152,7 @@ class Request:
     cpu_offload: bool = False
     bucket_cap_mb: int | None = None
     layout: str = "contiguous"
+    streams: int = 0
 
     def setup(self, strategy: str) -> Setup:
         bucket = self.bucket_cap_mb if strategy == "ring_dilated" else None
@@ -193,8 +194,8 @@ def settled(args: argparse.Namespace) -> Request:
         args.host_memory / per_node, chosen, args.optimizer, args.exchange or exchange,
         Links.load(args.links) if args.links else gpu.links,
         getattr(getattr(model, "options", None), "residual_dtype", None),
-        _batch(config.get("data")),
-        offload, bucket, layout,
+        _number_of(config.get("data"), "batch_size", 1),
+        offload, bucket, layout, _number_of(config.get("data"), "streams", 0),
     )  # fmt: skip
 
 
@@ -257,9 +258,10 @@ def _tokens(path: Path, model: DilatedModule, data: Any) -> int | None:
     return seq_len_of(path, data) or (most + 1 if isinstance(most, int) and hasattr(model, "tile_size") else None)
 
 
-def _batch(data: Any) -> int:
-    size = (data.get("init_args") or {}).get("batch_size") if isinstance(data, dict) else None
-    return size if isinstance(size, int) and size > 0 else 1
+def _number_of(data: Any, name: str, default: int) -> int:
+    """A number above 0 among the arguments of a recipe's data."""
+    size = (data.get("init_args") or {}).get(name) if isinstance(data, dict) else None
+    return size if isinstance(size, int) and size > 0 else default
 
 
 def _from_sizes(args: argparse.Namespace, tokens: int | None) -> DilatedModule:

@@ -116,8 +116,17 @@ def streamed(stream: Stream, run: Callable[[range, list[ChunkLayer]], Any], chun
     """run(positions, layers) of each chunk in rising order, without gradients."""
     seeds = chunks.seeds()
     with chunks.begun(stream, store=False):
-        for i in range(stream.chunks):
+        for i in _watched(stream, "forward", range(stream.chunks)):
             yield run(stream.tokens(i), stream.layers(i, seeds))
+
+
+def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
+    """The chunks of a pass, with a call of `stream.watch` as it begins and after each."""
+    watch = stream.watch or (lambda *unused: None)
+    watch(name, 0, len(chunks))
+    for done, i in enumerate(chunks, 1):
+        yield i
+        watch(name, done, len(chunks))
 
 
 class _Streamed(torch.autograd.Function):
@@ -150,12 +159,12 @@ def _exact(
     """(the sum, its gradients of the leaves), those of one pass."""
     seeds, last = chunks.seeds(), stream.chunks - 1
     total, states, sums = None, [], [None] * len(leaves)
-    for i in range(last):  # the last one is computed once, with its graph
+    for i in _watched(stream, "forward", range(last)):  # the last one is computed once, with its graph
         states.append(_RandomState.of(like))
         total = added(total, run(stream.tokens(i), stream.layers(i, seeds)))
     stream.descend()
     end = None
-    for i in range(last, -1, -1):
+    for i in _watched(stream, "backward", range(last, -1, -1)):
         if i < last:
             states[i].restore()
         part = _differentiate(run, stream, i, seeds, leaves, sums)
@@ -170,7 +179,7 @@ def _truncated(
 ) -> tuple[Tensor, Sums]:
     """The same in one pass, in which carried rows are constants: truncated back-propagation through time."""
     seeds, total, sums = chunks.seeds(), None, [None] * len(leaves)
-    for i in range(stream.chunks):
+    for i in _watched(stream, "chunk", range(stream.chunks)):
         total = added(total, _differentiate(run, stream, i, seeds, leaves, sums))
     return total, sums
 

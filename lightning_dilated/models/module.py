@@ -26,6 +26,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lightning_dilated._compat.lightning import (
     attached_trainer,
+    checkpoint_after_optimizer_steps,
     load_to_cpu_by_name,
     read_remote,
     restricted_classmethod,
@@ -350,6 +351,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
 
     def on_fit_start(self) -> None:
         """Switch to training mode: Lightning leaves the mode alone, and loaded encoders are in eval mode."""
+        checkpoint_after_optimizer_steps(self.trainer)
         self._shown = Newest()  # the device may be another than in the last fit
         self.train()
 
@@ -361,12 +363,16 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""
         if self._explained is None:
             return
-        seq_len = longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
+        seq_len = self._longest(batch)
         if seq_len > self._explained:
             hints = [hint for hint in (advice(self, seq_len), position_advice(self, seq_len)) if hint]
             self._explained = None if hints else seq_len
             for hint in hints:
                 rank_zero_warn(hint)
+
+    def _longest(self, batch: Any) -> int:
+        """N of the longest sequence or document of a training batch, for which the pattern is checked; 0: unknown."""
+        return longest(batch, self.sequence_spec, getattr(self.trainer.strategy, "sequence", None))
 
     def _evaluate(self, stage: str, batch: Any) -> None:
         self.mean_loss[stage].update(*self.loss_terms(self._shifted(batch)))

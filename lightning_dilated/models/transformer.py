@@ -20,6 +20,7 @@ from lightning_dilated._compat.torch import allow_recompiles
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
@@ -28,7 +29,7 @@ from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, defa
 from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
-from lightning_dilated.pattern.rows import in_turns, pairs, shortest_cycle
+from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle
 from lightning_dilated.sequence import SequenceSpec
 
 #: what a model takes as `rotary_base`
@@ -136,18 +137,19 @@ def rotary_hint(
     return None
 
 
-def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], training: bool = True) -> int:
+def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range], training: bool = True) -> int:
     """FLOPs of the blocks of a module, and of an output projection `head` over tokens, on all ranks together.
 
     A product with a matrix of P weights takes 2 P a token forward and 4 P backward: 2 P for the weight's gradient, left out
     if it is frozen, and 2 P for the input's, left out if all parameters before it are frozen. A pair of a query and a key
     takes 4 D forward and 10 D backward, likewise. Parameters are assumed to be used in the module's order. Norms,
     activations, recomputation and pooled heads are not counted, as usual (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-    B).
+    B). In truncated back-propagation a pair with a carried key takes 6 D backward: the key and its value get no gradient.
 
     Args:
         tokens: of all samples, padding included.
-        documents: the tokens of each document or unpadded sample.
+        documents: the tokens of each document or unpadded sample; or, of a causal module, the positions in their document of
+            tokens that attend to carried keys before them.
         training: forward and backward, else forward only.
 
     Raises:
@@ -162,10 +164,10 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
     for block in blocks:
         products += sum(p.numel() * passes(p, before.get(p, False)) for p in block.parameters() if p.ndim >= 2)
         a = block.attention_layer
-        each = a.head_dim * (14 if before.get(next(a.out_proj.parameters())) else 4)
-        for length, times in Counter(documents).items():
-            count = pairs(a.attention.pattern, length, a.num_heads, a.num_kv_heads, a.attention.causal)
-            features += each * times * count
+        backward = before.get(next(a.out_proj.parameters()))
+        for document, times in Counter(documents).items():
+            own, carried = _pairs(a, document)
+            features += a.head_dim * times * (own * (14 if backward else 4) + carried * (10 if backward else 4))
     if getattr(module, "vocab_size", None) and isinstance(getattr(module, "head", None), nn.Linear):
         head = module.head.weight
         early = training and any(
@@ -173,6 +175,13 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int], trainin
         )
         products += head.shape[1] * module.vocab_size * passes(head, early)
     return 2 * products * tokens + features
+
+
+def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:
+    """(pairs with keys of the document, or of a part of it; pairs with carried keys)."""
+    if isinstance(document, range):
+        return pairs_of_part(a.attention.pattern, document, a.num_heads, a.num_kv_heads)
+    return pairs(a.attention.pattern, document, a.num_heads, a.num_kv_heads, a.attention.causal), 0
 
 
 def _trained_before(module: nn.Module) -> dict[nn.Parameter, bool]:

@@ -267,6 +267,18 @@ def pairs(
     return sum(b.pairs(causal) for b in blocks(pattern, seq_len, num_heads, num_kv_heads or num_heads, heads=heads))
 
 
+def pairs_of_part(
+    pattern: DilatedPattern, part: range, num_heads: int, num_kv_heads: int | None = None
+) -> tuple[int, int]:
+    """Causal pairs over branches and all heads of the queries at these positions of a document: (those with keys of the
+    part, those with keys before it)."""
+    kv_heads = num_kv_heads or num_heads
+    own = sum(b.pairs(True) for b in blocks(pattern, part.stop, num_heads, kv_heads, (part.start, part.stop)))
+    # no query sees a later key, so those before the part have the pairs of a document that ends there
+    until = [pairs(pattern, at, num_heads, kv_heads, True) if at else 0 for at in (part.start, part.stop)]
+    return own, until[1] - until[0] - own
+
+
 def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: int) -> Block:
     a, b = run[0], run[1] if len(run) > 1 else run[0]
     return Block(

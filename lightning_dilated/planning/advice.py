@@ -16,16 +16,17 @@ import sys
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 
+from lightning_dilated.data import StreamDataModule
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import DilatedModule
 from lightning_dilated.planning.counting.dry_run import PRECISIONS
 from lightning_dilated.planning.counting.model_specs import subject_of
-from lightning_dilated.planning.estimate import Case, Facts, candidates, in_words
+from lightning_dilated.planning.estimate import GRAIN, Case, Facts, candidates, in_words
 from lightning_dilated.planning.gpus import GIB, GPUS, Gpu
 from lightning_dilated.planning.memory import Setup
 
@@ -45,6 +46,14 @@ class Question:
     settings: MemorySettings
     gpu: Gpu
     setup: Setup
+    streams: Streams | None = None
+
+
+class Streams(NamedTuple):
+    """What a rank trains on in steps: so many streams, of so many tokens each."""
+
+    count: int
+    length: int
 
 
 def advise(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int | None = None) -> str | None:
@@ -82,7 +91,8 @@ def question_of(trainer: pl.Trainer, pl_module: pl.LightningModule, tokens: int 
         return None
     compiled = bool(getattr(pl_module, "compile_blocks", False))
     now = getattr(getattr(pl_module, "transformer", None), "memory", MemorySettings())
-    return Question(pl_module, tokens, precision, compiled, now, _gpu(trainer), _setup(trainer, pl_module))
+    run = _gpu(trainer), _setup(trainer, pl_module), _streams(trainer)
+    return Question(pl_module, tokens, precision, compiled, now, *run)
 
 
 def answer(question: Question) -> str | None:
@@ -94,6 +104,10 @@ def answer(question: Question) -> str | None:
         return None
     case = Case(subject, Facts.of(model, subject), question.setup, question.gpu)
     able = candidates(case.facts.windows, 0.0, case.facts.depth)
+    if question.streams is not None:
+        return _answer_for_steps(
+            case, [x for x in able if x.head_chunks == now.head_chunks], now, tokens, question.streams
+        )
     best = next((x for x in able if case.fits(x, tokens)), None)  # the fastest first; no more are counted than needed
     needs = case.memory(now, tokens).peak / GIB
     usage = f"planned: {tokens:,} tokens on {case.setup.ranks} GPU(s) take {needs:.1f} GiB of each with {in_words(now)}"
@@ -101,6 +115,29 @@ def answer(question: Question) -> str | None:
         peak = case.memory(best, tokens).peak / GIB
         return f"{usage}, and {peak:.1f} with ActivationRecompute({_arguments(best)})."
     return f"{usage}.{_otherwise(case, able, now, tokens, model)}" if best is None else None
+
+
+def _answer_for_steps(
+    case: Case, able: list[MemorySettings], now: MemorySettings, step: int, streams: Streams
+) -> str | None:
+    """What `advise` returns where each step goes on with streams, whose states the model carries."""
+    tokens = min(step, now.stream or step)
+    planned, room = case.step_memory(now, tokens, *streams), case.gpu.usable(case.setup.ranks)
+    if planned.peak <= room:
+        return None
+    usage = (
+        f"planned: {tokens:,} tokens at a time of {streams.count} stream(s) take {planned.peak / GIB:.1f} GiB of each GPU "
+        f"with {in_words(now)}, up to {planned.carried / GIB:.1f} of it for what is carried from step to step"
+    )
+    halves = [tokens >> i for i in range(max(1, (tokens // GRAIN).bit_length()))] if planned.carried < room else []
+    for size in halves:
+        for settings in able:
+            peak = case.step_memory(settings, size, *streams).peak
+            if peak <= room:
+                best = replace(settings, stream=size if size < step else None)
+                ends = f", which ends gradients every {size:,} tokens" if size < tokens else ""
+                return f"{usage}. It is {peak / GIB:.1f} with ActivationRecompute({_arguments(best)}){ends}."
+    return f"{usage}. Fewer tokens do not help: lower data.streams, or take more GPUs, which share the streams."
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -189,7 +226,7 @@ def _by_host(case: Case, able: list[MemorySettings], tokens: int) -> list[str]:
 
 def _arguments(settings: MemorySettings) -> str:
     defaults = MemorySettings()
-    names = ("every", "tile", "head_chunks", "offload")
+    names = ("every", "tile", "head_chunks", "offload", "stream")
     more = [f"{n}={getattr(settings, n)}" for n in names if getattr(settings, n) != getattr(defaults, n)]
     return ", ".join([repr(settings.policy), *more])
 
@@ -199,6 +236,15 @@ def _tokens(trainer: pl.Trainer) -> int | None:
     data: Any = getattr(trainer, "datamodule", None)
     tokens = agreed.seq_len if agreed is not None else getattr(data, "seq_len", None)
     return tokens if isinstance(tokens, int) and tokens > 0 else None
+
+
+def _streams(trainer: pl.Trainer) -> Streams | None:
+    """Those of a rank; None for data of separate sequences."""
+    data: Any = getattr(trainer, "datamodule", None)
+    if not isinstance(data, StreamDataModule):
+        return None
+    replicas = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return Streams(data.per_rank(replicas), data.dataset("train").length)
 
 
 def _sequence(trainer: pl.Trainer) -> Any:

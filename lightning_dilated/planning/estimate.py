@@ -300,9 +300,18 @@ class Case:
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
         """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
-        whole = replace(settings, stream=None, truncate=False)
-        chunk = self.memory(whole, integer(settings.stream, "stream", 1))
         carried = Carried.of(self.subject.call, self.facts.depth, tokens, settings, self.gpu.memory)
+        return self._with_carried(settings, integer(settings.stream, "stream", 1), carried)
+
+    def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
+        """What a rank holds that carries the states of its streams, `length` tokens long, with N of each at a time."""
+        call = replace(self.subject.call, batch=streams)
+        carried = Carried.of_steps(call, self.facts.depth, length, tokens)
+        return self._with_carried(settings, streams * tokens, carried)
+
+    def _with_carried(self, settings: MemorySettings, tokens: int, carried: Carried) -> Memory:
+        """That of N tokens at a time, and of what they are carried with."""
+        chunk = self.memory(replace(settings, stream=None, truncate=False), tokens)
         kinds = dict(chunk.kinds)
         kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + carried.on_gpu
         kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters

@@ -71,18 +71,28 @@ class Carried:
     def of(cls, call: OpCall, depth: int, tokens: int, settings: MemorySettings, gpu_memory: float) -> Carried:
         """Of `depth` layers; without a descent (`truncate`) nothing is stored, and gradients are one layer's."""
         size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
-        row, chunk = 2 * call.head_dim * call.batch, settings.stream or tokens
-        layers = [
-            (carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk), count) for x, count in call.layers(depth)
-        ]
-        live = sum(count * at_a_time for (_, at_a_time), count in layers) * row
-        one = max(at_a_time for (_, at_a_time), _ in layers) * row
+        stored, live, one = _numbers(call, depth, tokens, settings.stream or tokens)
         if settings.truncate:
             return cls((live + one) * size + one * wide, 0)
-        stored = sum(count * rows for (rows, _), count in layers) * row * size
+        stored *= size
         here = min(stored, int(gpu_memory * ON_GPU))
         # as a layer goes on to the next chunk, it has both chunks' rows, or gradients
         return cls(live * (size + wide) + one * (size + wide) + here, stored - here)
+
+    @classmethod
+    def of_steps(cls, call: OpCall, depth: int, tokens: int, step: int) -> Carried:
+        """Of truncated training in steps through streams of N tokens: the states before a step stay while it is computed."""
+        size, wide = call.dtype.itemsize, max(4, call.dtype.itemsize)
+        _, live, one = _numbers(call, depth, tokens, step)
+        return cls((2 * live + one) * size + one * wide, 0)
+
+
+def _numbers(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[int, int, int]:
+    """Numbers of all layers in (rows stored over all chunks, rows at a time), and in those at a time of one layer."""
+    row = 2 * call.head_dim * call.batch
+    layers = [(carried_rows(x.pattern, x.heads, x.kv_heads, tokens, chunk), n) for x, n in call.layers(depth)]
+    stored, live = (row * sum(n * rows[i] for rows, n in layers) for i in (0, 1))
+    return stored, live, row * max(at_a_time for (_, at_a_time), _ in layers)
 
 
 def further_pairs(call: OpCall, depth: int, tokens: int, chunk: int) -> tuple[float, float]:

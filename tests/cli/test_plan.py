@@ -6,6 +6,7 @@ import json
 import pytest
 import yaml
 
+from lightning_dilated import DilatedPattern
 from lightning_dilated.callbacks import ActivationRecompute
 from lightning_dilated.cli.plan_request import number, parser, settled
 from lightning_dilated.memory.settings import MemorySettings
@@ -303,3 +304,20 @@ def test_streams(cli):
     assert "          stream: 65536" in result.out
     result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K")
     assert result.code and "is planned for one GPU" in result.err
+
+
+def test_data_of_streams(cli, tmp_path):
+    pattern = DilatedPattern.longnet([64, 128], [1, 2]).to_dict()
+    sizes = {"pattern": pattern, "dim": 64, "depth": 2, "num_heads": 4}
+    data = {"paths": "text", "seq_len": 1024, "streams": 8}
+    (tmp_path / "x.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "model": {"class_path": "LongNetLM", "init_args": sizes},
+                "data": {"class_path": "StreamDataModule", "init_args": data},
+            }
+        )
+    )
+    result = cli("plan", "--config", tmp_path / "x.yaml", *BLOCK, "--gpu", "H200", "--gpus", 1)
+    assert result.code == 0, result.err
+    assert "the recipe's data are 8 streams, and one step of one stream is planned" in " ".join(result.out.split())

@@ -1,15 +1,24 @@
 """Training and evaluating on batches of streams: a model carries its state from batch to batch, by stream number."""
 
+import contextlib
+import gc
 import io
+import warnings
+import weakref
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lightning.fabric.utilities.throughput import Throughput
 
 import lightning_dilated as ld
+from lightning_dilated.callbacks import LossByPosition, RecallByDistance, ThroughputMonitor
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.models.longnet.carried_streams import CarriedStreams
+from lightning_dilated.models.transformer import step_flops
 
 from ..examples import examples
 from .test_endless import MODELS, VOCABULARY, call
@@ -163,19 +172,21 @@ class Losses(pl.Callback):
         self.losses.append(float(trainer.callback_metrics["train_loss"]))
 
 
-def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, **options):
+def fitted(tmp_path, steps, ckpt=None, model=None, streams=STREAMS, separator=3, **options):
     """(trainer, model, data, losses) of a run; documents end at byte 3."""
     values = torch.randint(0, VOCABULARY, (SIZE,), generator=torch.Generator().manual_seed(2), dtype=torch.uint8)
     (tmp_path / "text").write_bytes(values.numpy().tobytes())
-    data = ld.data.StreamDataModule(str(tmp_path / "text"), STEP, streams, 3, val_fraction=0.25, test_fraction=0.1)
+    data = ld.data.StreamDataModule(
+        str(tmp_path / "text"), STEP, streams, separator, val_fraction=0.25, test_fraction=0.1
+    )
     data.vocab_size = VOCABULARY
     pl.seed_everything(1, verbose=False)
     model = model or ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
     record = Losses()
     quiet = dict.fromkeys(("enable_progress_bar", "enable_model_summary", "enable_checkpointing", "logger"), False)
     trainer = pl.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, callbacks=[record, *options.pop("callbacks", [])],
-        precision="64-true", **quiet, **options,
+        devices=1, max_steps=steps, callbacks=[record, *options.pop("callbacks", [])],
+        **{"accelerator": "cpu", "precision": "64-true", **quiet, **options},
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=ckpt)
     return trainer, model, data, record.losses
@@ -253,6 +264,52 @@ def test_accumulation_and_other_models(tmp_path):
 
 
 @pytest.mark.full
+def test_losses_by_position_are_refused_before_any_work(tmp_path):
+    """Also where nothing is validated before the first epoch ends; a test run has no such losses, and is let be."""
+    model = ld.LongNetLM(WIDE, VOCABULARY, 16, 1, 2)
+    with pytest.raises(
+        ValueError, match=r"LossByPosition looks at.*StreamDataModule are steps.*remove the callback, or"
+    ):
+        fitted(tmp_path, 3, model=model, callbacks=[LossByPosition()], num_sanity_val_steps=0)
+    assert not model._built, "layers were made"
+    trainer, model, data, _ = fitted(tmp_path, 1)
+    trainer.callbacks.append(LossByPosition())
+    with pytest.raises(ValueError, match="LossByPosition looks at"):
+        trainer.validate(model, data, verbose=False)
+    trainer.test(model, data, verbose=False)
+    trainer.callbacks[-1] = RecallByDistance()
+    data.distances = lambda split, index: torch.zeros(STEP)
+    with pytest.raises(ValueError, match="RecallByDistance looks at"):
+        trainer.test(model, data, verbose=False)
+
+
+@pytest.mark.full
+def test_flops_of_steps(tmp_path):
+    """A step attends to what came before it, in validation as well, which begins anew."""
+    counted, update = [], Throughput.update
+    spy = lambda self, **x: counted.append(x["flops"]) or update(self, **x)  # noqa: E731
+    with mock.patch.object(Throughput, "update", spy):
+        monitor = ThroughputMonitor(window_size=2)
+        options = {"val_check_interval": 3, "num_sanity_val_steps": 0, "limit_val_batches": 2}
+        _, model, _, _ = fitted(tmp_path, 4, separator=None, callbacks=[monitor], **options)
+    flops = lambda at, trains: step_flops(model, STREAMS * STEP, [range(at, at + STEP)] * STREAMS, trains)  # noqa: E731
+    train, val = ([flops(at, trains) for at in range(0, 4 * STEP, STEP)] for trains in (True, False))
+    assert counted == [*train[:3], *val[:2], train[3]] and len(set(train)) == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("steps", [7, 13])
+def test_the_pattern_is_checked_as_documents_grow(tmp_path, steps):
+    """Once, at a power of two of tokens: a step alone is shorter than the segments."""
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        fitted(tmp_path, steps, separator=None)
+    lines = [str(w.message) for w in seen if "wall(s)" in str(w.message)]
+    assert len(lines) == (steps > 7)
+    assert all("LongNetLM.pattern at 128 tokens: 1 wall(s): attention never crosses position 64" in x for x in lines)
+
+
+@pytest.mark.full
 def test_a_checkpoint_without_states(tmp_path):
     trainer, *_ = fitted(tmp_path, 3)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
@@ -263,6 +320,87 @@ def test_a_checkpoint_without_states(tmp_path):
     (tmp_path / "a.ckpt").write_bytes(buffer.getvalue())
     with pytest.raises(ValueError, match=r"streams \[0, 1, 2\] go on in the middle"):
         fitted(tmp_path, 5, tmp_path / "a.ckpt")
+
+
+def tensors(state):
+    """All of a state's."""
+    return [*(x for x, _ in state.rows.values()), *state.tails.values(), state.hidden]
+
+
+def test_states_move_together():
+    """Those before a batch, too; one that both have in common stays one."""
+    model = MODELS["convolution"].train()
+    model.carried.clear()
+    model.loss_terms(batch(0, 30, (0, 1)))
+    model.loss_terms(batch(0, 30, (2,)))
+    carried = model.carried
+    assert carried._now[0, 1] is carried._before[0, 1] and len(tensors(carried._now[0, 1])) > 4
+    carried.to("meta")
+    assert all(x.is_meta for state in carried._now.values() for x in tensors(state))
+    assert carried._now[0, 1] is carried._before[0, 1] and len(carried._now) == 2 and len(carried._before) == 1
+    carried.clear()
+
+
+@pytest.mark.full
+def test_what_a_run_leaves(tmp_path):
+    """States of before the last batch are freed as it ends; the others go to the host with the model."""
+    refs, moved, move = [], [], CarriedStreams.to
+    put = CarriedStreams.put
+
+    def watched(self, streams, state):
+        refs.append(weakref.ref(state))
+        put(self, streams, state)
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, trainer, *args):
+            gc.collect()
+            assert sum(x() is not None for x in refs) == min(1, trainer.global_step)
+
+    to = mock.patch.object(
+        CarriedStreams, "to", lambda self, device: moved.append((self, device)) or move(self, device)
+    )
+    with to, mock.patch.object(CarriedStreams, "put", watched):
+        _, model, _, _ = fitted(tmp_path, 4, callbacks=[Looks()], limit_val_batches=0)
+    assert len(refs) == 4 and (model.carried, "cpu") in moved and (model.carried_in_evaluation, "cpu") in moved
+
+
+GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("accelerator", ["cpu", pytest.param("gpu", marks=GPU)])
+@pytest.mark.parametrize("fails", [False, True])
+def test_states_wait_on_the_host_between_runs(tmp_path, accelerator, fails):
+    """Also after a run that failed; a validation, a checkpoint and another fit find them, with the same losses."""
+
+    class Fails(pl.Callback):
+        def on_before_optimizer_step(self, trainer, *args):
+            if fails and trainer.global_step == 4:
+                raise KeyboardInterrupt
+
+    where = {"accelerator": accelerator, "precision": "32-true", "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    _, _, _, whole = fitted(tmp_path, 8, **where)
+    model = ld.LongNetLM(WIDE, VOCABULARY, 16, 2, 2, kv_conv=3)
+    with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+        fitted(tmp_path, 5 if fails else 4, model=model, callbacks=[Fails()], **where)
+    on_host(model.carried)
+    trainer = model.trainer
+    trainer.save_checkpoint(tmp_path / "a.ckpt")
+    if not fails:
+        trainer.validate(model, trainer.datamodule, verbose=False)
+        on_host(model.carried)
+        trainer.save_checkpoint(tmp_path / "a.ckpt")
+    positions = {x["position"] for x in torch.load(tmp_path / "a.ckpt", weights_only=True)["streams"].values()}
+    assert positions == {4 * STEP}
+    _, again, _, rest = fitted(tmp_path, 8, tmp_path / "a.ckpt", **where)
+    assert rest == pytest.approx(whole[4:], rel=1e-4)
+    on_host(again.carried)
+
+
+def on_host(carried):
+    """There are states, all of them on the CPU."""
+    states = [*carried._now.values(), *carried._before.values()]
+    assert states and all(x.device.type == "cpu" for state in states for x in tensors(state))
 
 
 def test_fits_that_follow_one_another_go_on():

@@ -51,6 +51,61 @@ def test_documents_and_windows_of_heads():
         assert counter.get_total_flops() == want + again * projections  # q, k and v are projected twice
 
 
+def carried_pairs(pattern, heads, documents):
+    """(query, key) pairs across the starts of parts, by the pattern's definition."""
+    counts = [(part, pattern.counts(part.stop, heads, True)) for part in documents]
+    return sum(int(x[:, part.start :, : part.start].sum()) for part, x in counts)
+
+
+@pytest.mark.parametrize("chunk", [None, 6])
+@pytest.mark.parametrize("training", [True, False])
+def test_streams(training, chunk):
+    """Keys of earlier steps count forward, and backward for the query; their own gradients, which are made, do not."""
+    pattern = DilatedPattern([(8, 1), (64, 2)])
+    model = tiny(pattern, dtype=torch.float32).train(training)
+    model.transformer.memory = MemorySettings(stream=chunk)
+    starts = torch.zeros(2, 60, dtype=torch.bool)
+    starts[:, 0] = starts[1, 25] = True
+    text, most = torch.randint(0, 11, (2, 61)), 0
+    want = {  # by step; documents of stream 0, then of stream 1
+        None: [[(0, 20), (0, 20)], [(20, 40), (20, 25), (0, 15)], [(40, 60), (15, 35)]],
+        6: [
+            [(0, 6), (6, 12), (12, 18), (18, 20)] * 2,
+            [(20, 26), (26, 32), (32, 38), (38, 40), (20, 25), (0, 1), (1, 7), (7, 13), (13, 15)],
+            [(40, 46), (46, 52), (52, 58), (58, 60), (15, 21), (21, 27), (27, 33), (33, 35)],
+        ],
+    }[chunk]
+    for step, at in enumerate(range(0, 60, 20)):
+        given = {
+            "tokens": text[:, at : at + 20], "labels": text[:, at + 1 : at + 21], "starts": starts[:, at : at + 20],
+            "stream": torch.arange(2), "position": torch.tensor([at, at]),
+        }  # fmt: skip
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(training):
+            total, _ = model.loss_terms(given)
+            if training:
+                total.backward()
+        parts = model.truncated_parts(given)
+        assert parts == [range(*x) for x in want[step]]
+        carried = len(model.transformer.blocks) * 4 * carried_pairs(pattern, model.num_heads, parts)
+        most = max(most, carried)
+        head_dim = model.dim // model.num_heads
+        assert step_flops(model, 40, parts, training) == counter.get_total_flops() - training * head_dim * carried
+    assert most > 0 and model.truncated_parts(batch(2, 23)) is None
+
+
+def test_truncated_chunks():
+    """Gradients end at chunks, of documents and padded samples; without truncation they do not."""
+    model = tiny(DilatedPattern([(8, 1), (64, 2)]), dtype=torch.float32)
+    packed = {**batch(1, 23), "cu_seqlens": torch.tensor([0, 5, 5, 23], dtype=torch.int32)}
+    padded = {**batch(2, 23), "lengths": torch.tensor([4, 20])}
+    model.transformer.memory = MemorySettings(stream=10, truncate=True)
+    assert model.truncated_parts(packed) == [range(5), range(5), range(5, 15), range(15, 18)]
+    assert model.truncated_parts(padded) == [range(4), range(10), range(10, 20)]
+    assert model.truncated_parts(batch(1, 10)) is None
+    model.transformer.memory = MemorySettings(stream=10)
+    assert model.truncated_parts(packed) is None
+
+
 def test_no_blocks():
     with pytest.raises(ValueError, match="Linear has no TransformerBlock"):
         step_flops(torch.nn.Linear(2, 2), 4, [4])

@@ -277,9 +277,12 @@ def test_compiled_blocks():
     torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-10)
     for name, grad in found.items():
         torch.testing.assert_close(grad, wanted[name], rtol=1e-8, atol=1e-8)
+    seen = []
+    model.transformer.stream.watch = lambda *chunk: seen.append((*chunk, torch.compiler.is_compiling()))
     with torch.compiler.set_stance("fail_on_recompile"):
         gradients_again = torch.autograd.grad(model.loss_terms(text(seed=5))[0], list(model.parameters()))
     assert all(x.isfinite().all() for x in gradients_again)
+    assert len(seen) == 4 + 5 and not any(compiling for *_, compiling in seen)
 
 
 class Redefined(ld.LongNetLM):

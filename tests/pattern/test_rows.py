@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks, pairs
+from lightning_dilated.pattern.rows import Block, blocks, pairs, pairs_of_part
 
 from ..examples import examples
 from . import naive
@@ -92,6 +92,18 @@ def test_pairs_are_the_counts(data):
     pattern = data.draw(patterns(heads, kv))
     n, causal = data.draw(st.integers(0, 40)), data.draw(st.booleans())
     assert pairs(pattern, n, heads, kv, causal) == pattern.counts(n, heads, causal, kv).sum()
+
+
+@given(st.data())
+@settings(max_examples=examples(75))
+def test_pairs_of_a_part_are_the_counts(data):
+    heads, kv = data.draw(head_counts())
+    pattern = data.draw(patterns(heads, kv))
+    start = data.draw(st.integers(0, 60))
+    stop = data.draw(st.integers(start + 1, 64))
+    counts = pattern.counts(stop, heads, True, kv)[:, start:]
+    want = int(counts[:, :, start:].sum()), int(counts[:, :, :start].sum())
+    assert pairs_of_part(pattern, range(start, stop), heads, kv) == want
 
 
 def ladder(first: int, branches: int):

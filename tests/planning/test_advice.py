@@ -1,5 +1,6 @@
 """Advice where memory ran out: what it says, and that the process which trains is left alone."""
 
+import re
 import sys
 import threading
 import time
@@ -87,6 +88,44 @@ def test_advice_takes_the_datas_length_and_the_strategy():
     run._data_connector._datahook_selector = None
     run.datamodule = SimpleNamespace(seq_len=1 << 20)
     assert "1,048,576 tokens" in told(run, model)
+
+
+LONG = DilatedPattern.longnet([2048, 1 << 17], [1, 16])
+
+
+@pytest.mark.parametrize(
+    "step, streams, now, says",
+    [
+        (1 << 14, 4, MemorySettings(), None),  # 65,536 tokens a step fit as they are
+        (
+            *(1 << 17, 8, MemorySettings()),
+            "131,072 tokens at a time of 8 stream(s) take x GiB of each GPU with all kept, up to x of it for what is "
+            "carried from step to step. It is x with ActivationRecompute('attention-kept').",
+        ),
+        (
+            *(1 << 17, 32, MemorySettings()),
+            "131,072 tokens at a time of 32 stream(s) take x GiB of each GPU with all kept, up to x of it for what is "
+            "carried from step to step. It is x with ActivationRecompute('block', tile=16384, stream=65536), which ends "
+            "gradients every 65,536 tokens.",
+        ),
+        (
+            *(1 << 17, 512, MemorySettings("none", stream=1 << 16)),
+            "65,536 tokens at a time of 512 stream(s) take x GiB of each GPU with all kept, stream=65536, up to x of it for "
+            "what is carried from step to step. Fewer tokens do not help: lower data.streams, or take more GPUs, which",
+        ),
+    ],
+    ids=["fits", "recompute", "shorter chunks", "fewer streams"],
+)
+def test_advice_for_steps_of_streams(tmp_path, step, streams, now, says):
+    """A step is no sequence of its own: all streams' tokens, and what is carried of those before."""
+    with (tmp_path / "text").open("wb") as file:
+        file.truncate(1 << 30)  # sparse: it is not read
+    model = ld.LongNetLM(LONG, dim=768, depth=12, num_heads=12)
+    run = trainer(precision="bf16-mixed")
+    run._data_connector._datahook_selector = None
+    run.datamodule = ld.data.StreamDataModule(str(tmp_path / "text"), step, streams, val_fraction=0, test_fraction=0)
+    said = answer(replace(question_of(run, model), settings=now))
+    assert said is None if says is None else re.search(re.escape(says).replace("x", "[0-9.]+"), said), said
 
 
 @pytest.mark.slow

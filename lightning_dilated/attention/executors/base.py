@@ -15,7 +15,9 @@ from torch import Tensor
 
 from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import Block, blocks
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Call:
     mask: Dropout | None = None
     whole: bool = False
     chained: float = 0.0
+
+    def blocks(self, span: Span) -> tuple[Block, ...]:
+        """Those of a span, branch by branch in a fixed order."""
+        of = self.pattern, span.document, self.num_heads, self.num_kv_heads
+        return blocks(*of, span.part, self.heads, self.whole)
 
 
 class Layout(NamedTuple):

@@ -19,7 +19,7 @@ from lightning_dilated.attention.backends.base import Engine, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,9 @@ class Blockwise:
         return total
 
     def _walk(self, tensors: Sequence[Tensor]) -> Iterator[tuple[Span, Block]]:
-        """Every (span, block), branch blocks in a fixed order; samples are split where strides demand it."""
-        call = self.call
+        """Every (span, block) in a fixed order; samples are split where strides demand it."""
         for span in self.spans:
-            of = (call.pattern, span.document, call.num_heads, call.num_kv_heads, span.part, call.heads, call.whole)
-            for block in blocks(*of):
+            for block in self.call.blocks(span):
                 for part in joined(span, block, *tensors):
                     yield part, block
 

@@ -44,6 +44,10 @@ class Chunk:
     inner: tuple[Chunk, ...] = ()
 
 
+#: spans with their chunks, and the branch whose part can be the result (see `_result_branch`)
+Pieces = tuple[list[tuple[Span, Chunk]], int | None]
+
+
 @functools.lru_cache(maxsize=1024)
 def layout(call_key: tuple, part: tuple[int, int], limits: tuple[int, int], at_once: int | None = None) -> Chunk:
     """The chunks of positions `part` of a document.
@@ -137,11 +141,16 @@ OVERLAP = 2.5
 
 
 def serves(pattern: DilatedPattern, q: Layout) -> bool:
-    """Whether the kernels take tensors like q, and the parts of all branches are few enough to be in memory together."""
-    batch, tokens, heads, _ = q.shape
+    """Whether the kernels take tensors like q here, and `suits` says that they may."""
+    return suits(pattern, q.shape, q.dtype) and kernels.available(q.device) and not captured(q.device)
+
+
+def suits(pattern: DilatedPattern, shape: Sequence[int], dtype: torch.dtype) -> bool:
+    """Whether the kernels take a (B, N, H, D) q, and the parts of all branches are few enough to be in memory together."""
+    batch, tokens, heads, _ = shape
     overlap = sum(len(b.heads or range(heads)) / heads / b.dilation_rate for b in pattern.branches)
     fits = batch < 2**16 and tokens < 2**31 - 2**16  # of a launch's grid, and of positions in 32 bits
-    return overlap <= OVERLAP and fits and q.dtype in DTYPES and kernels.available(q.device) and not captured(q.device)
+    return overlap <= OVERLAP and fits and dtype in DTYPES
 
 
 def captured(device: torch.device) -> bool:
@@ -149,10 +158,20 @@ def captured(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
+def forward_pieces(call: Call, spans: Sequence[Span], inputs: Sequence[Tensor], final: bool) -> Pieces:
+    """Of the forward; `inputs` are q, k and v."""
+    return _pieces(call, spans, inputs, (FORWARD, FORWARD), final)
+
+
+def backward_pieces(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], add: bool) -> Pieces:
+    """Of the backward; `tensors` are grad, q, k, v and out, and gradients are added to a total or not."""
+    whole = tensors[1].numel() <= WHOLE
+    return _pieces(call, spans, tensors, (WHOLE, WHOLE) if whole else (DENSE, THIN), whole and not add)
+
+
 def _pieces(
     call: Call, spans: Sequence[Span], tensors: Sequence[Tensor], limits: tuple[int, int], may_own: bool
-) -> tuple[list[tuple[Span, Chunk]], int | None]:
-    """Spans with their chunks, and the branch whose part can be the result (see `_result_branch`)."""
+) -> Pieces:
     branch = _result_branch(call, spans, tensors) if may_own else None
     pieces = list(_cut(call, spans, tensors, limits, branch))
     if branch is not None and len(pieces) > 1:
@@ -183,8 +202,7 @@ def _result_branch(call: Call, spans: Sequence[Span], tensors: Sequence[Tensor])
     if len(spans) != 1 or not call.engine.rows_in_place or spans[0].batches * spans[0].length != batch * seq_len:
         return None
     span = spans[0]
-    key = call.pattern, span.document, call.num_heads, call.num_kv_heads, span.part, call.heads, call.whole
-    for b in blocks(*key):
+    for b in call.blocks(span):
         every = b.segments * b.rows == span.length and b.heads == heads and b.row_stride == 1
         if every and not b.pads and b.rows >= call.engine.min_rows:
             return b.branch
@@ -258,7 +276,7 @@ class Fused:
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
         call, inputs = self.call, suited(self.call.engine, *inputs)
         q, out = inputs[0], None
-        pieces, branch = _pieces(call, self.spans, inputs, (FORWARD, FORWARD), final)
+        pieces, branch = forward_pieces(call, self.spans, inputs, final)
         dtype, covered = q.dtype if final else torch.float32, _covered(self.spans, q)
         lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=torch.float32, device=q.device)
         for span, chunk in pieces:
@@ -277,9 +295,7 @@ class Fused:
         """dq, dk, dv at every position of the spans, in q's dtype, or added to `total`."""
         call, tensors = self.call, suited(self.call.engine, *tensors)
         q, add, total = tensors[1], total is not None, total or []
-        whole = q.numel() <= WHOLE
-        limits = (WHOLE, WHOLE) if whole else (DENSE, THIN)
-        pieces, branch = _pieces(call, self.spans, tensors, limits, whole and not add)
+        pieces, branch = backward_pieces(call, self.spans, tensors, add)
         for span, chunk in pieces:
             make = functools.partial(block_backward, call, tensors, lse, span)
             parts, at = [make(b) for b in chunk.blocks], _number(chunk.blocks, branch)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from lightning_dilated.attention.stream import StreamState
 
 #: states by the numbers of the streams in them, in their order
@@ -16,6 +18,9 @@ class CarriedStreams:
 
     A batch may be computed more than once before it counts as finished: it then starts from the same states, and a
     checkpoint of an unfinished batch holds the states before it.
+
+    Attributes:
+        begun: the tokens before the last batch, and of each of its streams where the document began that goes on.
     """
 
     def __init__(self) -> None:
@@ -23,6 +28,7 @@ class CarriedStreams:
         self._before: Groups = {}
         self._batch: int | None = None
         self._own: set[int] = set()
+        self.begun: tuple[int, list[int]] = (0, [])
 
     def take(
         self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool], batch: int | None
@@ -41,6 +47,13 @@ class CarriedStreams:
             raise ValueError(f"a batch holds each stream once; got streams {list(streams)}.")
         if batch is None or batch != self._batch:
             self._before, self._batch = dict(self._now), batch
+        state = self._state_before(streams, positions, starts)
+        self.begun = state.position, list(state.starts)
+        return state
+
+    def _state_before(
+        self, streams: Sequence[int], positions: Sequence[int] | None, starts: Sequence[bool]
+    ) -> StreamState:
         before = self._before
         known = {n: (group, i) for group in before for i, n in enumerate(group)}
         begins = [n not in known if positions is None else positions[i] == 0 for i, n in enumerate(streams)]
@@ -85,9 +98,15 @@ class CarriedStreams:
         self._now[key] = state
         self._own |= set(key)
 
-    def new_run(self) -> None:
-        """Another run begins, whose batches are numbered anew."""
-        self._batch = None
+    def finish(self) -> None:
+        """The last batch is finished: free the states before it. Any batch from now on is another one."""
+        self._before, self._batch = {}, None
+
+    def to(self, device: torch.device | str) -> None:
+        """Move all states."""
+        states = {id(x): x for group in (self._now, self._before) for x in group.values()}
+        moved = {key: x.to(device) for key, x in states.items()}
+        self._now, self._before = ({n: moved[id(x)] for n, x in group.items()} for group in (self._now, self._before))
 
     def clear(self) -> None:
         """Forget all streams."""

@@ -5,8 +5,10 @@ Shape letters: B batch, N tokens, n tokens of a call, E embedding dim.
 
 from __future__ import annotations
 
+import bisect
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
 
@@ -17,12 +19,14 @@ from lightning_dilated._compat.lightning import attached_trainer, batches_finish
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.stream import ChunkLayer, StreamState
+from lightning_dilated.attention.views import spans
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.memory.chunked_loss import IGNORE
 from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed, streamed_sum
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.module import DilatedModule
+from lightning_dilated.sequence.chunks import chunk_bounds
 from lightning_dilated.sequence.exchange.switch import windows
 
 #: tokens of a call that are computed at a time
@@ -234,12 +238,9 @@ class StreamedLosses(DilatedModule):
                 f"a batch of streams has {packed}: leave it out, and let `starts` say where documents begin."
             )
         tokens, labels = self._checked(batch)
-        trainer, number = attached_trainer(self), None
-        if trainer is None or trainer.state.stage is None:  # outside of a run
-            trains = self.training
-        elif trains := trainer.training:
-            number = batches_finished(trainer)
-        carried = self.carried if trains else self.carried_in_evaluation
+        trainer, carried = attached_trainer(self), self._carried_here()
+        trains = trainer is not None and trainer.training
+        number = batches_finished(trainer) if trains else None
         starts = batch["starts"].cpu()
         streams, positions = (
             [int(x) for x in batch[name]] if name in batch else None for name in ("stream", "position")
@@ -249,6 +250,39 @@ class StreamedLosses(DilatedModule):
         nats, after = self.stream(tokens, labels, state, chunk=chunk, starts=starts, per_token=per_token)
         carried.put(streams, after)
         return nats
+
+    def _carried_here(self) -> CarriedStreams:
+        """The states that the current stage of a run goes on from; outside of a run, those of the model's mode."""
+        trainer = attached_trainer(self)
+        outside = trainer is None or trainer.state.stage is None
+        return self.carried if (self.training if outside else trainer.training) else self.carried_in_evaluation
+
+    def truncated_parts(self, batch: Any) -> list[range] | None:
+        """The tokens of the batch computed last, in the parts at whose bounds gradients end, as positions in their document.
+
+        None where gradients reach whole documents: for a batch that is none of streams, unless the memory settings truncate.
+        """
+        if not isinstance(batch, Mapping) or "tokens" not in batch:
+            return None
+        memory, n = self.transformer.memory, batch["tokens"].shape[1]
+        if "stream" in batch:
+            position, started = self._carried_here().begun
+            begins = _begins(position, started, batch["starts"].cpu())
+            every = [x for at in begins for x in itertools.pairwise([*at, position + n])]
+        elif memory.truncate and self._in_chunks(batch):
+            alike = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
+            position, every = 0, [(x.start, x.start + x.length) for x in alike for _ in range(x.batches)]
+        else:
+            return None
+        bounds = chunk_bounds(n, memory.stream or n, position)
+        inner = lambda a, b: bounds[bisect.bisect_right(bounds, a) : bisect.bisect_left(bounds, b)]  # noqa: E731
+        cuts = [[x - a for x in (max(a, position), *inner(max(a, position), b), b)] for a, b in every]
+        return [range(*part) for at in cuts for part in itertools.pairwise(at)]
+
+    def _longest(self, batch: Any) -> int:
+        """As `DilatedModule`; of documents in streams, which grow, a power of two that the longest one has reached."""
+        parts = self.truncated_parts(batch) if isinstance(batch, Mapping) and "stream" in batch else None
+        return 1 << max(x.stop for x in parts).bit_length() - 1 if parts else super()._longest(batch)
 
     def _carried_terms(self, batch: Mapping[str, Any], redefined: bool) -> tuple[Tensor, Tensor]:
         """`loss_terms` of a batch of streams."""
@@ -283,7 +317,20 @@ class StreamedLosses(DilatedModule):
     def on_fit_start(self) -> None:
         """As `DilatedModule`; batches are numbered anew."""
         super().on_fit_start()
-        self.carried.new_run()
+        self.carried.finish()
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """As `DilatedModule`; what streams had before the batch is freed."""
+        super().on_train_batch_end(outputs, batch, batch_idx)
+        self.carried.finish()
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """As `DilatedModule`; states of streams follow the model to the host, as after a run, until they go on."""
+        moved = super()._apply(*args, **kwargs)
+        if self._built and self.head.weight.device.type == "cpu":
+            self.carried.to("cpu")
+            self.carried_in_evaluation.to("cpu")
+        return moved
 
     def on_validation_epoch_start(self) -> None:
         self.carried_in_evaluation.clear()
@@ -329,8 +376,12 @@ def _check_call(
         )
     if trains and labels is None:
         raise ValueError("training needs labels, the next token of each, -100 where none counts; of the last one, too.")
-    begins = [[at] for at in state.starts]
+    return _begins(state.position, state.starts, starts)
+
+
+def _begins(position: int, started: Sequence[int], starts: Tensor | None) -> list[list[int]]:
+    """Of each sample, the positions at which documents begin: `started` before this call, or where `starts` (B, n) says."""
+    begins = [[at] for at in started]
     for sample, at in [] if starts is None else starts.nonzero().tolist():
-        position = state.position + at
-        begins[sample] = [position] if at == 0 else [*begins[sample], position]
+        begins[sample] = [position] if at == 0 else [*begins[sample], position + at]
     return begins

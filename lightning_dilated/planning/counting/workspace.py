@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,7 +22,7 @@ from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.executors.fused import Chunk
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.rows import Block, blocks, in_turns
+from lightning_dilated.pattern.rows import Block, in_turns
 
 #: bytes of a log-sum-exp
 LSE = 4
@@ -132,10 +131,10 @@ class OpCall:
         )
 
     @property
-    def blocks(self) -> tuple[Block, ...]:
-        """The blocks of its one span."""
+    def block_rows(self) -> list[int]:
+        """Rows of each block of its one span, over samples and heads."""
         (span,) = self.spans
-        return blocks(self.pattern, span.document, self.heads, self.kv_heads, span.part, self.head_range, False)
+        return [_rows(span, b) for b in self.call.blocks(span)]
 
 
 @functools.lru_cache(maxsize=4096)
@@ -156,14 +155,9 @@ def workspace(x: OpCall) -> tuple[int, int]:
     """The most bytes that the op holds beside its inputs and results, in the forward and in the backward."""
     if not x.rows:
         return 0, 0
-    peaks = _grouped(x) or (_fused(x) if _serves(x) else _blockwise(x))
+    q = x.tensors()[0]
+    peaks = _grouped(x) or (_fused(x) if fused.suits(x.pattern, q.shape, q.dtype) else _blockwise(x))
     return max(0, peaks[0] - x.results[0]), max(0, peaks[1] - x.results[1])
-
-
-def _serves(x: OpCall) -> bool:
-    """As `fused.serves` on a GPU."""
-    overlap = sum(len(b.heads or range(x.heads)) / x.heads / b.dilation_rate for b in x.pattern.branches)
-    return overlap <= fused.OVERLAP and x.dtype in fused.DTYPES
 
 
 # -- a few launches for all blocks -------------------------------------------------------------------------------------
@@ -172,66 +166,59 @@ def _grouped(x: OpCall) -> tuple[int, int] | None:
     if engine_of(x).name != "triton" or x.block_flops == math.inf:
         return None
     out = x.rows * (x.head_dim * (x.dtype.itemsize if x.final else 4) + LSE)
-    rows, places = sum(_bytes(x.spans[0], b, 1) for b in x.blocks), 8 if x.dropout else 0
+    rows, places = sum(x.block_rows), 8 if x.dropout else 0
     # log-sum-exp and delta of each row, then dk and dv, which are freed before dq is allocated
     return out + rows * (x.row + LSE + places), x.results[1] + rows * (2 * LSE + 2 * x.row + places)
 
 
 # -- chunk by chunk ---------------------------------------------------------------------------------------------------
-@dataclass(frozen=True)
-class _Pass:
-    """Bytes of a row of a block's part, those that the engine frees at its end, and those of the results."""
-
-    part: int
-    engine: int
-    results: int
-
-
 def _fused(x: OpCall) -> tuple[int, int]:
     """As `executors.fused`."""
     call, spans, (q, k, v) = x.call, x.spans, x.tensors()
-    pieces, own = fused._pieces(call, spans, [q, k, v], (fused.FORWARD, fused.FORWARD), x.final)
+    pieces = fused.forward_pieces(call, spans, [q, k, v], x.final)
     wide = 0 if x.final else x.rows * x.head_dim * 4
-    forward = _Pass(x.row + LSE, 0, x.results[0])
-    first = wide + _held(pieces, own, forward)
-    whole = q.numel() <= fused.WHOLE
-    limits = (fused.WHOLE, fused.WHOLE) if whole else (fused.DENSE, fused.THIN)
-    pieces, own = fused._pieces(call, spans, [q, q, k, v, q], limits, whole)
+    first = wide + _held(pieces, x.row + LSE, 0, x.results[0])
+    pieces = fused.backward_pieces(call, spans, [q, q, k, v, q], add=False)
     sums = 4 * x.head_dim if call.engine.name in SUMS_DQ else 0
-    return first, _held(pieces, own, _Pass(3 * x.row, sums + 2 * LSE, x.results[1]))
+    return first, _held(pieces, 3 * x.row, sums + 2 * LSE, x.results[1])
 
 
-def _held(pieces: Sequence[tuple[Span, Chunk]], own: int | None, one: _Pass) -> int:
-    """The most that is held at once: the results, once the first parts exist, and the parts of a chunk and of the chunks
-    around it."""
-    peak = results = 0
-    for span, chunk in pieces:
-        own_part = sum(_bytes(span, b, one.part) for b in chunk.blocks if b.branch == own)
-        more = 0 if results else one.results - own_part
-        peak = max(peak, _in_chunk(span, chunk, results, one, more))
-        results += more
+def _held(pieces: fused.Pieces, part: int, engine: int, results: int) -> int:
+    """The most bytes held at once by a row's `part` and what the `engine` frees at a block's end.
+
+    Results are allocated once the first span's outermost parts exist.
+    """
+    peak = before = 0
+    spans, branch = pieces
+    for span, chunk in spans:
+        own = part * sum(_rows(span, b) for b in chunk.blocks if b.branch == branch)
+        more = 0 if before else results - own
+        for rows in _leaves(span, chunk):
+            live = before
+            for i, n in enumerate([*rows, 0]):
+                live += more if i == len(chunk.blocks) else 0
+                peak = max(peak, live + n * (part + engine))
+                live += n * part
+        before += more
     return peak
 
 
-def _in_chunk(span: Span, chunk: Chunk, live: int, one: _Pass, results: int = 0) -> int:
-    """The most that is held in a chunk which begins with `live` bytes, and allocates results after its own parts."""
-    peak = live
-    for block in chunk.blocks:
-        peak = max(peak, live + _bytes(span, block, one.part + one.engine))
-        live += _bytes(span, block, one.part)
-    live += results
-    return max([peak, live, *(_in_chunk(span, inner, live, one) for inner in chunk.inner)])
+def _leaves(span: Span, chunk: Chunk) -> list[list[int]]:
+    """Rows of each block whose part is held as an innermost chunk is combined, in the order in which they are made."""
+    leaves: list[list[int]] = []
+    fused.walk(chunk, functools.partial(_rows, span), lambda _, every, rows: leaves.append(rows))
+    return leaves
 
 
-def _bytes(span: Span, block: Block, row: int) -> int:
-    return span.batches * block.segments * block.heads * block.rows * row
+def _rows(span: Span, block: Block) -> int:
+    return span.batches * block.segments * block.heads * block.rows
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------
 def _blockwise(x: OpCall) -> tuple[int, int]:
     """As `executors.blockwise`: sums in fp32, and one block's part with the copies that merging it makes."""
     wide = max(4, x.dtype.itemsize)
-    most = max((_bytes(x.spans[0], b, 1) for b in x.blocks), default=0)
+    most = max(x.block_rows, default=0)
     sums = 4 * x.head_dim if engine_of(x).name in SUMS_DQ else 0
     out = x.rows * (x.head_dim * wide + LSE) + most * (x.row + 2 * x.head_dim * wide + 4 * LSE)
     back = x.results[1] // x.dtype.itemsize * wide

@@ -1,0 +1,85 @@
+"""ChunkProgress: Lightning's progress bars show which chunk of a long sequence is computed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+from lightning.pytorch.callbacks import ProgressBar, RichProgressBar, TQDMProgressBar
+from lightning.pytorch.trainer.states import RunningStage
+
+#: a bar is drawn again after so many seconds at the earliest
+SECONDS = 0.5
+#: attributes of Lightning's bars: TQDM's hold a bar, Rich's a number of a task with "_id" behind them
+BARS = {
+    RunningStage.TRAINING: ("train_progress_bar", "train_progress_bar"),
+    RunningStage.SANITY_CHECKING: ("val_progress_bar", "val_sanity_progress_bar"),
+    RunningStage.VALIDATING: ("val_progress_bar", "val_progress_bar"),
+    RunningStage.TESTING: ("test_progress_bar", "test_progress_bar"),
+    RunningStage.PREDICTING: ("predict_progress_bar", "predict_progress_bar"),
+}
+
+
+class BarText(NamedTuple):
+    """A text of a bar that is on the screen: what it says, and how to have it say something else."""
+
+    now: str
+    joint: str
+    write: Callable[[str], Any]
+
+
+def bar_text(bar: ProgressBar | None, stage: RunningStage | None) -> BarText | None:
+    """What TQDM's bar of a stage says behind its numbers, Rich's before its own; None without such a bar."""
+    if stage is None or not isinstance(bar, (TQDMProgressBar, RichProgressBar)) or not bar.is_enabled:
+        return None
+    if isinstance(bar, TQDMProgressBar):
+        line = getattr(bar, BARS[stage][0])
+        return BarText(getattr(line, "postfix", None) or "", ", ", line.set_postfix_str)
+    return None if bar.progress is None else _task_text(bar, bar.progress, getattr(bar, f"{BARS[stage][1]}_id"))
+
+
+def _task_text(bar: RichProgressBar, progress: Any, number: int | None) -> BarText | None:
+    task = next((x for x in progress.tasks if x.id == number), None)
+
+    def write(text: str) -> None:
+        progress.update(number, description=text, visible=True)
+        bar.refresh()
+
+    return None if task is None else BarText(task.description, " ", write)
+
+
+class ChunkProgress:
+    """What a `Stream` calls as chunks end: writes "forward 12/1000" into the bar of the Trainer's stage.
+
+    For `RichProgressBar`, `TQDMProgressBar` and their subclasses, where they are enabled (on rank 0). Nothing waits for a
+    GPU, so the host's count may be a chunk or two ahead; steps of less than `SECONDS` a pass are not shown.
+    """
+
+    def __init__(self, trainer: pl.Trainer) -> None:
+        self._trainer, self._drawn = trainer, 0.0
+        self._text: BarText | None = None
+
+    def __call__(self, name: str, done: int, of: int) -> None:
+        """`done` of the chunks of a pass are computed; 0 as it begins."""
+        now = time.monotonic()
+        if done in (0, of):
+            self._restore()
+        elif now - self._drawn < SECONDS:
+            return
+        else:
+            self._write(f"{name} {done:{len(str(of))}}/{of}")
+        self._drawn = now
+
+    def _write(self, chunk: str) -> None:
+        if self._text is None:
+            self._text = bar_text(self._trainer.progress_bar_callback, self._trainer.state.stage)
+        if self._text is not None:
+            self._text.write(self._text.joint.join(filter(None, (self._text.now.rstrip(), chunk))))
+
+    def _restore(self) -> None:
+        """Give a bar its text back."""
+        text, self._text = self._text, None
+        if text is not None:
+            text.write(text.now)
