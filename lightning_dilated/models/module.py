@@ -223,7 +223,7 @@ class DilatedModule(Pretrained, pl.LightningModule):
         """
         copy: Any = bare_copy(self)
         copy._built, copy._patterns = False, in_turns(self.patterns, depth) if self.patterns else ()
-        changed = {"depth": depth, "pretrained": None, "compile_blocks": False}
+        changed = {"depth": depth, "pretrained": None, "compile_blocks": False, "linear_dtype": None}
         if bases := getattr(self, "rotary_bases", None):
             copy.rotary_bases = in_turns(bases, depth)
         copy.__dict__.update({name: value for name, value in changed.items() if hasattr(self, name)})

@@ -117,6 +117,8 @@ class PooledModule(TransformerModel):
         self.lora_alpha = 2.0 * (lora_rank or 1) if lora_alpha is None else lora_alpha
         if self.compile_blocks and lora_rank is not None:
             raise ValueError("peft's updates cannot be compiled to one graph: set compile_blocks=False with lora_rank.")
+        if self.linear_dtype is not None and lora_rank is not None:
+            raise ValueError("peft's updates are not offered in float8: leave out lora_rank or linear_dtype.")
         self.task, self.num_classes, self.regression_loss = task, num_classes, regression_loss
         self.layer_decay, self.freeze_encoder = layer_decay, flag(freeze_encoder, "freeze_encoder")
         self.head: nn.Module | None = None

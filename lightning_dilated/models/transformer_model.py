@@ -18,6 +18,7 @@ from lightning.pytorch.cli import LRSchedulerCallable, OptimizerCallable
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.models.blocks import BlockOptions, default_hidden
 from lightning_dilated.models.cuda_graphs import CudaGraphs
+from lightning_dilated.models.float8 import to_float8
 from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.transformer import DilatedTransformer, layer_bases, rotary_hint, stored_bases
 from lightning_dilated.pattern import DilatedPattern
@@ -29,7 +30,16 @@ else:
     Unpack = list  # jsonargparse would read a TypedDict, which has no defaults, and not follow the call that has them
 
 #: arguments that are not part of the model itself, or are saved in another form
-NOT_SAVED = ("pattern", "optimizer", "lr_scheduler", "compile_blocks", "cuda_graphs", "graph_padding", "pretrained")
+NOT_SAVED = (
+    "pattern",
+    "optimizer",
+    "lr_scheduler",
+    "compile_blocks",
+    "cuda_graphs",
+    "graph_padding",
+    "linear_dtype",
+    "pretrained",
+)
 
 
 class SizeOptions(TypedDict, total=False):
@@ -49,6 +59,7 @@ class StackOptions(TypedDict, total=False):
     compile_blocks: bool
     cuda_graphs: bool
     graph_padding: float
+    linear_dtype: Literal["float8"] | None
     optimizer: OptimizerCallable
     lr_scheduler: LRSchedulerCallable | None
 
@@ -165,6 +176,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             them: for short sequences, where launching kernels takes longer than the kernels. For one rank a sequence,
             without recomputation and attention dropout.
         graph_padding: the most padding that batches with `lengths` get so that few graphs serve them, as a share.
+        linear_dtype: "float8" multiplies in float8 in the linear layers of the blocks (not in the projection to q, k and v),
+            on an H100 or later, by torchao; for wide models, with `compile_blocks`. None: in the precision of the run.
         optimizer, lr_scheduler: see `DilatedModule`.
 
     Raises:
@@ -203,6 +216,7 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         compile_blocks: bool = False,
         cuda_graphs: bool = False,
         graph_padding: float = 0.125,
+        linear_dtype: Literal["float8"] | None = None,
         optimizer: OptimizerCallable = torch.optim.AdamW,
         lr_scheduler: LRSchedulerCallable | None = None,
     ) -> None:
@@ -220,10 +234,11 @@ class TransformerModel(_RemembersArguments, DilatedModule):
         for name, value in (("bias", bias), ("sub_layernorm", sub_layernorm), ("compile_blocks", compile_blocks)):
             flag(value, name)
         self.compile_blocks = compile_blocks
-        self.cuda_graphs, self.graph_padding = (
-            flag(cuda_graphs, "cuda_graphs"),
-            real(graph_padding, "graph_padding", least=0, most=1),
-        )
+        self.cuda_graphs = flag(cuda_graphs, "cuda_graphs")
+        self.graph_padding = real(graph_padding, "graph_padding", least=0, most=1)
+        if linear_dtype not in (None, "float8"):
+            raise ValueError(f'linear_dtype must be "float8" or null, got {linear_dtype!r}.')
+        self.linear_dtype = linear_dtype
         if cuda_graphs and attention_dropout:
             raise ValueError(
                 f"cuda_graphs cannot record attention_dropout={attention_dropout}, whose mask follows a seed of the host. "
@@ -263,6 +278,8 @@ class TransformerModel(_RemembersArguments, DilatedModule):
             causal=self.causal, hidden=self.ffn_dim, num_kv_heads=self.num_kv_heads, options=self.options,
             rotary_bases=self.rotary_bases[:depth],
         )  # fmt: skip
+        if self.linear_dtype is not None:
+            to_float8(transformer.blocks)
         transformer.graphs = CudaGraphs(self.graph_padding) if self.cuda_graphs else None
         return transformer
 
