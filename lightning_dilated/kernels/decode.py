@@ -1,0 +1,288 @@
+"""One new token of each sample: its rows stored in a cache, and its attention to the rows of all branches, in two launches.
+
+A slot holds the rows that the query heads of one kv head and one residue of a branch share: rows 0, 1, ... of the current
+segment, in order. A token's index in its segment is (p + shift) mod width, and it uses the slots of its residue only:
+index mod rate == residue. The rows before it are index div rate, less those that a shift cuts off the first segment.
+A program has one sample, one slot and a share of its rows; programs without rows end at once. So the grid and all tables are
+the same for every position, and a CUDA graph can replay both launches.
+Shape letters: B batch, H query heads, K kv heads, D head dim, R rows of a sample's cache.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
+
+#: rows that a program reads at once, and entries that a program of the merge does
+KEYS, ENTRIES = 64, 32
+#: largest head dim, which is held in registers
+MOST_DIM = 256
+#: fewest rows of a program by samples of the batch: few samples need many programs, many have them anyway
+SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
+MOST_SHARE = 512
+#: a slot has at most this many programs, or more where each would read more than WIDE rows
+PROGRAMS, WIDE = 64, 4096
+
+
+class Slot(NamedTuple):
+    """One slot in integers.
+
+    Attributes:
+        width: of its segments; for one segment over the whole sequence any number that no position reaches.
+        skipped: rows that a shift cuts off the first segment.
+        base: its first row in the cache, of `capacity`.
+        heads: the query heads that use it.
+    """
+
+    width: int
+    rate: int
+    shift: int
+    residue: int
+    skipped: int
+    base: int
+    capacity: int
+    kv_head: int
+    heads: tuple[int, ...]
+
+
+#: columns of the table of slots: the seven that say who uses which rows, then programs, first part, first user, users
+COLUMNS = 11
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The tables of both launches.
+
+    Attributes:
+        programs: (programs, 2) int32: slot, share.
+        slots: (slots, COLUMNS) int64.
+        users: query heads of the slots, one slot after another, int32.
+        entries: for each query head, one after another, the parts that it has, int32.
+        starts: (H + 1,) int32, where the entries of each head begin.
+        parts: their number.
+        group: most query heads of a slot.
+    """
+
+    programs: Tensor
+    slots: Tensor
+    users: Tensor
+    entries: Tensor
+    starts: Tensor
+    parts: int
+    group: int
+
+
+def shares(capacity: int, batch: int) -> int:
+    """How many programs divide the rows of a slot."""
+    rows = SHARE.get(1 << (batch - 1).bit_length(), MOST_SHARE)
+    return max(1, min(-(-capacity // rows), max(PROGRAMS, -(-capacity // WIDE))))
+
+
+@functools.lru_cache(maxsize=64)
+def launch(slots: tuple[Slot, ...], heads: int, batch: int, device: torch.device) -> Launch:
+    """The tables for these slots of a cache and H query heads."""
+    programs: list[tuple[int, int]] = []
+    table: list[tuple[int, ...]] = []
+    users: list[int] = []
+    of_head: list[list[int]] = [[] for _ in range(heads)]
+    parts = 0
+    for number, slot in enumerate(slots):
+        count, size = shares(slot.capacity, batch), len(slot.heads)
+        programs += [(number, share) for share in range(count)]
+        place = slot.width, slot.rate, slot.shift, slot.residue, slot.skipped, slot.base, slot.kv_head
+        table.append((*place, count, parts, len(users), size))
+        users += slot.heads
+        for i, head in enumerate(slot.heads):
+            of_head[head] += range(parts + i, parts + count * size, size)
+        parts += count * size
+    starts = [0]
+    for entries in of_head:
+        starts.append(starts[-1] + len(entries))
+    ints = lambda x, width=1, kind=torch.int32: torch.tensor(x or [0] * width, dtype=kind).to(device)  # noqa: E731
+    group = max((len(slot.heads) for slot in slots), default=1)
+    return Launch(
+        ints(programs, 2).view(-1, 2), ints(table, COLUMNS, torch.int64).view(-1, COLUMNS), ints(users),
+        ints([x for entries in of_head for x in entries]), ints(starts), parts, group,
+    )  # fmt: skip
+
+
+def serves(q: Tensor) -> bool:
+    """Whether the kernels take q (B, H, D)."""
+    return q.dtype in (torch.float16, torch.bfloat16, torch.float32) and q.shape[-1] <= MOST_DIM
+
+
+@triton.jit
+def _rotated(x, head_stride, heads, column, cos, sin, ROTARY: tl.constexpr, DIM: tl.constexpr):
+    """(heads, columns) fp32 rows of x, rotated by a row of cosines and sines."""
+    inside = (column < DIM)[None, :]
+    at = x + heads[:, None] * head_stride
+    value = tl.load(at + column[None, :], mask=inside & (heads >= 0)[:, None], other=0.0).to(tl.float32)
+    if ROTARY:
+        half: tl.constexpr = DIM // 2
+        other = tl.where(column < half, column + half, column - half)
+        partner = tl.load(at + other[None, :], mask=inside & (heads >= 0)[:, None], other=0.0).to(tl.float32)
+        partner = tl.where((column < half)[None, :], -partner, partner)
+        value = value * cos[None, :] + partner * sin[None, :]
+    return value
+
+
+@triton.jit
+def _attend(
+    part, part_lse, parts,
+    q, q_sb, q_sh, k, k_sb, k_sh, v, v_sb, v_sh, rows_k, rows_v, rows_sb,
+    positions, cos, sin, factor, table_sb, programs, slots, users, scale,
+    ROTARY: tl.constexpr, XPOS: tl.constexpr, PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    sample = tl.program_id(1).to(tl.int64)
+    slot = slots + tl.load(programs + 2 * tl.program_id(0)).to(tl.int64) * 11
+    share = tl.load(programs + 2 * tl.program_id(0) + 1)
+    width, rate, shift = tl.load(slot), tl.load(slot + 1), tl.load(slot + 2)
+    count, size = tl.load(slot + 7).to(tl.int32), tl.load(slot + 10).to(tl.int32)
+    index = tl.load(positions + sample) + shift
+    segment = index // width
+    index -= segment * width
+    row = index // rate
+    used = index - row * rate == tl.load(slot + 3)
+    row = (row - tl.where(segment == 0, tl.load(slot + 4), 0)).to(tl.int32)
+    each = tl.cdiv(tl.cdiv(row + 1, KEYS), count) * KEYS
+    begin = share * each
+    end = tl.minimum(begin + each, row + 1)
+    g, column, j = tl.arange(0, GROUP), tl.arange(0, BLOCK), tl.arange(0, KEYS)
+    inside = column < DIM
+    to = sample * parts + tl.load(slot + 8) + share * size + g
+    if used & (begin < end):
+        cosine = tl.zeros([BLOCK], tl.float32)
+        sine = tl.zeros([BLOCK], tl.float32)
+        grown = tl.full([BLOCK], 1.0, tl.float32)
+        if ROTARY:
+            half: tl.constexpr = DIM // 2
+            at = sample * table_sb + tl.where(column < half, column, column - half)
+            cosine = tl.load(cos + at, mask=inside, other=0.0)
+            sine = tl.load(sin + at, mask=inside, other=0.0)
+            if XPOS:
+                grown = tl.load(factor + at, mask=inside, other=1.0)
+        # unused query rows repeat none: their number is -1
+        heads = tl.load(users + tl.load(slot + 9) + g, mask=g < size, other=-1)
+        query = _rotated(q + sample * q_sb, q_sh, heads, column, cosine * grown, sine * grown, ROTARY, DIM)
+        query = query.to(rows_k.dtype.element_ty)
+        kv = tl.load(slot + 6)
+        one = tl.full([1], 0, tl.int32) + kv.to(tl.int32)
+        new_key = _rotated(k + sample * k_sb, k_sh, one, column, cosine / grown, sine / grown, ROTARY, DIM)
+        new_key = new_key.to(rows_k.dtype.element_ty)
+        new_value = tl.load(v + sample * v_sb + kv * v_sh + column, mask=inside, other=0.0)[None, :]
+        cache = sample * rows_sb + tl.load(slot + 5) * DIM
+        if end == row + 1:
+            last = cache + row.to(tl.int64) * DIM + column[None, :]
+            tl.store(rows_k + last, new_key, mask=inside[None, :])
+            tl.store(rows_v + last, new_value, mask=inside[None, :])
+        acc = tl.zeros([GROUP, BLOCK], tl.float32)
+        most = tl.full([GROUP], float("-inf"), tl.float32)
+        total = tl.zeros([GROUP], tl.float32)
+        for start in tl.range(begin, end, KEYS):
+            at = start + j
+            rows = cache + at.to(tl.int64)[:, None] * DIM + column[None, :]
+            stored = (at < tl.minimum(row, end))[:, None]
+            if DIM != BLOCK:
+                stored = stored & inside[None, :]
+            key = tl.load(rows_k + rows, mask=stored, other=0.0)
+            value = tl.load(rows_v + rows, mask=stored, other=0.0)
+            key = tl.where((at == row)[:, None], new_key, key)
+            value = tl.where((at == row)[:, None], new_value, value)
+            if GROUP == 1:
+                score = tl.sum(key.to(tl.float32) * query.to(tl.float32), 1)[None, :] * scale
+            else:
+                score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
+            score = tl.where((at < end)[None, :], score, float("-inf"))
+            top = tl.maximum(most, tl.max(score, 1))
+            p = tl.exp2(score - top[:, None])
+            rescale = tl.exp2(most - top)
+            total = total * rescale + tl.sum(p, 1)
+            if GROUP == 1:
+                acc = acc * rescale[:, None] + tl.sum(tl.trans(p) * value.to(tl.float32), 0)[None, :]
+            else:
+                acc = tl.dot(p.to(value.dtype), value, acc * rescale[:, None], input_precision=PRECISION)
+            most = top
+        mask = (g < size)[:, None] & inside[None, :]
+        tl.store(part + to[:, None] * DIM + column[None, :], acc / total[:, None], mask=mask)
+        tl.store(part_lse + to, most + tl.log2(total), mask=g < size)
+    else:
+        tl.store(part_lse + to, tl.full([GROUP], float("-inf"), tl.float32), mask=g < size)
+
+
+@triton.jit
+def _merge(
+    out, out_sb, out_sh, part, part_lse, parts, entries, starts,
+    ENTRIES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    head, sample = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column, i = tl.arange(0, BLOCK), tl.arange(0, ENTRIES)
+    inside = column < DIM
+    low, high = tl.load(starts + head), tl.load(starts + head + 1)
+    acc = tl.zeros([BLOCK], tl.float32)
+    most = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    for first in tl.range(low, high, ENTRIES):
+        at = sample * parts + tl.load(entries + first + i, mask=first + i < high, other=0)
+        lse = tl.load(part_lse + at, mask=first + i < high, other=float("-inf"))
+        value = tl.load(
+            part + at[:, None] * DIM + column[None, :], mask=(lse > float("-inf"))[:, None] & inside[None, :], other=0.0
+        )
+        top = tl.maximum(most, tl.max(lse, 0))
+        finite = tl.where(top == float("-inf"), 0.0, top)
+        weight, rescale = tl.exp2(lse - finite), tl.exp2(most - finite)
+        acc = acc * rescale + tl.sum(value * weight[:, None], 0)
+        total = total * rescale + tl.sum(weight, 0)
+        most = top
+    acc = acc / tl.where(total == 0, 1.0, total)
+    tl.store(out + sample * out_sb + head * out_sh + column, acc.to(out.dtype.element_ty), mask=inside)
+
+
+def decode(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: tuple[Tensor, Tensor],
+    positions: Tensor,
+    tables: Launch,
+    scale: float,
+    table: tuple[Tensor, Tensor, Tensor | None] | None = None,
+) -> Tensor:
+    """(B, H, D) attention of the new token of each sample, whose key and value are stored in the cache.
+
+    Args:
+        q: (B, H, D), unit stride along D.
+        k, v: (B, K, D), likewise, of q's dtype.
+        rows: keys and values of the cache, (B, R, D) each, contiguous, of q's dtype; changed in place.
+        positions: (B,) int64, where each sample's token stands.
+        tables: of this cache.
+        scale: of the scores.
+        table: rotates q and k: cosines and sines (B, D/2) or (1, D/2) fp32, and xPos's scale or None; None: no rotation.
+    """
+    batch, heads, dim = q.shape
+    block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))
+    part = torch.empty(batch, tables.parts, dim, dtype=torch.float32, device=q.device)
+    part_lse = torch.empty(batch, tables.parts, dtype=torch.float32, device=q.device)
+    out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
+    cos, sin, factor = table or (part_lse, part_lse, None)
+    stride = cos.stride(0) if table is not None and len(cos) > 1 else 0
+    if tables.parts:
+        _attend[(len(tables.programs), batch)](
+            part, part_lse, tables.parts, q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], *rows,
+            rows[0].stride(0), positions, cos, sin, cos if factor is None else factor, stride, tables.programs,
+            tables.slots, tables.users, scale * LOG2E.value, ROTARY=table is not None, XPOS=factor is not None,
+            PRECISION=precision(q), GROUP=group, KEYS=KEYS, DIM=dim, BLOCK=block, num_warps=4,
+        )  # fmt: skip
+    _merge[(heads, batch)](
+        out, *out.stride()[:2], part, part_lse, tables.parts, tables.entries, tables.starts, ENTRIES=ENTRIES, DIM=dim,
+        BLOCK=block, num_warps=2,
+    )  # fmt: skip
+    return out
