@@ -223,8 +223,8 @@ class Clock:
             self._places[key] = Places(_layer_slots(*of), capacities)
         return self._places[key]
 
-    def advance(self, tokens: int = 1) -> None:
-        """Count tokens that a replayed graph has added to the tensor itself."""
+    def count(self, tokens: int) -> None:
+        """Count tokens that a replayed graph has added to the tensor itself; or fewer, if what counted them did not run."""
         self._columns += tokens
 
     def begin(self, lengths: Sequence[int] | None) -> None:
@@ -244,8 +244,8 @@ class KVCache:
         pattern: the layer's pattern.
         num_heads: H of the layer.
         num_kv_heads: K of the layer; None means H.
-        max_length: most tokens of a sample. The buffers then have their final size, and stay where they are; None: they
-            grow by doubling, up to ceil(w / r) rows.
+        max_length: most tokens of a sample, where a branch has wider segments. The buffers then have their final size, and
+            stay where they are; None: they grow by doubling, up to ceil(w / r) rows.
         clock: shared with the caches of other layers, with the lengths of prompts that differ; None: one of its own.
 
     Raises:
@@ -272,6 +272,8 @@ class KVCache:
         self._shape: tuple[int, int, int] | None = None
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = _layer_slots(*self._of)
+        limit = self.max_length
+        self._limited = limit is not None and any(b.width is None or b.width > limit for b in self._branches)
         fixed = [0 if max_length is None else branch.rows(max_length) for branch in self._branches]
         self._places = self.clock.places(self._of, tuple(fixed))
         self._k: Tensor | None = None
@@ -315,9 +317,10 @@ class KVCache:
             )
         if self.clock.ragged and k.shape[1] > 1 and self.length >= self.clock.longest:
             raise ValueError("after prompts of different lengths a call adds one token to each sample.")
-        if self.max_length is not None and end > self.max_length:
+        if self._limited and end > (self.max_length or end):
             raise ValueError(
-                f"the cache was made for max_length={self.max_length} tokens, and {end} are added. Make it longer."
+                f"the cache was made for max_length={self.max_length} tokens, and this call adds the one of position "
+                f"{end - 1}: make it longer."
             )
         self._shape = shape
 

@@ -203,9 +203,8 @@ class Rotary(nn.Module):
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
         on_cpu = positions.device.type == "cpu" and self.xpos_scale_base is not None
-        known = (
-            _furthest(positions) if on_cpu and furthest is None else furthest
-        )  # read here, since on a GPU the host would wait for it
+        if on_cpu and furthest is None:  # read here, since on a GPU the host would wait for it
+            furthest = _furthest(positions)
         return self._table(send(positions, x.device), dtype, furthest)
 
     def _table(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:

@@ -236,7 +236,7 @@ def test_buffers_of_a_fixed_length_stay():
         got.append(decode_attention(*parts, cache))
         assert cache.nbytes == 2 * D * 8 * (2 * 32 + 4 * 25 + 4 * 50)
     torch.testing.assert_close(torch.cat(got, 1), dilated_attention(q, k, v, pattern, causal=True), **TOL)
-    with pytest.raises(ValueError, match="made for max_length=100 tokens, and 101 are added"):
+    with pytest.raises(ValueError, match="made for max_length=100 tokens, and this call adds the one of position 100"):
         decode_attention(*(x[:, :1] for x in (q, k, v)), cache)
 
 

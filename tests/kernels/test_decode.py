@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from lightning_dilated import DilatedPattern, MultiheadDilatedAttention
 from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
 from lightning_dilated.attention.oracle import oracle
+from lightning_dilated.models.longnet import token_step
 
 from ..attention.test_decode import shaped_patterns
 from ..examples import examples
+from ..models.test_generation import lively
 
 TOL = {torch.float32: 1e-5, torch.float16: 2e-3}  # the interpreter has no products of bfloat16
 
@@ -113,3 +115,29 @@ def layer_steps(rank, group, options):
 @pytest.mark.parametrize("name", LAYERS)
 def test_layer(interpreter, name):
     interpreter.run(1, layer_steps, LAYERS[name])
+
+
+def frozen_steps(rank, group, options):
+    """Whether captured steps give the plain tokens where the host's counts stay at what they were at the capture."""
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(0)
+    model = lively(pattern=DilatedPattern([(4, 1), (None, 3)]).shifted(), dtype=torch.float32, **options)
+    prompts, lengths = torch.randint(11, (2, 5)), [5, 3]
+    want = model.generate(prompts, 5, temperature=0, lengths=lengths)
+
+    def next_frozen(step, source):
+        step.replayed = getattr(step, "replayed", 0) + 1
+        step._count(1 - step.replayed)
+        step._replay()
+        step._count(step.replayed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
+        patch.setattr(token_step, "capture", lambda run, generator: torch.no_grad()(run))
+        patch.setattr(token_step.TokenStep, "next", next_frozen)
+        assert torch.equal(model.generate(prompts, 5, temperature=0, lengths=lengths), want)
+        assert [step.replayed for step in token_step._steps[model].values()] == [4]
+
+
+def test_captured_steps_read_the_device_only(interpreter):
+    interpreter.run(1, frozen_steps, {"num_kv_heads": 2, "kv_conv": 3, "rotary_base": [1e4, 1e5], "engine": "math"})
