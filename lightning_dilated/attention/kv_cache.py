@@ -12,6 +12,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -278,6 +279,8 @@ class KVCache:
         self._places = self.clock.places(self._of, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
+        self._launch: Any = None  # tables of the kernels
+        self._views: list[tuple[Tensor, Tensor]] = []  # of both, for each branch (B, S, capacity, D)
 
     # -- storing -------------------------------------------------------------------------------------------------------
     def append(self, k: Tensor, v: Tensor) -> None:
@@ -340,6 +343,7 @@ class KVCache:
                     self._rows_of(new, i, places)[:, :, :rows] = self._rows_of(old, i)
             setattr(self, name, new)
         self._places = places
+        self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
 
     def _rows_of(self, buffer: Tensor, branch: int, places: Places | None = None) -> Tensor:
         """(B, S, capacity, D) of a branch, a view."""
@@ -390,8 +394,7 @@ class KVCache:
             if lane is None or count == 0:
                 continue
             heads = _index(lane.heads, q.device)
-            views = (self._rows_of(x, number)[samples, lane.slots, :count] for x in (self._k, self._v))
-            keys, values = (x.to(q.dtype) for x in views)
+            keys, values = (x[samples, lane.slots, :count].to(q.dtype) for x in self._views[number])
             tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * branch.rate
             for at in range(skip, end, tile):
                 rows = slice(at, min(at + tile, end), branch.rate)
@@ -415,11 +418,12 @@ class KVCache:
             self._make_room(k, self.clock.kept(self.length + 1, len(k)))
         positions = self.positions(len(q), q.device)
         slots = _kernel_slots(self._of, self._places.capacities)
-        tables = launch(tuple(Slot(*slot) for slot in slots), self.num_heads, len(q), q.device)
+        # kept here, since a graph that is captured reads it as long as the cache lives
+        self._launch = launch(tuple(Slot(*slot) for slot in slots), self.num_heads, len(q), q.device)
         rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
         q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
         with kernels.on(q.device):
-            out = decode(q, k, v, (self._k, self._v), positions, tables, scale, rotation)
+            out = decode(q, k, v, (self._k, self._v), positions, self._launch, scale, rotation)
         self.length += 1
         return out[:, None]
 

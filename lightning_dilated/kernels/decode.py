@@ -21,15 +21,17 @@ from torch import Tensor
 
 from lightning_dilated.kernels.tiles import LOG2E, block_dim, precision
 
-#: rows that a program reads at once, and entries that a program of the merge does
-KEYS, ENTRIES = 64, 32
+#: most rows that a program reads at once, and bytes of their keys; entries that a program of the merge reads at once
+KEYS, TILE, ENTRIES = 64, 1 << 14, 64
 #: largest head dim, which is held in registers
 MOST_DIM = 256
 #: fewest rows of a program by samples of the batch: few samples need many programs, many have them anyway
 SHARE = {1: 128, 2: 128, 4: 256, 8: 256}
 MOST_SHARE = 512
 #: a slot has at most this many programs, or more where each would read more than WIDE rows
-PROGRAMS, WIDE = 64, 4096
+PROGRAMS, WIDE = 256, 2048
+#: rows of a program from which on the next tiles are loaded while one is computed
+DEEP = 512
 
 
 class Slot(NamedTuple):
@@ -69,6 +71,7 @@ class Launch:
         starts: (H + 1,) int32, where the entries of each head begin.
         parts: their number.
         group: most query heads of a slot.
+        deep: whether a program may read `DEEP` rows.
     """
 
     programs: Tensor
@@ -78,6 +81,7 @@ class Launch:
     starts: Tensor
     parts: int
     group: int
+    deep: bool
 
 
 def shares(capacity: int, batch: int) -> int:
@@ -108,9 +112,10 @@ def launch(slots: tuple[Slot, ...], heads: int, batch: int, device: torch.device
         starts.append(starts[-1] + len(entries))
     ints = lambda x, width=1, kind=torch.int32: torch.tensor(x or [0] * width, dtype=kind).to(device)  # noqa: E731
     group = max((len(slot.heads) for slot in slots), default=1)
+    deep = any(slot.capacity >= DEEP * shares(slot.capacity, batch) for slot in slots)
     return Launch(
         ints(programs, 2).view(-1, 2), ints(table, COLUMNS, torch.int64).view(-1, COLUMNS), ints(users),
-        ints([x for entries in of_head for x in entries]), ints(starts), parts, group,
+        ints([x for entries in of_head for x in entries]), ints(starts), parts, group, deep,
     )  # fmt: skip
 
 
@@ -140,7 +145,7 @@ def _attend(
     q, q_sb, q_sh, k, k_sb, k_sh, v, v_sb, v_sh, rows_k, rows_v, rows_sb,
     positions, cos, sin, factor, table_sb, programs, slots, users, scale,
     ROTARY: tl.constexpr, XPOS: tl.constexpr, PRECISION: tl.constexpr,
-    GROUP: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    GROUP: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     sample = tl.program_id(1).to(tl.int64)
     slot = slots + tl.load(programs + 2 * tl.program_id(0)).to(tl.int64) * 11
@@ -165,11 +170,11 @@ def _attend(
         grown = tl.full([BLOCK], 1.0, tl.float32)
         if ROTARY:
             half: tl.constexpr = DIM // 2
-            at = sample * table_sb + tl.where(column < half, column, column - half)
-            cosine = tl.load(cos + at, mask=inside, other=0.0)
-            sine = tl.load(sin + at, mask=inside, other=0.0)
+            angle = sample * table_sb + tl.where(column < half, column, column - half)
+            cosine = tl.load(cos + angle, mask=inside, other=0.0)
+            sine = tl.load(sin + angle, mask=inside, other=0.0)
             if XPOS:
-                grown = tl.load(factor + at, mask=inside, other=1.0)
+                grown = tl.load(factor + angle, mask=inside, other=1.0)
         # unused query rows repeat none: their number is -1
         heads = tl.load(users + tl.load(slot + 9) + g, mask=g < size, other=-1)
         query = _rotated(q + sample * q_sb, q_sh, heads, column, cosine * grown, sine * grown, ROTARY, DIM)
@@ -187,21 +192,21 @@ def _attend(
         acc = tl.zeros([GROUP, BLOCK], tl.float32)
         most = tl.full([GROUP], float("-inf"), tl.float32)
         total = tl.zeros([GROUP], tl.float32)
-        for start in tl.range(begin, end, KEYS):
-            at = start + j
-            rows = cache + at.to(tl.int64)[:, None] * DIM + column[None, :]
-            stored = (at < tl.minimum(row, end))[:, None]
+        for start in tl.range(begin, end, KEYS, num_stages=STAGES):
+            number = start + j
+            rows = cache + number.to(tl.int64)[:, None] * DIM + column[None, :]
+            stored = (number < tl.minimum(row, end))[:, None]
             if DIM != BLOCK:
                 stored = stored & inside[None, :]
             key = tl.load(rows_k + rows, mask=stored, other=0.0)
             value = tl.load(rows_v + rows, mask=stored, other=0.0)
-            key = tl.where((at == row)[:, None], new_key, key)
-            value = tl.where((at == row)[:, None], new_value, value)
+            key = tl.where((number == row)[:, None], new_key, key)
+            value = tl.where((number == row)[:, None], new_value, value)
             if GROUP == 1:
                 score = tl.sum(key.to(tl.float32) * query.to(tl.float32), 1)[None, :] * scale
             else:
                 score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
-            score = tl.where((at < end)[None, :], score, float("-inf"))
+            score = tl.where((number < end)[None, :], score, float("-inf"))
             top = tl.maximum(most, tl.max(score, 1))
             p = tl.exp2(score - top[:, None])
             rescale = tl.exp2(most - top)
@@ -269,6 +274,7 @@ def decode(
     """
     batch, heads, dim = q.shape
     block, group = block_dim(dim), 1 if tables.group == 1 else max(16, triton.next_power_of_2(tables.group))
+    keys = min(KEYS, max(16, TILE // (block * q.element_size())))
     part = torch.empty(batch, tables.parts, dim, dtype=torch.float32, device=q.device)
     part_lse = torch.empty(batch, tables.parts, dtype=torch.float32, device=q.device)
     out = torch.empty(batch, heads, dim, dtype=q.dtype, device=q.device)
@@ -279,10 +285,11 @@ def decode(
             part, part_lse, tables.parts, q, *q.stride()[:2], k, *k.stride()[:2], v, *v.stride()[:2], *rows,
             rows[0].stride(0), positions, cos, sin, cos if factor is None else factor, stride, tables.programs,
             tables.slots, tables.users, scale * LOG2E.value, ROTARY=table is not None, XPOS=factor is not None,
-            PRECISION=precision(q), GROUP=group, KEYS=KEYS, DIM=dim, BLOCK=block, num_warps=4,
+            PRECISION=precision(q), GROUP=group, KEYS=keys, STAGES=3 if tables.deep else 1, DIM=dim, BLOCK=block,
+            num_warps=4,
         )  # fmt: skip
     _merge[(heads, batch)](
         out, *out.stride()[:2], part, part_lse, tables.parts, tables.entries, tables.starts, ENTRIES=ENTRIES, DIM=dim,
-        BLOCK=block, num_warps=2,
+        BLOCK=block, num_warps=4,
     )  # fmt: skip
     return out

@@ -240,6 +240,30 @@ def test_steps_are_captured_anew_where_weights_move(captured):
     assert len(captured) == 2 and len(token_step._steps[model]) == 1
 
 
+def test_weights_that_move_while_tokens_are_drawn(captured):
+    model = lively()
+    stream = model.generate_stream(PROMPT, 20)
+    next(stream), next(stream)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"weights moved .* while tokens were drawn"):
+        next(stream)
+    assert generate(model).shape == (2, 23)
+
+
+@torch.inference_mode()
+def test_inference_mode_has_steps_of_its_own(captured):
+    model = lively()
+    want = generate(model)
+    with torch.inference_mode(False), torch.no_grad():
+        other = lively()
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(generate(other), want)
+    for _ in range(2):
+        assert torch.equal(generate(other), want)
+    with torch.inference_mode(False):
+        assert torch.equal(generate(other), want)
+
+
 def test_a_model_is_not_kept(captured):
     model = lively()
     generate(model)

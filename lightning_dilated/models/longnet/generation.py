@@ -18,7 +18,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
-from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, refuse, token_step
+from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, refuse, token_step
 
 #: tokens of a prompt that are processed at once
 PROMPT_CHUNK = 1 << 16
@@ -161,7 +161,7 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
         if step is None:
             yield from _one_by_one(model, request)
         else:
-            yield from _replayed(model, request, step, ahead if request.ends else 0)
+            yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
 
 
 def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
@@ -194,7 +194,7 @@ def _started(model: CausalModel, request: _Request, step: TokenStep) -> TokenSte
     return step
 
 
-def _replayed(model: CausalModel, request: _Request, step: TokenStep, ahead: int) -> Iterator[Tensor]:
+def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
     """Tokens by the step; `ahead` more are started before the host waits to know whether all samples have ended.
 
     Draws of tokens that come after the end are taken back.
@@ -204,6 +204,7 @@ def _replayed(model: CausalModel, request: _Request, step: TokenStep, ahead: int
     for i in range(request.count):
         while started < min(request.count, i + 1 + ahead):
             if started:
+                weights.check()
                 step.next(request.generator)
             flag = _Flag(step.done) if request.ends else None
             under_way.append((step.token.clone(), flag, step.state(request.generator) if ahead else None))

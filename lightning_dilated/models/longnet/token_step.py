@@ -89,7 +89,7 @@ def capture(run: Callable[[], None], generator: torch.Generator | None) -> Calla
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # loaders may use the device meanwhile
         run()
     return graph.replay
 
@@ -216,12 +216,13 @@ class TokenStep:
             if self.generator is not None:
                 self.generator.set_state(state)
 
-        with side_stream(device):
-            for _ in range(2):
-                run()
-                put_back()
-        replay = capture(run, self.generator)
-        put_back()
+        with kernels.on(device):
+            with side_stream(device):
+                for _ in range(2):
+                    run()
+                    put_back()
+            replay = capture(run, self.generator)
+            put_back()
         return replay
 
 
@@ -255,6 +256,25 @@ def _autocast_without_cache(kind: str) -> Iterator[None]:
         yield
 
 
+class Weights:
+    """Where the weights of a model lie, which a graph reads."""
+
+    def __init__(self, model: CausalModel) -> None:
+        self._tensors = [*model.parameters(), *model.buffers()]
+        self.addresses = self._addresses()
+
+    def _addresses(self) -> tuple[int, ...]:
+        return tuple(x.data_ptr() for x in self._tensors)
+
+    def check(self) -> None:
+        """Raise where they have moved."""
+        if self._addresses() != self.addresses:
+            raise RuntimeError(
+                "the model's weights moved (model.to, .cuda, .half, ...) while tokens were drawn. Draw all tokens before, "
+                "or begin anew with the tokens so far as the prompt."
+            )
+
+
 # -- steps of a model, for its later calls -----------------------------------------------------------------------------
 _steps: weakref.WeakKeyDictionary[Any, dict[tuple, TokenStep]] = weakref.WeakKeyDictionary()
 _refused: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -277,9 +297,10 @@ def token_step(
     if model in _refused or why_not(model, device) is not None:
         yield None
         return
-    kind, weights = device.type, tuple(x.data_ptr() for x in (*model.parameters(), *model.buffers()))
+    kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    key = len(tokens), room(model, longest), sampling, ends, device, cast, weights
+    mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
+    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, weights
     kept = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
     step = kept.pop(key, None)
     if step is None or step.busy:
