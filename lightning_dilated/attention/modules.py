@@ -306,8 +306,8 @@ class MultiheadDilatedAttention(nn.Module):
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
         if isinstance(cache, KVCache):  # the first call may bring the whole prompt
-            self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
-            return self.join(self._decoded(query, positions, cache)), None
+            packed = lengths is not None or cu_seqlens is not None
+            return self.join(self.decode(query, positions, cache, causal, packed)), None
         table = self.table(query, positions)
         q, k, v = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
         out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
@@ -318,8 +318,25 @@ class MultiheadDilatedAttention(nn.Module):
         project = Projection(self.head_dim, table, mix)
         return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
 
-    def _decoded(self, query: Tensor, positions: Tensor | RotaryTable | None, cache: KVCache) -> Tensor:
-        """(B, n, H, D) of new tokens (B, n, E) that follow those of the cache."""
+    def decode(
+        self,
+        query: Tensor,
+        positions: Tensor | RotaryTable | None,
+        cache: KVCache,
+        causal: bool | None = None,
+        packed: bool = False,
+    ) -> Tensor:
+        """The heads' outputs (B, n, H, D), which `join` takes, of new tokens (B, n, E) that follow those of the cache.
+
+        Args:
+            positions: as of `forward`.
+            causal: None: the module's setting.
+            packed: whether the call has lengths or cu_seqlens, which a cache does not support.
+
+        Raises:
+            ValueError: for a call that does not support a cache, or not this one.
+        """
+        self._check_cache(self.attention.causal if causal is None else causal, packed, cache)
         mix = None if self.kv_conv is None else partial(self._continued, self.kv_conv, cache)
         furthest, later = None, None
         if positions is None:

@@ -412,3 +412,21 @@ def test_refused(name):
         tiny().generate(*args, **options)
     with pytest.raises(error, match=text):
         tiny().generate_stream(*args, **options)  # at the call, not at the first token
+
+
+@pytest.mark.full
+def test_compiled_blocks(captured):
+    """Everything but attention is compiled, once for one token and once for prompts; hooks run as ever."""
+    torch._dynamo.reset()
+    model, want = lively(kv_conv=3), []
+    for compiled in (False, True):
+        for block in model.transformer.blocks if compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        outs = [model.generate(torch.cat([PROMPT] * n, 1), 30, temperature=0) for n in (1, 2, 5)]
+        want = want or outs
+        assert all(map(torch.equal, outs, want))
+    with pytest.raises(ValueError, match="no lengths, no cu_seqlens"):
+        model(PROMPT, caches=model.transformer.new_caches(), lengths=torch.tensor([3, 2]))
+    calls = []
+    model.transformer.blocks[0].ffn.register_forward_hook(lambda *given: calls.append(1))
+    assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
