@@ -2,13 +2,14 @@
 
 import gc
 import math
+import sys
 import weakref
 
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.longnet import token_step
+from lightning_dilated.models.longnet import int8, token_step
 from lightning_dilated.models.longnet.sampling import sample
 
 from . import PATTERN, tiny
@@ -430,3 +431,34 @@ def test_compiled_blocks(captured):
     calls = []
     model.transformer.blocks[0].ffn.register_forward_hook(lambda *given: calls.append(1))
     assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
+
+
+# -- int8 weights ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["captured", "plain"])
+def test_int8_weights(way, request):
+    """Tokens are those of a model with the rounded linear weights; the prompt and the embedding have the exact ones."""
+    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
+    steps = request.getfixturevalue("captured") if way == "captured" else []
+    model = lively(dtype=torch.float32, tie_embeddings=True, num_kv_heads=2)
+    rounded = int8.rounded_weights(model)
+    assert {"head.weight", "transformer.blocks.0.attention.in_proj_weight"} < set(rounded) and len(rounded) == 11
+    got = generate(model, temperature=0, int8_weights=True)
+    caches, want, plain = model.transformer.new_caches(), PROMPT, {k: w.dequantize() for k, w in rounded.items()}
+    with torch.no_grad():
+        logits = model(PROMPT, caches=caches)[:, -1:]
+        for _ in range(20):
+            want = torch.cat([want, logits.argmax(-1)], 1)
+            logits = int8.call(model, plain, want[:, -1:], caches=caches, last_only=True)
+    assert torch.equal(got, want) and len(got.unique()) > 2
+    assert not torch.equal(plain["head.weight"], model.head.weight) and model.head.weight is model.embedding.weight
+    generate(model, temperature=0, int8_weights=True)
+    assert len(steps) == (way == "captured")
+    with torch.no_grad():
+        model.head.weight.normal_()
+    assert int8.rounded_weights(model) is not rounded
+
+
+def test_int8_weights_without_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ImportError, match="int8_weights=True needs torchao: pip install"):
+        tiny().generate_stream(PROMPT, 1, int8_weights=True)

@@ -160,3 +160,23 @@ def test_memory_goes_with_the_model():
     del model
     gc.collect()
     assert alive() is None and all(step() is None for step in steps)
+
+
+def test_int8_weights():
+    """Captured steps against calls of the model, both with rounded weights."""
+    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
+    model, prompt = on_gpu(dtype=torch.bfloat16, dim=64), torch.randint(11, (2, 3), device="cuda")
+    options = {"temperature": 0, "int8_weights": True}
+    got, _ = drawn(model, prompt, 40, **options)
+    assert torch.equal(got, drawn(model, prompt, 40, plain=True, **options)[0])
+
+
+def test_compiled_blocks():
+    model, prompt = on_gpu(dim=64), torch.randint(11, (2, 30), device="cuda")
+    model.transformer.compile_blocks()
+    got, _ = drawn(model, prompt, 40, temperature=0)
+    with torch.no_grad():
+        logits = model(got)[:, 29:-1]
+    chosen = logits.gather(2, got[:, 30:, None])[..., 0]
+    torch.testing.assert_close(chosen, logits.amax(-1), rtol=1e-3, atol=1e-3)
+    assert len(token_step._steps[model]) == 1

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer
+from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.models.longnet.int8 import call, check_int8, rounded_weights
 from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
 from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, refuse, token_step
 
@@ -67,6 +68,7 @@ class _Request:
     prompt_chunk: int
     lengths: tuple[int, ...] | None
     max_length: int | None
+    int8_weights: bool
 
     @property
     def longest(self) -> int:
@@ -94,6 +96,7 @@ def generate_stream(
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
+    int8_weights: bool = False,
 ) -> Iterator[Tensor]:
     """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
@@ -111,12 +114,15 @@ def generate_stream(
         lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
         max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
             None: as many as this call needs. A later call of up to as many then finds caches and graph.
+        int8_weights: draw tokens with the weights of linear layers rounded to int8 (torchao), which changes the numbers and
+            halves the bytes to read; the prompt is read with the model's own weights.
 
     Raises:
+        ImportError: for int8_weights without torchao.
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
             no distribution.
     """
-    options = temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length
+    options = temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights
     return _stream(model, _request(model, tokens, max_new_tokens, *options), 1)
 
 
@@ -132,13 +138,16 @@ def _request(
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
+    int8_weights: bool = False,
 ) -> _Request:
     check_prompt(tokens, model.vocab_size)
     count = integer(max_new_tokens, "max_new_tokens", 0)
     chunk = integer(prompt_chunk, "prompt_chunk", 1)
     sampling = Sampling(temperature, top_k, top_p)
     ends, sizes = stop_tokens(stop, model.vocab_size), prompt_lengths(lengths, tokens)
-    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length)
+    if flag(int8_weights, "int8_weights"):
+        check_int8()
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights)
     if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
         raise ValueError(
             f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
@@ -154,24 +163,28 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     with _evaluating(model):
         model.configure_model()
     longest = request.max_length or request.longest + request.count
-    with token_step(model, request.tokens, longest, request.sampling, len(request.ends)) as step:
+    rounded = rounded_weights(model) if request.int8_weights else None
+    with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
         if step is not None:
             with _evaluating(model):
                 step = _started(model, request, step)
         if step is None:
-            yield from _one_by_one(model, request)
+            yield from _one_by_one(model, request, rounded)
         else:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
 
 
-def _one_by_one(model: CausalModel, request: _Request) -> Iterator[Tensor]:
+def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
     """Every token by a call of the model."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
     caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
     for i in range(request.count):
         with _evaluating(model):
-            logits = model(last[:, None], caches=caches, last_only=True)[:, -1] if i else _read(model, request, caches)
+            if i:
+                logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
+            else:
+                logits = _read(model, request, caches)
             drawn = request.sampling.draw(logits, request.generator)
         last = torch.where(ended, last, drawn)
         if len(ends):

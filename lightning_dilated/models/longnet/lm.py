@@ -249,8 +249,8 @@ class LongNetLM(StreamedLosses, TokenModel):
         """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
 
         Args:
-            options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length; see the function
-                `generate_stream`.
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights; see the
+                function `generate_stream`.
         """
         return generate(self, tokens, max_new_tokens, **options)
 

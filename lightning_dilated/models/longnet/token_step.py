@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lightning_dilated import kernels
 from lightning_dilated._compat.torch import has_hooks
 from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.models.longnet.int8 import call
 from lightning_dilated.models.longnet.sampling import Sampling
 from lightning_dilated.models.transformer import DilatedTransformer
 
@@ -107,13 +108,21 @@ class TokenStep:
         sampling: how tokens are drawn.
         ends: number of tokens that end a sample.
         device: of the model.
+        rounded: weights in place of the model's, see `rounded_weights`.
     """
 
     def __init__(
-        self, model: CausalModel, batch: int, max_length: int, sampling: Sampling, ends: int, device: torch.device
+        self,
+        model: CausalModel,
+        batch: int,
+        max_length: int,
+        sampling: Sampling,
+        ends: int,
+        device: torch.device,
+        rounded: dict[str, Tensor] | None = None,
     ) -> None:
         self.caches = model.transformer.new_caches(max_length)
-        self.sampling, self.busy = sampling, False
+        self.sampling, self.rounded, self.busy = sampling, rounded, False
         self.generator = None if sampling.temperature == 0 else torch.Generator(device)
         self.token = torch.zeros(batch, dtype=torch.int64, device=device)
         self.ended = torch.zeros(batch, dtype=torch.bool, device=device)
@@ -154,7 +163,7 @@ class TokenStep:
         self._count(1)
 
     def _run(self, model: CausalModel) -> None:
-        self._take(model(self.token[:, None], caches=self.caches, last_only=True)[:, -1])
+        self._take(call(model, self.rounded, self.token[:, None], caches=self.caches, last_only=True)[:, -1])
         self._positions()
 
     def _take(self, logits: Tensor) -> None:
@@ -287,7 +296,12 @@ def forget(model: CausalModel) -> None:
 
 @contextlib.contextmanager
 def token_step(
-    model: CausalModel, tokens: Tensor, longest: int, sampling: Sampling, ends: int
+    model: CausalModel,
+    tokens: Tensor,
+    longest: int,
+    sampling: Sampling,
+    ends: int,
+    rounded: dict[str, Tensor] | None = None,
 ) -> Iterator[TokenStep | None]:
     """A step for prompts (B, N), of up to `longest` tokens with what follows; None where it cannot be captured.
 
@@ -300,11 +314,11 @@ def token_step(
     kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
-    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, weights
+    key = len(tokens), room(model, longest), sampling, ends, device, cast, mode, id(rounded), weights
     kept = {k: step for k, step in _steps.pop(model, {}).items() if k[-1] == weights}
     step = kept.pop(key, None)
     if step is None or step.busy:
-        step = TokenStep(model, len(tokens), key[1], sampling, ends, device)
+        step = TokenStep(model, len(tokens), key[1], sampling, ends, device, rounded)
     kept[key] = step
     _steps[model] = _few(kept)
     step.busy = True
