@@ -279,7 +279,7 @@ class KVCache:
         self._places = self.clock.places(self._of, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
-        self._launch: Any = None  # tables of the kernels
+        self._launch: tuple[Any, Any] | None = None  # what for, and the tables of the kernels
         self._views: list[tuple[Tensor, Tensor]] = []  # of both, for each branch (B, S, capacity, D)
 
     # -- storing -------------------------------------------------------------------------------------------------------
@@ -410,20 +410,21 @@ class KVCache:
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: RotaryTable | None) -> Tensor:
         """(B, 1, H, D) of one token with k and v (B, 1, K, D), which is added; `table` rotates q and k. In two kernels."""
-        from lightning_dilated.kernels.decode import Slot, decode, launch
+        from lightning_dilated.kernels.decode import decode, launch
 
         self._check(k, v)
         self._places.forget()
         if self.max_length is None or self._k is None:
             self._make_room(k, self.clock.kept(self.length + 1, len(k)))
         positions = self.positions(len(q), q.device)
-        slots = _kernel_slots(self._of, self._places.capacities)
-        # kept here, since a graph that is captured reads it as long as the cache lives
-        self._launch = launch(tuple(Slot(*slot) for slot in slots), self.num_heads, len(q), q.device)
+        if self._launch is None or self._launch[0] != (self._places, len(q), q.device):
+            tables = launch(_kernel_slots(self._of, self._places.capacities), self.num_heads, len(q), q.device)
+            # kept here, since a graph that is captured reads it as long as the cache lives
+            self._launch = (self._places, len(q), q.device), tables
         rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
         q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
         with kernels.on(q.device):
-            out = decode(q, k, v, (self._k, self._v), positions, self._launch, scale, rotation)
+            out = decode(q, k, v, (self._k, self._v), positions, self._launch[1], scale, rotation)
         self.length += 1
         return out[:, None]
 
@@ -476,15 +477,17 @@ def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[tuple, ...]:
-    """The slots of a layer as `kernels.decode.Slot` lists them."""
+def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
+    """The slots of a layer for the kernels."""
+    from lightning_dilated.kernels.decode import Slot
+
     places, slots = Places(_layer_slots(*of), capacities), []
     for branch, capacity, base in zip(places.branches, capacities, places.bases, strict=True):
         width = branch.width or LARGEST["segment_length"]
         for i, ((residue, kv_head), heads) in enumerate(branch.users.items()):
             skipped = len(range(residue, branch.shift, branch.rate))
             place = branch.rate, branch.shift, residue, skipped, base + i * capacity, capacity
-            slots.append((width, *place, kv_head, heads))
+            slots.append(Slot(width, *place, kv_head, heads))
     return tuple(slots)
 
 

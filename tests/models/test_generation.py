@@ -5,6 +5,7 @@ import math
 import sys
 import weakref
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from lightning_dilated import DilatedPattern, LongNetLM
 from lightning_dilated.models.longnet import int8, token_step
 from lightning_dilated.models.longnet.sampling import sample
 
-from . import PATTERN, tiny
+from . import PATTERN, batch, loader, tiny, trainer
 
 PROMPT = torch.tensor([[1, 2, 3], [7, 0, 10]])
 MODELS = {
@@ -205,7 +206,7 @@ def test_captured_steps_are_the_plain_ones(captured, name):
 def test_stream_of_captured_steps(captured):
     """What was started ahead is taken back where the stream ends, and a step in use serves no other stream."""
     model = lively()
-    for stop in range(11):
+    for stop in range(0, 11, 3):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
         made = torch.Generator().manual_seed(4)
         stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=made)
@@ -285,6 +286,23 @@ def test_kept_steps_are_few(captured, monkeypatch):
     assert len(captured) == 8 and len(token_step._steps[model]) == 1
     model.generate(PROMPT, 3, top_k=3)
     assert len(captured) == 8
+
+
+class Samples(pl.Callback):
+    """Draws after each validation."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.generate(PROMPT, 3)
+
+
+@pytest.mark.full
+def test_nothing_stays_while_a_trainer_fits(captured):
+    model, data = tiny(dtype=torch.float32), loader(batch(2, 8))
+    runs = trainer(max_epochs=1, callbacks=[Samples()])
+    runs.fit(model, data, data)
+    assert len(captured) == 1 and model not in token_step._steps
+    generate(model)
+    assert len(token_step._steps[model]) == 1
 
 
 class Other(LongNetLM):

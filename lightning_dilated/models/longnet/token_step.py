@@ -13,10 +13,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 
 from lightning_dilated import kernels
+from lightning_dilated._compat.lightning import attached_trainer
 from lightning_dilated._compat.torch import has_hooks
 from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.models.longnet.int8 import call
@@ -319,13 +321,20 @@ def token_step(
     step = kept.pop(key, None)
     if step is None or step.busy:
         step = TokenStep(model, len(tokens), key[1], sampling, ends, device, rounded)
-    kept[key] = step
-    _steps[model] = _few(kept)
+    if _stays(model):
+        kept[key] = step
+        _steps[model] = _few(kept)
     step.busy = True
     try:
         yield step
     finally:
         step.busy = False
+
+
+def _stays(model: CausalModel) -> bool:
+    """Whether steps stay for later calls: not while a Trainer fits the model, which needs the memory."""
+    trainer = attached_trainer(model) if isinstance(model, pl.LightningModule) else None
+    return trainer is None or trainer.state.fn != "fit" or trainer.state.status != "running"
 
 
 def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
