@@ -482,12 +482,13 @@ def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ..
     from lightning_dilated.kernels.decode import Slot
 
     places, slots = Places(_layer_slots(*of), capacities), []
-    for branch, capacity, base in zip(places.branches, capacities, places.bases, strict=True):
+    for number, branch in enumerate(places.branches):
+        capacity, base = capacities[number], places.bases[number]
         width = branch.width or LARGEST["segment_length"]
         for i, ((residue, kv_head), heads) in enumerate(branch.users.items()):
             skipped = len(range(residue, branch.shift, branch.rate))
             place = branch.rate, branch.shift, residue, skipped, base + i * capacity, capacity
-            slots.append(Slot(width, *place, kv_head, heads))
+            slots.append(Slot(number, width, *place, kv_head, heads))
     return tuple(slots)
 
 

@@ -40,6 +40,7 @@ def small_tiles(patch):
 
     patch.setattr(decode, "KEYS", 16)
     patch.setattr(decode, "ENTRIES", 4)
+    patch.setattr(decode, "LOOKUP", 4)
     patch.setattr(decode, "SHARE", {1: 16, 2: 24})
     decode.launch.cache_clear()
 
@@ -153,7 +154,8 @@ def test_compiles_without_a_gpu(group, stages):
 
     from lightning_dilated.kernels.decode import _attend
 
-    ints = {"positions": "*i64", "programs": "*i32", "slots": "*i64", "users": "*i32", "scale": "fp32", "parts": "i32"}
+    ints = {"positions": "*i64", "slots": "*i64", "branches": "*i64", "scale": "fp32"}
+    ints |= dict.fromkeys(("programs", "lookup", "users"), "*i32")
     floats = dict.fromkeys(("part", "part_lse", "cos", "sin", "factor"), "*fp32")
     halves = dict.fromkeys(("q", "k", "v", "rows_k", "rows_v"), "*bf16")
     options = {
