@@ -217,6 +217,14 @@ def test_stream_of_captured_steps(captured):
         assert torch.equal(torch.stack([x for _, x in pairs], 1), want[:, 3 : 3 + len(pairs)])
 
 
+def test_one_token_captures_nothing(captured):
+    model = lively()
+    (got, state), (want, plain_state) = both_ways(model, PROMPT, 1)
+    assert torch.equal(got, want) and torch.equal(state, plain_state) and captured == []
+    (got, state), (want, plain_state) = both_ways(model, PROMPT, 9)
+    assert torch.equal(got, want) and torch.equal(state, plain_state) and len(captured) == 1
+
+
 def test_default_generator_in_captured_steps(captured):
     model = tiny()
     torch.manual_seed(5)

@@ -199,7 +199,8 @@ def _started(model: CausalModel, request: _Request, step: TokenStep) -> TokenSte
     step.begin(request.lengths, request.ends)
     logits = _read(model, request, step.caches)
     try:
-        step.prepare(model)
+        if request.count > 1:
+            step.prepare(model)
     except Exception as error:  # whatever it is, the plain path does not capture
         refuse(model, error)
         return None
