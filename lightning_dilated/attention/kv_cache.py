@@ -531,18 +531,20 @@ def decode_attention(
     if table is not None:
         q, k = table.rotate(q, k)
     wide = torch.promote_types(q.dtype, torch.float32)
-    query = q.to(wide) * scale
     if new == 1 and start >= cache.clock.longest:
         cache.append(k, v)
+        query = q.to(wide) * scale
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
         cache.attend(query, out, lse, start)
         return out.to(q.dtype)
-    pattern = _continued(cache.pattern, start)
-    out, lse = dilated_attention(q, k, v, pattern, causal=True, scale=scale, return_lse=True, engine=engine)
-    if start:
-        out, lse = out.to(wide), lse.transpose(1, 2).contiguous()
-        cache.attend(query, out, lse, start)
-        out = out.to(q.dtype)
+    options = {"causal": True, "scale": scale, "engine": engine}
+    if start == 0:
+        out = dilated_attention(q, k, v, cache.pattern, **options)
+    else:
+        part, lse = dilated_attention(q, k, v, _continued(cache.pattern, start), return_lse=True, **options)
+        merged, lse = part.to(wide), lse.transpose(1, 2).contiguous()
+        cache.attend(q.to(wide) * scale, merged, lse, start)
+        out = merged.to(q.dtype)
     cache.append(k, v)
     return out
 
@@ -550,8 +552,6 @@ def decode_attention(
 @functools.lru_cache(maxsize=256)
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern:
     """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding."""
-    if start == 0:
-        return pattern
     cut = lambda b: b.segment_length or LARGEST["segment_length"]  # noqa: E731 - the whole sequence: an endless segment
     branches = (replace(b, segment_length=cut(b), shift=(b.shift + start) % cut(b)) for b in pattern.branches)
     return replace(pattern, branches=tuple(branches), padding="masked")

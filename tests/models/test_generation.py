@@ -206,7 +206,7 @@ def test_captured_steps_are_the_plain_ones(captured, name):
 def test_stream_of_captured_steps(captured):
     """What was started ahead is taken back where the stream ends, and a step in use serves no other stream."""
     model = lively()
-    for stop in range(0, 11, 3):
+    for stop in (0, 5):
         (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
         made = torch.Generator().manual_seed(4)
         stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=made)
