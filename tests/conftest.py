@@ -28,7 +28,7 @@ LONGEST = (
     "cli/test_recipes.py", "planning/test_hooks.py", "callbacks/test_preemption.py", "sequence/test_strided.py",
     "sequence/test_scale.py", "callbacks/test_folder_lock.py", "models/test_offload.py", "models/test_eightbit.py",
     "strategy/test_first_batch.py", "strategy/test_failures.py", "strategy/test_pooled.py",
-    "distributed/test_exchange_script.py", "models/test_frozen.py",
+    "distributed/test_exchange_script.py", "models/test_frozen.py", "models/test_generation.py", "kernels/test_decode.py",
 )  # fmt: skip
 #: fixtures that start worker processes
 STARTS_PROCESSES = {"pool", "pools", "interpreter"}

@@ -75,11 +75,11 @@ class ShortConvolution(nn.Module):
         """The causal convolution of new tokens x (B, n, C) that follow `before` (B, W - 1, C), None at the start.
 
         Returns:
-            (B, n, C), and the last W - 1 rows of the input for the next call.
+            (B, n, C), and the rows (B, W - 1 + n, C) of both.
         """
         before = x.new_zeros(x.shape[0], self.taps - 1, x.shape[2]) if before is None else before
         rows = torch.cat([before, x], 1)
-        return _convolved(rows, self.weight.to(x.dtype), self.taps - 1, None), rows[:, x.shape[1] :]
+        return _convolved(rows, self.weight.to(x.dtype), self.taps - 1, None), rows
 
     def extra_repr(self) -> str:
         return f"channels={self.weight.shape[1]}, taps={self.taps}, causal={self.causal}"

@@ -1,7 +1,7 @@
 """Decoding: new tokens against a bounded cache of keys and values, equal to the same rows of the full sequence.
 
 In a branch a head uses only its own residue of the current segment, so the cache keeps at most ceil(w / r) rows for each
-branch, kv head and residue, whatever the number of tokens.
+branch, kv head and residue, whatever the number of tokens. The rows of all branches lie in one buffer for k and one for v.
 Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one residue's
 rows of one kv head); w segment length, r dilation rate.
 """
@@ -10,23 +10,30 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_dilated import kernels
+from lightning_dilated._device import send
+from lightning_dilated._validation import integer
 from lightning_dilated.attention.backends.base import merge
 from lightning_dilated.attention.functional import autocast, dilated_attention
+from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import check_padding, head_rows
 
-#: rows of a new buffer, if its branch can need that many
+#: rows of a new buffer, if its branch can need that many and no `max_length` is given
 SMALLEST = 64
 #: most scores of cached keys that are formed at once
 SCORES = 1 << 26
 
 
+# -- the slots of a layer ----------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class _Lane:
     """One residue of a branch: its slots, their kv heads, and the query heads that use them, slot by slot.
@@ -39,29 +46,37 @@ class _Lane:
     heads: tuple[int, ...]
 
 
-def _lanes(pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> dict[int, _Lane]:
-    """Residue -> its lane, for every residue that any head uses."""
-    users: dict[tuple[int, int], list[int]] = {}
-    for h in range(num_heads) if branch.heads is None else branch.heads:
-        residue = pattern.offset(branch, h, num_heads, num_kv_heads)
-        users.setdefault((residue, h * num_kv_heads // num_heads), []).append(h)
-    slots, lanes = sorted(users), {}
-    for residue in sorted({o for o, _ in slots}):
-        numbers = [i for i, (o, _) in enumerate(slots) if o == residue]
-        most = max(len(users[slots[i]]) for i in numbers)
-        heads = tuple(h for i in numbers for h in (users[slots[i]] * most)[:most])
-        lanes[residue] = _Lane(slice(numbers[0], numbers[-1] + 1), tuple(slots[i][1] for i in numbers), heads)
-    return lanes
+@dataclass(frozen=True)
+class _BranchSlots:
+    """The slots of one branch, ordered by residue and kv head.
 
+    Attributes:
+        width, shift, rate: w (None: the whole sequence), t and r.
+        users: (residue, kv head) of each slot -> the query heads that use it.
+        lanes: residue -> its lane, for every residue that any head uses.
+    """
 
-class _BranchRows:
-    """The rows of one branch's current segment: k and v (B, S, capacity, D), grown by doubling up to ceil(w / r) rows."""
+    width: int | None
+    shift: int
+    rate: int
+    users: dict[tuple[int, int], tuple[int, ...]]
+    lanes: dict[int, _Lane] = field(default_factory=dict)
 
-    def __init__(self, pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> None:
-        self.width, self.shift, self.rate = branch.segment_length, branch.shift, branch.dilation_rate
-        self.lanes = _lanes(pattern, branch, num_heads, num_kv_heads)
-        self.k: Tensor | None = None
-        self.v: Tensor | None = None
+    @classmethod
+    def of(cls, pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> _BranchSlots:
+        """The slots that the pattern's heads use."""
+        users: dict[tuple[int, int], list[int]] = {}
+        for h in range(num_heads) if branch.heads is None else branch.heads:
+            residue = pattern.offset(branch, h, num_heads, num_kv_heads)
+            users.setdefault((residue, h * num_kv_heads // num_heads), []).append(h)
+        slots, lanes = sorted(users), {}
+        for residue in sorted({o for o, _ in slots}):
+            numbers = [i for i, (o, _) in enumerate(slots) if o == residue]
+            most = max(len(users[slots[i]]) for i in numbers)
+            heads = tuple(h for i in numbers for h in (users[slots[i]] * most)[:most])
+            lanes[residue] = _Lane(slice(numbers[0], numbers[-1] + 1), tuple(slots[i][1] for i in numbers), heads)
+        sizes = branch.segment_length, branch.shift, branch.dilation_rate
+        return cls(*sizes, {slot: tuple(users[slot]) for slot in slots}, lanes)
 
     def first(self, position: int) -> int:
         """The position of index 0 of the segment of `position`; negative in a first segment that a shift cuts."""
@@ -71,60 +86,155 @@ class _BranchRows:
         """Number of positions below `stop` of a residue in the segment whose index 0 is `first`."""
         return len(head_rows(max(first, 0), stop, first, self.rate, residue))
 
-    def append(self, k: Tensor, v: Tensor, start: int) -> None:
-        """Store the (B, n, K, D) keys and values of positions from `start` on that later positions can use.
+    def rows(self, length: int) -> int:
+        """Most rows of a slot in sequences of up to `length` tokens."""
+        return -(-(length if self.width is None else min(self.width, length)) // self.rate)
 
-        Rows of earlier segments are overwritten.
+    def grown(self, capacity: int, stop: int) -> int:
+        """The capacity of a slot that takes all rows below `stop`: as it is, or doubled up to ceil(w / r)."""
+        rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
+        if rows <= capacity:
+            return capacity
+        size = max(rows, 2 * capacity, SMALLEST)
+        return size if self.width is None else min(size, -(-self.width // self.rate))
+
+
+@functools.lru_cache(maxsize=256)
+def _layer_slots(pattern: DilatedPattern, num_heads: int, num_kv_heads: int) -> tuple[_BranchSlots, ...]:
+    return tuple(_BranchSlots.of(pattern, branch, num_heads, num_kv_heads) for branch in pattern.branches)
+
+
+class Places:
+    """Where rows of new tokens go in the buffers of a layer's slots; remembered for layers that ask alike.
+
+    Attributes:
+        branches: the slots.
+        capacities: rows of a slot of each branch.
+        bases: the first row of each branch in the buffer.
+        total: rows of the buffer for each sample.
+    """
+
+    def __init__(self, branches: tuple[_BranchSlots, ...], capacities: tuple[int, ...]) -> None:
+        self.branches, self.capacities = branches, capacities
+        sizes = [len(b.users) * capacity for b, capacity in zip(branches, capacities, strict=True)]
+        self.bases = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.total = sum(sizes)
+        self._latest: tuple[object, tuple[Tensor, Tensor]] | None = None
+
+    def indices(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+        """(rows of the flat buffer, rows of new keys (B, n, K, D) seen as (B n K, D)) to copy, int64 on the device.
+
+        Args:
+            spans: the positions [start, stop) of each sample's new tokens.
+            starts: where the first of them stands among the sample's n.
+            shape: (B, n, K).
         """
-        stop = start + k.shape[1]
-        first = self.first(stop - 1)
-        begin = max(first, start)
-        self._make_room(k, -(-(stop - max(first, 0)) // self.rate))
-        for skip in range(min(stop - begin, self.rate)):
-            residue = (begin + skip - first) % self.rate
-            lane = self.lanes.get(residue)
-            if lane is None:
+        key = tuple(spans), tuple(starts), shape, device
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, self._found(*key)
+        return self._latest[1]
+
+    def forget(self) -> None:
+        """Free the indices of the latest call."""
+        self._latest = None
+
+    def _found(self, spans: Sequence[tuple[int, int]], starts: Sequence[int], shape: tuple[int, ...], device):
+        _, new, kv_heads = shape
+        to, source = [], []
+        for sample, ((start, stop), at) in enumerate(zip(spans, starts, strict=True)):
+            if sample and spans[sample] == spans[sample - 1] and starts[sample] == starts[sample - 1]:
+                rows, token = to[-1] + self.total, source[-1] + new * kv_heads
+            else:
+                rows, token = self._of_sample(start, stop, kv_heads)
+                rows, token = rows + sample * self.total, token + (sample * new + at) * kv_heads
+            to.append(rows)
+            source.append(token)
+        return send(torch.cat(to), device), send(torch.cat(source), device)
+
+    def _of_sample(self, start: int, stop: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+        """(rows of the buffer, rows of the new keys of one sample)."""
+        to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
+        for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
+            if stop <= start:
                 continue
-            at = self.count(residue, first, begin)
-            for buffer, new in ((self.k, k), (self.v, v)):
-                rows = new[:, begin - start + skip :: self.rate]
-                rows = rows[:, :, _index(lane.kv_heads, k.device)].transpose(1, 2)
-                buffer[:, lane.slots, at : at + rows.shape[2]] = rows
+            first = branch.first(stop - 1)
+            begin = max(first, start)
+            for skip in range(min(stop - begin, branch.rate)):
+                residue = (begin + skip - first) % branch.rate
+                lane = branch.lanes.get(residue)
+                if lane is None:
+                    continue
+                count = len(range(begin + skip, stop, branch.rate))
+                slots, row = torch.arange(lane.slots.start, lane.slots.stop)[:, None], torch.arange(count)
+                to.append((base + slots * capacity + branch.count(residue, first, begin) + row).flatten())
+                token = begin + skip - start + branch.rate * row
+                source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
+        return torch.cat(to), torch.cat(source)
 
-    def _make_room(self, like: Tensor, rows: int) -> None:
-        old = 0 if self.k is None else self.k.shape[2]
-        if rows <= old:
-            return
-        most = rows if self.width is None else -(-self.width // self.rate)
-        size = max(rows, 2 * old, SMALLEST)
-        size = size if self.width is None else min(size, most)
-        slots = sum(len(lane.kv_heads) for lane in self.lanes.values())
-        for name in ("k", "v"):
-            new = like.new_empty((like.shape[0], slots, size, like.shape[3]))
-            if old:
-                new[:, :, :old] = getattr(self, name)
-            setattr(self, name, new)
 
-    def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int) -> None:
-        """Merge the attention of scaled queries (B, n, H, D) from position `start` on to the rows below `stop`.
+# -- where the next tokens go ------------------------------------------------------------------------------------------
+class Clock:
+    """Where the next token of each sample goes, shared by the caches of a model.
 
-        All of those rows must lie at or before the queries. out (B, n, H, D) and lse (B, n, H) are changed in place.
+    Samples may have prompts of different lengths, padded on the right: while a prompt is read, tokens beyond its length are
+    not kept; the token after the longest prompt follows the last kept one of each sample.
+
+    Args:
+        lengths: tokens of each prompt; None: all samples have as many.
+    """
+
+    def __init__(self, lengths: Sequence[int] | None = None) -> None:
+        self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
+        #: tokens of the longest prompt; 0 where all are equally long
+        self.longest = max(self.lengths) if self.lengths else 0
+        self._places: dict[object, Places] = {}
+        self._tensor: Tensor | None = None
+        self._columns = 0  # what `_tensor` stands for
+
+    @property
+    def ragged(self) -> bool:
+        """Whether positions differ between samples."""
+        return self.lengths is not None and len(set(self.lengths)) > 1
+
+    def kept(self, columns: int, batch: int) -> list[int]:
+        """Tokens of each sample that are kept when `columns` tokens have been added, padding included."""
+        if self.lengths is None:
+            return [columns] * batch
+        return [min(columns, x) + max(0, columns - self.longest) for x in self.lengths]
+
+    def positions(self, columns: int, batch: int, device: torch.device) -> Tensor:
+        """(B,) int64 on the device: where the token after `columns` goes, once prompts are read.
+
+        Always the same tensor, so that a captured CUDA graph finds it; a step of one costs no copy from the host.
         """
-        first = self.first(stop - 1)
-        end = q.shape[1] if self.width is None else min(q.shape[1], first + self.width - start)
-        for skip in range(min(end, self.rate)):
-            residue = (start + skip - first) % self.rate
-            lane, count = self.lanes.get(residue), self.count(residue, first, stop)
-            if lane is None or count == 0:
-                continue
-            heads = _index(lane.heads, q.device)
-            keys, values = (x[:, lane.slots, :count].to(q.dtype) for x in (self.k, self.v))
-            tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * self.rate
-            for at in range(skip, end, tile):
-                rows = slice(at, min(at + tile, end), self.rate)
-                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
+        tensor = self._tensor
+        if tensor is None or tensor.device != device or len(tensor) != batch:
+            self._tensor = tensor = torch.tensor(self.kept(columns, batch), device=device)
+        elif columns == self._columns + 1 and self._columns >= self.longest:
+            tensor.add_(1)
+        elif columns != self._columns:
+            tensor.copy_(send(torch.tensor(self.kept(columns, batch)), device))
+        self._columns = columns
+        return tensor
+
+    def places(self, of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> Places:
+        """The `Places` of layers with these slots (pattern, H, K) and capacities."""
+        key = of, capacities
+        if key not in self._places:
+            self._places[key] = Places(_layer_slots(*of), capacities)
+        return self._places[key]
+
+    def count(self, tokens: int) -> None:
+        """Count tokens that a replayed graph has added to the tensor itself; or fewer, if what counted them did not run."""
+        self._columns += tokens
+
+    def begin(self, lengths: Sequence[int] | None) -> None:
+        """Other prompts, at the same addresses."""
+        fresh = Clock(lengths)
+        self.lengths, self.longest, self._columns = fresh.lengths, fresh.longest, -1
 
 
+# -- the cache ---------------------------------------------------------------------------------------------------------
 class KVCache:
     """The keys and values of one layer that later tokens can use; `length` tokens have been added.
 
@@ -135,78 +245,274 @@ class KVCache:
         pattern: the layer's pattern.
         num_heads: H of the layer.
         num_kv_heads: K of the layer; None means H.
+        max_length: most tokens of a sample, where a branch has wider segments. The buffers then have their final size, and
+            stay where they are; None: they grow by doubling, up to ceil(w / r) rows.
+        clock: shared with the caches of other layers, with the lengths of prompts that differ; None: one of its own.
 
     Raises:
         ValueError: for numbers of heads that the pattern does not allow.
     """
 
-    def __init__(self, pattern: DilatedPattern, num_heads: int, num_kv_heads: int | None = None) -> None:
+    def __init__(
+        self,
+        pattern: DilatedPattern,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        max_length: int | None = None,
+        clock: Clock | None = None,
+    ) -> None:
         self.pattern = pattern
         self.num_heads, self.num_kv_heads = pattern.check_heads(num_heads, num_kv_heads)
+        self.max_length = None if max_length is None else integer(max_length, "max_length", 1)
+        self.clock = Clock() if clock is None else clock
+        #: tokens added, of the longest sample
         self.length = 0
         #: (B, W - 1, 2 K D) last keys and values before the layer's `kv_conv`; None without one, or before the first token
         self.recent: Tensor | None = None
         self._shape: tuple[int, int, int] | None = None
-        self._branches = [_BranchRows(pattern, b, self.num_heads, self.num_kv_heads) for b in pattern.branches]
+        self._of = pattern, self.num_heads, self.num_kv_heads
+        self._branches = _layer_slots(*self._of)
+        limit = self.max_length
+        self._limited = limit is not None and any(b.width is None or b.width > limit for b in self._branches)
+        fixed = [0 if max_length is None else branch.rows(max_length) for branch in self._branches]
+        self._places = self.clock.places(self._of, tuple(fixed))
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+        self._launch: tuple[Any, Any] | None = None  # what for, and the tables of the kernels
+        self._views: list[tuple[Tensor, Tensor]] = []  # of both, for each branch (B, S, capacity, D)
 
+    # -- storing -------------------------------------------------------------------------------------------------------
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add (B, n, K, D) keys and values, rotated to their positions if the layer has rotary positions.
 
         Raises:
-            ValueError: for shapes other than those of the layer and of earlier calls.
+            ValueError: for shapes other than those of the layer and of earlier calls, and for more tokens than `max_length`.
         """
-        shape = (k.shape[0], *k.shape[2:])
+        batch, new = k.shape[:2]
+        self._check(k, v)
+        before, after = (self.clock.kept(columns, batch) for columns in (self.length, self.length + new))
+        if new:
+            self._make_room(k, after)
+            spans = list(zip(before, after, strict=True))
+            to, source = self._places.indices(spans, [0] * batch, tuple(k.shape[:3]), k.device)
+            for buffer, rows in ((self._k, k), (self._v, v)):
+                new_rows = rows.reshape(-1, rows.shape[3]).index_select(0, source)
+                buffer.flatten(0, 1).index_copy_(0, to, new_rows.to(buffer.dtype))
+        self.length += new
+
+    def _check(self, k: Tensor, v: Tensor) -> None:
+        """Raise unless (B, n, K, D) keys and values are those of this layer and of the samples of earlier calls."""
+        shape, lengths = (k.shape[0], *k.shape[2:]), self.clock.lengths
         if k.shape != v.shape or k.shape[2] != self.num_kv_heads or shape != (self._shape or shape):
             expected = self._shape or ("B", self.num_kv_heads, "D")
             raise ValueError(
                 f"the cache takes k and v of (B, n, kv heads, D) with (B, kv heads, D) = {expected}; "
                 f"got {tuple(k.shape)} and {tuple(v.shape)}. Every sequence takes a cache of its own."
             )
+        if lengths is not None and len(lengths) != shape[0]:
+            raise ValueError(f"the cache was made for {len(lengths)} samples (lengths), got a batch of {shape[0]}.")
+        end = self.length + k.shape[1]
+        if self.length < self.clock.longest < end:
+            raise ValueError(
+                f"a call adds tokens of prompts or later ones, not both: the longest prompt has {self.clock.longest} "
+                f"tokens, and this call adds {self.length} to {end - 1}."
+            )
+        if self.clock.ragged and k.shape[1] > 1 and self.length >= self.clock.longest:
+            raise ValueError("after prompts of different lengths a call adds one token to each sample.")
+        if self._limited and end > (self.max_length or end):
+            raise ValueError(
+                f"the cache was made for max_length={self.max_length} tokens, and this call adds the one of position "
+                f"{end - 1}: make it longer."
+            )
         self._shape = shape
-        if k.shape[1]:
-            for branch in self._branches:
-                branch.append(k, v, self.length)
-        self.length += k.shape[1]
 
+    def _make_room(self, like: Tensor, stops: Sequence[int]) -> None:
+        """Buffers for all rows below the `stop` of each sample that its later tokens can use."""
+        capacities = self._places.capacities
+        for stop in set(stops) if self.max_length is None else ():
+            grown = (b.grown(rows, stop) for b, rows in zip(self._branches, capacities, strict=True))
+            capacities = tuple(grown)
+        if self._k is not None and capacities == self._places.capacities:
+            return
+        places = self.clock.places(self._of, capacities)
+        for name in ("_k", "_v"):
+            old, new = getattr(self, name), like.new_empty((like.shape[0], places.total, like.shape[3]))
+            if old is not None:
+                for i, rows in enumerate(self._places.capacities):
+                    self._rows_of(new, i, places)[:, :, :rows] = self._rows_of(old, i)
+            setattr(self, name, new)
+        self._places = places
+        self._views = [(self._rows_of(self._k, i), self._rows_of(self._v, i)) for i in range(len(self._branches))]
+
+    def _rows_of(self, buffer: Tensor, branch: int, places: Places | None = None) -> Tensor:
+        """(B, S, capacity, D) of a branch, a view."""
+        places = places or self._places
+        slots, capacity = len(self._branches[branch].users), places.capacities[branch]
+        return buffer.narrow(1, places.bases[branch], slots * capacity).unflatten(1, (slots, capacity))
+
+    def remember(self, rows: Tensor, new: int) -> None:
+        """Keep the last W - 1 rows of (B, W - 1 + n, C), the rows before n new tokens and theirs, for the next call.
+
+        In place, so that a captured graph finds them.
+        """
+        taps, batch = rows.shape[1] - new, rows.shape[0]
+        if self.clock.ragged and self.length < self.clock.longest:
+            before, after = (self.clock.kept(x, batch) for x in (self.length, self.length + new))
+            kept = torch.tensor([b - a for a, b in zip(before, after, strict=True)])
+            at = send(kept[:, None] + torch.arange(taps), rows.device)
+            last = rows.gather(1, at[:, :, None].expand(-1, -1, rows.shape[2]))
+        else:
+            last = rows[:, new:]
+        if self.recent is None:
+            self.recent = last.clone()
+        else:
+            self.recent.copy_(last)
+
+    # -- attending -----------------------------------------------------------------------------------------------------
     def attend(self, q: Tensor, out: Tensor, lse: Tensor, start: int) -> None:
         """Merge the attention of scaled queries (B, n, H, D), from position `start` on, to the cache into out and lse.
 
-        out (B, n, H, D) and lse (B, n, H) are changed in place.
+        out (B, n, H, D) and lse (B, n, H) are changed in place. A single token may stand elsewhere in each sample.
         """
-        for branch in self._branches if self.length else ():
-            branch.attend(q, out, lse, start, self.length)
+        stops = self.clock.kept(self.length, q.shape[0])
+        for rows, stop in _alike(stops):
+            begin = stop - 1 if q.shape[1] == 1 and self.length > start else start
+            for i in range(len(self._branches)) if stop else ():
+                self._attend_branch(i, rows, q[rows], out[rows], lse[rows], begin, stop)
+
+    def _attend_branch(
+        self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
+    ) -> None:
+        """`attend` of one branch, for samples that have `stop` tokens."""
+        branch = self._branches[number]
+        first = branch.first(stop - 1)
+        end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
+        for skip in range(min(end, branch.rate)):
+            residue = (start + skip - first) % branch.rate
+            lane, count = branch.lanes.get(residue), branch.count(residue, first, stop)
+            if lane is None or count == 0:
+                continue
+            heads = _index(lane.heads, q.device)
+            keys, values = (x[samples, lane.slots, :count].to(q.dtype) for x in self._views[number])
+            tile = max(1, SCORES // (len(lane.heads) * count * q.shape[0])) * branch.rate
+            for at in range(skip, end, tile):
+                rows = slice(at, min(at + tile, end), branch.rate)
+                _merge(out[:, rows], lse[:, rows], heads, *_dense(q[:, rows][:, :, heads], keys, values))
+
+    def kernel_serves(self, q: Tensor) -> bool:
+        """Whether `step` takes a token with these queries (B, 1, H, D)."""
+        if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
+            return False
+        from lightning_dilated.kernels.decode import serves
+
+        return serves(q[:, 0]) and (self._k is None or self._k.dtype == q.dtype)
+
+    def step(self, q: Tensor, k: Tensor, v: Tensor, scale: float, table: RotaryTable | None) -> Tensor:
+        """(B, 1, H, D) of one token with k and v (B, 1, K, D), which is added; `table` rotates q and k. In two kernels."""
+        from lightning_dilated.kernels.decode import decode, launch
+
+        self._check(k, v)
+        self._places.forget()
+        if self.max_length is None or self._k is None:
+            self._make_room(k, self.clock.kept(self.length + 1, len(k)))
+        positions = self.positions(len(q), q.device)
+        if self._launch is None or self._launch[0] != (self._places, len(q), q.device):
+            tables = launch(_kernel_slots(self._of, self._places.capacities), self.num_heads, len(q), q.device)
+            # kept here, since a graph that is captured reads it as long as the cache lives
+            self._launch = (self._places, len(q), q.device), tables
+        rotation = None if table is None else tuple(None if x is None else x.flatten(0, -2) for x in table.on(q.device))
+        q, k, v = (x[:, 0] if x.stride(-1) == 1 else x[:, 0].contiguous() for x in (q, k, v))
+        with kernels.on(q.device):
+            out = decode(q, k, v, (self._k, self._v), positions, self._launch[1], scale, rotation)
+        self.length += 1
+        return out[:, None]
+
+    def positions(self, batch: int, device: torch.device) -> Tensor:
+        """(B,) int64 on the device: where the next token of each sample goes, once prompts are read."""
+        return self.clock.positions(self.length, batch, device)
+
+    def token_positions(self, x: Tensor) -> tuple[Tensor | None, int | None]:
+        """(positions of x (B, n, ...) as a rotary table takes them, the furthest); (None, None): all from `length` on.
+
+        Those of one token are read from the device: they differ between samples, or a graph that is captured moves them.
+        """
+        if x.shape[1] != 1 or self.length < self.clock.longest or not (self.clock.ragged or x.is_cuda):
+            return None, None
+        positions = self.positions(len(x), x.device)
+        return positions[:, None] if self.clock.ragged else positions[:1], max(self.clock.kept(self.length, 1))
+
+    # -- what it holds -------------------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Forget all tokens; the buffers stay where they are."""
+        self.length = 0
+        if self.recent is not None:
+            self.recent.zero_()
 
     def rows(self) -> list[dict[int, int]]:
-        """For each branch: kv head -> rows in the cache, over all its residues."""
+        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample."""
         branches = []
+        stop = max(self.clock.kept(self.length, 1))
         for branch in self._branches:
             count: Counter[int] = Counter()
-            first = branch.first(self.length - 1)
+            first = branch.first(stop - 1)
             for residue, lane in branch.lanes.items():
-                count.update(dict.fromkeys(lane.kv_heads, branch.count(residue, first, self.length)))
+                count.update(dict.fromkeys(lane.kv_heads, branch.count(residue, first, stop)))
             branches.append(dict(count))
         return branches
 
     @property
     def nbytes(self) -> int:
         """Bytes of all buffers."""
-        rows = [x for b in self._branches for x in (b.k, b.v)]
-        return sum(x.nbytes for x in (*rows, self.recent) if x is not None)
+        return sum(x.nbytes for x in (self._k, self._v, self.recent) if x is not None)
+
+
+def _alike(stops: Sequence[int]) -> Iterator[tuple[slice, int]]:
+    """(samples, stop) of neighbouring samples with the same stop."""
+    start = 0
+    for i in range(1, len(stops) + 1):
+        if i == len(stops) or stops[i] != stops[start]:
+            yield slice(start, i), stops[start]
+            start = i
+
+
+@functools.lru_cache(maxsize=64)
+def _kernel_slots(of: tuple[DilatedPattern, int, int], capacities: tuple[int, ...]) -> tuple[Any, ...]:
+    """The slots of a layer for the kernels."""
+    from lightning_dilated.kernels.decode import Slot
+
+    places, slots = Places(_layer_slots(*of), capacities), []
+    for number, branch in enumerate(places.branches):
+        capacity, base = capacities[number], places.bases[number]
+        width = branch.width or LARGEST["segment_length"]
+        for i, ((residue, kv_head), heads) in enumerate(branch.users.items()):
+            skipped = len(range(residue, branch.shift, branch.rate))
+            place = branch.rate, branch.shift, residue, skipped, base + i * capacity, capacity
+            slots.append(Slot(number, width, *place, kv_head, heads))
+    return tuple(slots)
 
 
 def decode_attention(
-    q: Tensor, k: Tensor, v: Tensor, cache: KVCache, scale: float | None = None, engine: str = "auto"
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache: KVCache,
+    scale: float | None = None,
+    engine: str = "auto",
+    table: RotaryTable | None = None,
 ) -> Tensor:
     """Causal dilated attention of n new tokens that follow those in `cache`, to which they are added.
 
-    One token costs O(sum over branches of w / r) for each head. Several tokens (a prompt, or its next chunk) attend to each
-    other by `dilated_attention` and to the cache by matrix products; the two are merged by their log-sum-exp.
+    One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
+    products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
+    matrix products; the two are merged by their log-sum-exp.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
         k, v: (B, n, K, D), likewise.
         cache: earlier tokens of the same sequences and layer; changed in place.
         scale, engine: as in `dilated_attention`.
+        table: rotates q and k, which are then not rotated yet.
 
     Returns:
         (B, n, H, D) in q's dtype; 0 for a head that no branch serves at a position.
@@ -219,19 +525,26 @@ def decode_attention(
         raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
     start, new = cache.length, q.shape[1]
     check_padding(cache.pattern, start + new)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cache.kernel_serves(q):
+        return cache.step(q, k, v, scale, table)
+    if table is not None:
+        q, k = table.rotate(q, k)
     wide = torch.promote_types(q.dtype, torch.float32)
-    query = q.to(wide) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if new == 1:
+    if new == 1 and start >= cache.clock.longest:
         cache.append(k, v)
+        query = q.to(wide) * scale
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
         cache.attend(query, out, lse, start)
         return out.to(q.dtype)
-    pattern = _continued(cache.pattern, start)
-    out, lse = dilated_attention(q, k, v, pattern, causal=True, scale=scale, return_lse=True, engine=engine)
-    if start:
-        out, lse = out.to(wide), lse.transpose(1, 2).contiguous()
-        cache.attend(query, out, lse, start)
-        out = out.to(q.dtype)
+    options = {"causal": True, "scale": scale, "engine": engine}
+    if start == 0:
+        out = dilated_attention(q, k, v, cache.pattern, **options)
+    else:
+        part, lse = dilated_attention(q, k, v, _continued(cache.pattern, start), return_lse=True, **options)
+        merged, lse = part.to(wide), lse.transpose(1, 2).contiguous()
+        cache.attend(q.to(wide) * scale, merged, lse, start)
+        out = merged.to(q.dtype)
     cache.append(k, v)
     return out
 
@@ -239,8 +552,6 @@ def decode_attention(
 @functools.lru_cache(maxsize=256)
 def _continued(pattern: DilatedPattern, start: int) -> DilatedPattern:
     """The causal pattern for tokens from position `start` on, numbered from 0; causal attention has no padding."""
-    if start == 0:
-        return pattern
     cut = lambda b: b.segment_length or LARGEST["segment_length"]  # noqa: E731 - the whole sequence: an endless segment
     branches = (replace(b, segment_length=cut(b), shift=(b.shift + start) % cut(b)) for b in pattern.branches)
     return replace(pattern, branches=tuple(branches), padding="masked")

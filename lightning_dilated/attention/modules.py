@@ -21,7 +21,7 @@ from lightning_dilated.attention.backends import Choice, Request, check_name, ch
 from lightning_dilated.attention.convolution import ShortConvolution
 from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.functional import autocast, check_documents, dilated_attention, op_arguments
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.attention.views import spans
@@ -305,35 +305,63 @@ class MultiheadDilatedAttention(nn.Module):
                 raise ValueError("give key_padding_mask or lengths, not both.")
             lengths = lengths_of(key_padding_mask, query.shape[:2])
         causal = self.attention.causal or is_causal
-        start = 0
         if isinstance(cache, KVCache):  # the first call may bring the whole prompt
-            self._check_cache(causal, lengths is not None or cu_seqlens is not None, cache)
-            start = cache.length
-        table = self.table(query, positions, start)
-        project = Projection(self.head_dim, table, self._mix(query, lengths, cu_seqlens, cache))
-        q, k, v = project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
-        if isinstance(cache, KVCache):
-            out = decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine)
-        else:
-            out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
+            packed = lengths is not None or cu_seqlens is not None
+            return self.join(self.decode(query, positions, cache, causal, packed)), None
+        table = self.table(query, positions)
+        q, k, v = self._projected(query, table, self._mix(query, lengths, cu_seqlens, cache))
+        out = self.attention(q, k, v, lengths=lengths, cu_seqlens=cu_seqlens, causal=causal, chunk=cache)
         return self.join(out), None
 
+    def _projected(self, query: Tensor, table: RotaryTable | None, mix: Callable[[Tensor], Tensor] | None):
+        """q (B, N, H, D), k and v (B, N, K, D)."""
+        project = Projection(self.head_dim, table, mix)
+        return project(query, self.in_proj_weight, self.in_proj_bias, self.num_heads // self.num_kv_heads)
+
+    def decode(
+        self,
+        query: Tensor,
+        positions: Tensor | RotaryTable | None,
+        cache: KVCache,
+        causal: bool | None = None,
+        packed: bool = False,
+    ) -> Tensor:
+        """The heads' outputs (B, n, H, D), which `join` takes, of new tokens (B, n, E) that follow those of the cache.
+
+        Args:
+            positions: as of `forward`.
+            causal: None: the module's setting.
+            packed: whether the call has lengths or cu_seqlens, which a cache does not support.
+
+        Raises:
+            ValueError: for a call that does not support a cache, or not this one.
+        """
+        self._check_cache(self.attention.causal if causal is None else causal, packed, cache)
+        mix = None if self.kv_conv is None else partial(self._continued, self.kv_conv, cache)
+        furthest, later = None, None
+        if positions is None:
+            positions, furthest = cache.token_positions(query)
+        table = self.table(query, positions, cache.length, furthest)
+        if query.shape[1] == 1:  # rotated where they are read
+            table, later = None, table
+        q, k, v = self._projected(query, table, mix)
+        return decode_attention(q, k, v, cache, self.attention.scale, self.attention.engine, later)
+
     def _mix(
-        self, query: Tensor, lengths: Any, cu_seqlens: Any, cache: KVCache | ChunkLayer | None
+        self, query: Tensor, lengths: Any, cu_seqlens: Any, chunk: ChunkLayer | None
     ) -> Callable[[Tensor], Tensor] | None:
         """The convolution of k and v in this call; None without one."""
         if self.kv_conv is None:
             return None
-        if isinstance(cache, KVCache):
-            return partial(self._continued, self.kv_conv, cache)
         group, documents = active_sequence(), (query, lengths, cu_seqlens)
         lengths, cu_seqlens = check_documents(*documents) if group is None else group.guard(check_documents, *documents)
-        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens, chunk=cache)
+        return partial(self.kv_conv, lengths=lengths, cu_seqlens=cu_seqlens, chunk=chunk)
 
     @staticmethod
     def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
         """The convolution of new tokens after those of the cache, which keeps the rows that the next tokens need."""
-        y, cache.recent = convolution.continued(x, cache.recent)
+        y, rows = convolution.continued(x, cache.recent)
+        cache.remember(rows, x.shape[1])
         return y
 
     def join(self, out: Tensor) -> Tensor:
@@ -369,13 +397,22 @@ class MultiheadDilatedAttention(nn.Module):
                 "causal=True."
             )
 
-    def table(self, x: Tensor, positions: Tensor | RotaryTable | None = None, start: int = 0) -> RotaryTable | None:
-        """The rotary table for x (B, N, E), at `positions` or from `start` on; None without rotary positions."""
+    def table(
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None = None,
+        start: int = 0,
+        furthest: int | None = None,
+    ) -> RotaryTable | None:
+        """The rotary table for x (B, N, E), at `positions`, the largest of which may be known, or from `start` on.
+
+        None without rotary positions.
+        """
         if self.rotary is None:
             return None
         if isinstance(positions, RotaryTable):
             return positions
-        return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start)
+        return self.rotary.table(x, autocast(x[:0])[0].dtype, positions, start, furthest)
 
     def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
         """Raise for a call that does not support a cache, or not this one."""
@@ -392,9 +429,9 @@ class MultiheadDilatedAttention(nn.Module):
                 f"{self.attention.pattern} and {layer_heads}. Make it by the layer's new_cache()."
             )
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for this layer."""
-        return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads)
+    def new_cache(self, max_length: int | None = None, clock: Clock | None = None) -> KVCache:
+        """An empty cache for this layer; the arguments are those of `KVCache`."""
+        return KVCache(self.attention.pattern, self.num_heads, self.num_kv_heads, max_length=max_length, clock=clock)
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"

@@ -126,9 +126,10 @@ class RotaryTable:
 
     def rotate(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """q (B, N, H, D) and k (B, N, K, D) rotated, in their own dtype."""
-        return rotate(q, k, *self._on(q.device))
+        return rotate(q, k, *self.on(q.device))
 
-    def _on(self, device: torch.device) -> list[Tensor | None]:
+    def on(self, device: torch.device) -> list[Tensor | None]:
+        """[cos, sin, scale] on a device."""
         return [None if x is None else x.to(device) for x in (self.cos, self.sin, self.scale)]
 
     def rows(self) -> tuple[Tensor, ...]:
@@ -144,12 +145,12 @@ class RotaryTable:
     def split(self, joint: Tensor, heads: int) -> tuple[Tensor, Tensor]:
         """q (B, N, heads, D) and k (B, N, K, D), rotated, from one projection (B, N, heads + K, D)."""
         if joint.device.type == "cuda":
-            return turn(joint, *self._on(joint.device), heads)
+            return turn(joint, *self.on(joint.device), heads)
         return self.rotate(joint[:, :, :heads], joint[:, :, heads:])
 
     def split_backward(self, dq: Tensor, dk: Tensor) -> Tensor:
         """The gradient of `split`'s projection (B, N, H + K, D) from those of q and k."""
-        return turn_backward(dq, dk, *self._on(dq.device))
+        return turn_backward(dq, dk, *self.on(dq.device))
 
 
 class Rotary(nn.Module):
@@ -176,12 +177,20 @@ class Rotary(nn.Module):
             )
         self.head_dim, self.base, self.xpos_scale_base = head_dim, base, xpos_scale_base
 
-    def table(self, x: Tensor, dtype: torch.dtype, positions: Tensor | None = None, start: int = 0) -> RotaryTable:
+    def table(
+        self,
+        x: Tensor,
+        dtype: torch.dtype,
+        positions: Tensor | None = None,
+        start: int = 0,
+        furthest: int | None = None,
+    ) -> RotaryTable:
         """The table for the tokens of x (B, N, ...), at global `positions` (N,) or (B, N), or from `start` on.
 
         Args:
             x: gives the shape and the device.
             dtype: of the q and k that will be rotated.
+            furthest: the largest of `positions`, if it is known; xPos reads it from them otherwise.
 
         Raises:
             ValueError: for positions of another shape, and as `forward`.
@@ -194,8 +203,9 @@ class Rotary(nn.Module):
                 f"positions must be {tuple(x.shape[1:2])} or {tuple(x.shape[:2])}, got {tuple(positions.shape)}."
             )
         on_cpu = positions.device.type == "cpu" and self.xpos_scale_base is not None
-        known = _furthest(positions) if on_cpu else None  # read here, since on a GPU the host would wait for it
-        return self._table(send(positions, x.device), dtype, known)
+        if on_cpu and furthest is None:  # read here, since on a GPU the host would wait for it
+            furthest = _furthest(positions)
+        return self._table(send(positions, x.device), dtype, furthest)
 
     def _table(self, positions: Tensor, dtype: torch.dtype, furthest: int | None) -> RotaryTable:
         """`forward`, where plain rotary positions need no range."""

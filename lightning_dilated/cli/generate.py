@@ -17,7 +17,7 @@ from lightning_dilated._compat.cpython import option_actions
 from lightning_dilated._validation import integer
 from lightning_dilated.cli.load_model import load_language_model
 from lightning_dilated.data.text.tokenizer import decoded, encode, load_tokenizer, vocabulary_size
-from lightning_dilated.models.longnet.lm import check_sampling
+from lightning_dilated.models.longnet.sampling import check_sampling
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -140,7 +140,9 @@ class BlockMemory(nn.Module):
         the two halves (see `drop_path_factors`)."""
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
-        settings = MemorySettings() if isinstance(cache, KVCache) else self._memory
+        settings = self._memory
+        if isinstance(cache, KVCache):
+            return self._cached(x, positions, lengths, cu_seqlens, cache)
         policy = settings.policy if torch.is_grad_enabled() else "none"
         attend = self._attend_in_chunks if settings.head_chunks > 1 else self._pieces.get("attend", self._attend)
 
@@ -155,6 +157,25 @@ class BlockMemory(nn.Module):
         if settings.tile:
             return self._fed(h, feed_drop, settings.tile)
         return recomputed(lambda y: self._fed(y, feed_drop, None), h, "block")
+
+    def _cached(
+        self,
+        x: Tensor,
+        positions: Tensor | RotaryTable | None,
+        lengths: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: KVCache,
+    ) -> Tensor:
+        """`forward` of tokens that follow those of a cache; if the block is compiled, so is what follows the attention."""
+        a, packed = self.attention_layer, lengths is not None or cu_seqlens is not None
+        if self._compile_options is None or self.attention is not a or any(map(has_hooks, self.modules())):
+            return self._feed(self._attend(x, positions, lengths, cu_seqlens, cache, None), None)
+        out = a.decode(self._normed(x, a.in_proj_weight.dtype), positions, cache, packed=packed)
+        return _compiled_tail(*self._compile_options)(self, x, out)
+
+    def tail(self, x: Tensor, out: Tensor) -> Tensor:
+        """What follows the heads' outputs (B, n, H, D) in x (B, n, E)."""
+        return self._feed(self._join(x, out, None), None)
 
     def _attend_saved(self, x: Tensor, *arguments: Any) -> Tensor:
         """`_attend`, recomputed in the backward but for the attention op, whose results are saved."""
@@ -188,6 +209,18 @@ class BlockMemory(nn.Module):
         feed = self._pieces.get("feed", self._feed)
         modules = self.ffn_norm, self.ffn, self.dropout
         return tiled(lambda y: feed(y, drop), modules, tile, x, unused=result_is_unused())
+
+
+_tails: dict[str, Callable[..., Tensor]] = {}
+
+
+def _compiled_tail(args: Any, kwargs: Any) -> Callable[..., Tensor]:
+    """`BlockMemory.tail` as a function of the block, compiled with these options for all blocks of a structure."""
+    key = repr((args, kwargs))
+    if key not in _tails:
+        # without fullgraph, which makes an error of too many kinds of inputs
+        _tails[key] = torch.compile(BlockMemory.tail, *args, **{**kwargs, "fullgraph": False})
+    return _tails[key]
 
 
 class StackMemory(nn.Module):

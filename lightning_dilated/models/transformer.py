@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_dilated._compat.torch import allow_recompiles
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
-from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.kv_cache import Clock, KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
 from lightning_dilated.attention.stream import ChunkLayer
@@ -316,10 +316,12 @@ class DilatedTransformer(StackMemory):
         self, x: Tensor, positions: Tensor | None, caches: Sequence[KVCache] | None
     ) -> list[RotaryTable | None]:
         """Rotary positions for each block; blocks of one base share a table."""
-        dtype, start, tables = _working_dtype(x), caches[0].length if caches else 0, {}
+        dtype, start, furthest, tables = _working_dtype(x), caches[0].length if caches else 0, None, {}
+        if caches and positions is None:
+            positions, furthest = caches[0].token_positions(x)
         for rotary in self.rotaries:
             if rotary is not None and rotary.base not in tables:
-                tables[rotary.base] = rotary.table(x, dtype, positions, start)
+                tables[rotary.base] = rotary.table(x, dtype, positions, start, furthest)
         return [None if rotary is None else tables[rotary.base] for rotary in self.rotaries]
 
     def compile_blocks(self) -> None:
@@ -330,9 +332,15 @@ class DilatedTransformer(StackMemory):
         for block in self.blocks:
             block.compile(fullgraph=True)
 
-    def new_caches(self) -> list[KVCache]:
-        """An empty cache for every block."""
-        return [block.attention.new_cache() for block in self.blocks]
+    def new_caches(self, max_length: int | None = None, lengths: Sequence[int] | None = None) -> list[KVCache]:
+        """An empty cache for every block.
+
+        Args:
+            max_length: most tokens of a sample; the caches then have their final size, see `KVCache`.
+            lengths: tokens of each sample's prompt, where prompts are padded on the right, see `Clock`.
+        """
+        clock = Clock(lengths)
+        return [block.attention.new_cache(max_length, clock) for block in self.blocks]
 
 
 def _watched(layer: Callable[[Tensor], Tensor], watch: Callable[[Tensor], None], x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lightning_dilated.attention import MultiheadDilatedAttention, dilated_attention
 from lightning_dilated.attention import kv_cache as decode
-from lightning_dilated.attention.kv_cache import KVCache, decode_attention
+from lightning_dilated.attention.kv_cache import Clock, KVCache, decode_attention
 from lightning_dilated.pattern import Branch, DilatedPattern
 
 from ..examples import examples
@@ -203,6 +203,68 @@ def test_attended_padding_is_checked_at_each_length():
     pattern, (q, k, v) = DilatedPattern([(8, 3)], padding="attended"), qkv(4, 4, 9)
     with pytest.raises(ValueError, match="not a multiple of"):
         run(q, k, v, pattern, [8, 1])
+
+
+@given(shaped_patterns(), st.lists(st.integers(1, LONGEST - 10), min_size=2, max_size=3), st.integers(1, LONGEST))
+@settings(max_examples=examples(40))
+def test_prompts_of_different_lengths(case, lengths, chunk):
+    """Padded on the right, in chunks; then each sample goes on where its prompt ended, as if it were alone."""
+    heads, kv_heads, pattern = case
+    longest, rows = max(lengths), torch.arange(len(lengths))
+    q, k, v = qkv(heads, kv_heads, batch=len(lengths))
+    want = dilated_attention(q, k, v, pattern, causal=True)
+    cache = KVCache(pattern, heads, kv_heads, clock=Clock(lengths))
+    padding = torch.arange(longest) >= torch.tensor(lengths)[:, None]
+    prompt = [x[:, :longest].masked_fill(padding[:, :, None, None], 9.0).split(chunk, 1) for x in (q, k, v)]
+    got = torch.cat([decode_attention(*parts, cache) for parts in zip(*prompt, strict=True)], 1)
+    for b, length in enumerate(lengths):
+        torch.testing.assert_close(got[b, :length], want[b, :length], **TOL)
+    for step in range(10):
+        at = torch.tensor(lengths) + step
+        got = decode_attention(*(x[rows, at][:, None] for x in (q, k, v)), cache)
+        torch.testing.assert_close(got[:, 0], want[rows, at], **TOL)
+        assert cache.positions(len(lengths), q.device).tolist() == (at + 1).tolist()
+
+
+def test_buffers_of_a_fixed_length_stay():
+    """`max_length` bounds the rows of the whole sequence, and gives all buffers their final size and place."""
+    pattern = DilatedPattern([(32, 1), (600, 4), (None, 2)])
+    q, k, v = qkv(4, 2, 100)
+    cache = KVCache(pattern, 4, 2, max_length=100)
+    got = []
+    for parts in zip(*(x.split([40] + [1] * 60, 1) for x in (q, k, v)), strict=True):
+        got.append(decode_attention(*parts, cache))
+        assert cache.nbytes == 2 * D * 8 * (2 * 32 + 4 * 25 + 4 * 50)
+    torch.testing.assert_close(torch.cat(got, 1), dilated_attention(q, k, v, pattern, causal=True), **TOL)
+    with pytest.raises(ValueError, match="made for max_length=100 tokens, and this call adds the one of position 100"):
+        decode_attention(*(x[:, :1] for x in (q, k, v)), cache)
+
+
+def test_a_cache_begins_anew():
+    q, k, v = qkv(4, 2, batch=2)
+    for pattern in NAMED.values():
+        cache = KVCache(pattern, 4, 2, max_length=LONGEST)
+        for length in (50, LONGEST):
+            cache.reset()
+            got = [decode_attention(*(x[:, i : i + 1] for x in (q, k, v)), cache) for i in range(length)]
+            want = dilated_attention(q[:, :length], k[:, :length], v[:, :length], pattern, causal=True)
+            torch.testing.assert_close(torch.cat(got, 1), want, **TOL)
+
+
+WRONG_LENGTHS = {
+    "another batch": ([3, 4, 5], [5], "made for 3 samples .lengths., got a batch of 2"),
+    "across the prompts' end": ([3, 5], [4, 2], "the longest prompt has 5 tokens, and this call adds 4 to 5"),
+    "several after prompts": ([3, 5], [5, 2], "after prompts of different lengths a call adds one token"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_LENGTHS)
+def test_wrong_calls_with_lengths(name):
+    lengths, chunks, text = WRONG_LENGTHS[name]
+    with pytest.raises(ValueError, match=text):
+        cache = KVCache(NAMED["longnet"], 4, 2, clock=Clock(lengths))
+        for chunk in chunks:
+            decode_attention(*qkv(4, 2, chunk, batch=2), cache)
 
 
 WRONG = {

@@ -1,14 +1,19 @@
 """Generation: greedy equals running the whole sequence anew at each length; sampling draws what its options say."""
 
+import gc
 import math
+import sys
+import weakref
 
+import lightning.pytorch as pl
 import pytest
 import torch
 
 from lightning_dilated import DilatedPattern, LongNetLM
-from lightning_dilated.models.longnet.lm import sample
+from lightning_dilated.models.longnet import int8, token_step
+from lightning_dilated.models.longnet.sampling import sample
 
-from . import PATTERN, tiny
+from . import PATTERN, batch, loader, tiny, trainer
 
 PROMPT = torch.tensor([[1, 2, 3], [7, 0, 10]])
 MODELS = {
@@ -142,6 +147,199 @@ def test_stop_leaves_the_draws_alone():
         assert torch.equal(row[:end], want[:end]) and (row[end:] == row[-1]).all()
 
 
+# -- prompts of different lengths --------------------------------------------------------------------------------------
+@pytest.mark.parametrize("chunk", [2, 1000])
+@pytest.mark.parametrize("name", [*MODELS, "kv_conv"])
+def test_prompts_of_different_lengths(name, chunk):
+    """Each row as if it were alone: its prompt, what continues it, and its last token again."""
+    model = lively(**MODELS.get(name, {"kv_conv": 3}))
+    prompts, lengths = torch.randint(11, (3, 17)), [17, 3, 9]
+    got = model.generate(prompts, 20, temperature=0, lengths=torch.tensor(lengths), prompt_chunk=chunk)
+    assert got.shape == (3, 37)
+    for row, prompt, length in zip(got, prompts, lengths, strict=True):
+        alone = model.generate(prompt[None, :length], 20, temperature=0)[0]
+        assert torch.equal(row[: length + 20], alone) and (row[length + 20 :] == alone[-1]).all()
+
+
+# -- captured steps ----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def captured(monkeypatch):
+    """Steps as on a GPU, but for what a replay is: the same Python once more. The list of all that were captured."""
+    steps, real = [], token_step.TokenStep._captured
+    monkeypatch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
+    monkeypatch.setattr(token_step, "capture", lambda run, generator: torch.no_grad()(run))
+    monkeypatch.setattr(token_step.TokenStep, "_captured", lambda step, model: steps.append(step) or real(step, model))
+    return steps
+
+
+def both_ways(model, *args, **options):
+    """(by captured steps, one by one) with equal seeds, each with the state of its generator afterwards."""
+    results = []
+    for why_not in (token_step.why_not, lambda model, device: "told"):
+        made = torch.Generator().manual_seed(4)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(token_step, "why_not", why_not)
+            results.append((model.generate(*args, generator=made, **options), made.get_state()))
+    return results
+
+
+CAPTURED = {
+    **{name: (options, {"temperature": 0}) for name, options in MODELS.items() if name != "xpos"},
+    "kv_conv": ({"kv_conv": 3}, {"temperature": 0}),
+    "drawn": ({}, {"temperature": 1.3, "top_k": 5, "top_p": 0.9}),
+    "lengths, drawn": ({"kv_conv": 3}, {"lengths": [3, 1], "temperature": 0.7}),
+    "stop": ({}, {"stop": [3, 4], "temperature": 2.0}),
+    "max_length": ({"pattern": DilatedPattern([(4, 1), (None, 3)])}, {"max_length": 1000}),
+}
+
+
+@pytest.mark.parametrize("name", CAPTURED)
+def test_captured_steps_are_the_plain_ones(captured, name):
+    build, options = CAPTURED[name]
+    model = lively(**build)
+    for new in (30, 25):  # the second call finds the step, and leaves nothing of the first
+        (got, state), (want, plain_state) = both_ways(model, PROMPT, new, **options)
+        assert torch.equal(got, want) and torch.equal(state, plain_state)
+    assert len(captured) == 1
+
+
+def test_stream_of_captured_steps(captured):
+    """What was started ahead is taken back where the stream ends, and a step in use serves no other stream."""
+    model = lively()
+    for stop in (0, 5):
+        (got, _), _ = both_ways(model, PROMPT, 30, stop=stop, temperature=2.0)
+        made = torch.Generator().manual_seed(4)
+        stream = model.generate_stream(PROMPT, 30, stop=stop, temperature=2.0, generator=made)
+        other = model.generate_stream(PROMPT, 30, temperature=2.0, generator=torch.Generator().manual_seed(5))
+        pairs = [(x, next(other)) for x in stream]
+        assert torch.equal(torch.stack([x for x, _ in pairs], 1), got[:, 3:])
+        want = model.generate(PROMPT, 30, temperature=2.0, generator=torch.Generator().manual_seed(5))
+        assert torch.equal(torch.stack([x for _, x in pairs], 1), want[:, 3 : 3 + len(pairs)])
+
+
+def test_one_token_captures_nothing(captured):
+    model = lively()
+    (got, state), (want, plain_state) = both_ways(model, PROMPT, 1)
+    assert torch.equal(got, want) and torch.equal(state, plain_state) and captured == []
+    (got, state), (want, plain_state) = both_ways(model, PROMPT, 9)
+    assert torch.equal(got, want) and torch.equal(state, plain_state) and len(captured) == 1
+
+
+def test_default_generator_in_captured_steps(captured):
+    model = tiny()
+    torch.manual_seed(5)
+    first, after = model.generate(PROMPT, 20), torch.rand(1)
+    torch.manual_seed(5)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_step, "why_not", lambda model, device: "told")
+        assert torch.equal(model.generate(PROMPT, 20), first) and torch.rand(1) == after
+    assert len(captured) == 1
+
+
+def test_steps_are_captured_anew_where_weights_move(captured):
+    model = lively()
+    for _ in range(2):
+        generate(model)
+    assert len(captured) == 1
+    with torch.no_grad():
+        model.head.weight.mul_(1.5)  # in place: the graph reads it
+    generate(model)
+    assert len(captured) == 1
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    generate(model)
+    assert len(captured) == 2 and len(token_step._steps[model]) == 1
+
+
+def test_weights_that_move_while_tokens_are_drawn(captured):
+    model = lively()
+    stream = model.generate_stream(PROMPT, 20)
+    next(stream), next(stream)
+    model.float()
+    with pytest.raises(RuntimeError, match=r"weights moved .* while tokens were drawn"):
+        next(stream)
+    assert generate(model).shape == (2, 23)
+
+
+@torch.inference_mode()
+def test_inference_mode_has_steps_of_its_own(captured):
+    model = lively()
+    want = generate(model)
+    with torch.inference_mode(False), torch.no_grad():
+        other = lively()
+        other.load_state_dict(model.state_dict())
+        assert torch.equal(generate(other), want)
+    for _ in range(2):
+        assert torch.equal(generate(other), want)
+    with torch.inference_mode(False):
+        assert torch.equal(generate(other), want)
+
+
+def test_a_model_is_not_kept(captured):
+    model = lively()
+    generate(model)
+    step, alive = weakref.ref(captured.pop()), weakref.ref(model)
+    step()._replay = None  # of this test, and holds the model
+    del model
+    gc.collect()
+    assert alive() is None and step() is None
+
+
+def test_kept_steps_are_few(captured, monkeypatch):
+    model = tiny()
+    for k in range(1, 8):
+        model.generate(PROMPT, 3, top_k=k)
+        assert len(token_step._steps[model]) == min(k, 4)
+    monkeypatch.setattr(token_step, "KEPT_BYTES", 1)
+    model.generate(PROMPT, 3, top_k=3)
+    assert len(captured) == 8 and len(token_step._steps[model]) == 1
+    model.generate(PROMPT, 3, top_k=3)
+    assert len(captured) == 8
+
+
+class Samples(pl.Callback):
+    """Draws after each validation."""
+
+    def on_validation_epoch_end(self, trainer, pl_module):
+        pl_module.generate(PROMPT, 3)
+
+
+@pytest.mark.full
+def test_nothing_stays_while_a_trainer_fits(captured):
+    model, data = tiny(dtype=torch.float32), loader(batch(2, 8))
+    runs = trainer(max_epochs=1, callbacks=[Samples()])
+    runs.fit(model, data, data)
+    assert len(captured) == 1 and model not in token_step._steps
+    generate(model)
+    assert len(token_step._steps[model]) == 1
+
+
+class Other(LongNetLM):
+    """A forward of its own."""
+
+    def forward(self, tokens, **options):
+        return super().forward(tokens, **options) * 2
+
+
+def test_what_cannot_be_captured(captured):
+    hooked, other, xpos = tiny(), Other(PATTERN, vocab_size=11, dim=16, depth=1, num_heads=4), tiny(**MODELS["xpos"])
+    hooked.transformer.blocks[1].ffn.register_forward_hook(lambda *given: None)
+    attended = tiny(DilatedPattern.longnet([4, 16], [1, 2], padding="attended"))
+    reasons = [token_step.why_not_captured(x) for x in (hooked, other, xpos, attended)]
+    for model, text in zip((hooked, other, xpos, attended), ("hooks", "Other has", "xPos", "attended"), strict=True):
+        assert text in reasons.pop(0) and model.generate(PROMPT, 4).shape == (2, 7)
+    assert captured == []
+
+
+def test_a_capture_that_fails(captured, monkeypatch):
+    model = lively()
+    want = generate(model)
+    token_step.forget(model)
+    monkeypatch.setattr(token_step, "capture", lambda run, generator: 1 / 0)
+    with pytest.warns(UserWarning, match="LongNetLM could not be captured .* division by zero"):
+        assert torch.equal(generate(model), want)
+    assert torch.equal(generate(model), want)  # and is not tried again
+
+
 LOGITS = torch.tensor([0.5, 0.25, 0.15, 0.1]).log()
 SHARES = {
     "as they are": ({}, [0.5, 0.25, 0.15, 0.1]),
@@ -205,6 +403,20 @@ REFUSED = {
     "stop a float": ((PROMPT, 1), {"stop": [1.5]}, TypeError, "stop must be an integer, got 1.5"),
     "stop negative": ((PROMPT, 1), {"stop": -1}, ValueError, "stop must be at least 0, got -1"),
     "stop too large": ((PROMPT, 1), {"stop": [3, 11]}, ValueError, "stop must lie below vocab_size=11, got 11"),
+    "lengths of others": ((PROMPT, 1), {"lengths": [3]}, ValueError, "a number for each of the 2 prompts, got 1"),
+    "no length": ((PROMPT, 1), {"lengths": [3, 0]}, ValueError, "each of lengths must be at least 1, got 0"),
+    "lengths too large": (
+        (PROMPT, 1),
+        {"lengths": torch.tensor([3, 4])},
+        ValueError,
+        r"holds 4, but the prompts are \(B",
+    ),
+    "max_length": (
+        (PROMPT, 3),
+        {"max_length": 5},
+        ValueError,
+        "max_length=5 is below the prompt's 3 tokens and .* to 6",
+    ),
     "prompt_chunk": ((PROMPT, 1), {"prompt_chunk": 0}, ValueError, "prompt_chunk must be at least 1, got 0"),
     "above the vocabulary": (
         (torch.tensor([[1, 2], [3, 11]]), 1),
@@ -227,3 +439,52 @@ def test_refused(name):
         tiny().generate(*args, **options)
     with pytest.raises(error, match=text):
         tiny().generate_stream(*args, **options)  # at the call, not at the first token
+
+
+@pytest.mark.full
+def test_compiled_blocks(captured):
+    """Everything but attention is compiled, once for one token and once for prompts; hooks run as ever."""
+    torch._dynamo.reset()
+    model, want = lively(kv_conv=3), []
+    for compiled in (False, True):
+        for block in model.transformer.blocks if compiled else ():
+            block.compile(fullgraph=True, backend="aot_eager")
+        outs = [model.generate(torch.cat([PROMPT] * n, 1), 30, temperature=0) for n in (1, 2, 5)]
+        want = want or outs
+        assert all(map(torch.equal, outs, want))
+    with pytest.raises(ValueError, match="no lengths, no cu_seqlens"):
+        model(PROMPT, caches=model.transformer.new_caches(), lengths=torch.tensor([3, 2]))
+    calls = []
+    model.transformer.blocks[0].ffn.register_forward_hook(lambda *given: calls.append(1))
+    assert torch.equal(model.generate(PROMPT, 30, temperature=0), want[0]) and len(calls) == 30
+
+
+# -- int8 weights ------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("way", ["captured", "plain"])
+def test_int8_weights(way, request):
+    """Tokens are those of a model with the rounded linear weights; the prompt and the embedding have the exact ones."""
+    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
+    steps = request.getfixturevalue("captured") if way == "captured" else []
+    model = lively(dtype=torch.float32, tie_embeddings=True, num_kv_heads=2)
+    rounded = int8.rounded_weights(model)
+    assert {"head.weight", "transformer.blocks.0.attention.in_proj_weight"} < set(rounded) and len(rounded) == 11
+    got = generate(model, temperature=0, int8_weights=True)
+    caches, want, plain = model.transformer.new_caches(), PROMPT, {k: w.dequantize() for k, w in rounded.items()}
+    with torch.no_grad():
+        logits = model(PROMPT, caches=caches)[:, -1:]
+        for _ in range(20):
+            want = torch.cat([want, logits.argmax(-1)], 1)
+            logits = int8.call(model, plain, want[:, -1:], caches=caches, last_only=True)
+    assert torch.equal(got, want) and len(got.unique()) > 2
+    assert not torch.equal(plain["head.weight"], model.head.weight) and model.head.weight is model.embedding.weight
+    generate(model, temperature=0, int8_weights=True)
+    assert len(steps) == (way == "captured")
+    with torch.no_grad():
+        model.head.weight.normal_()
+    assert int8.rounded_weights(model) is not rounded
+
+
+def test_int8_weights_without_torchao(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torchao.quantization", None)
+    with pytest.raises(ImportError, match="int8_weights=True needs torchao: pip install"):
+        tiny().generate_stream(PROMPT, 1, int8_weights=True)

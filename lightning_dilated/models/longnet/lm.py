@@ -1,4 +1,4 @@
-"""LongNetLM, a causal language model with dilated attention; sampling from it; TokenModel, its base over tokens.
+"""LongNetLM, a causal language model with dilated attention; TokenModel, its base over tokens.
 
 Shape letters: B batch, N tokens, V vocabulary.
 """
@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -21,178 +20,13 @@ from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
+from lightning_dilated.models.longnet.generation import generate, generate_stream
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
-from lightning_dilated.models.transformer import USUAL, DilatedTransformer, init_weights
+from lightning_dilated.models.transformer import USUAL, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
-
-#: tokens of a prompt that are processed at once
-PROMPT_CHUNK = 1 << 16
-
-
-class CausalModel(Protocol):
-    """What `generate` calls: logits from tokens and caches, and the stack that makes the caches."""
-
-    transformer: DilatedTransformer
-    training: bool
-    vocab_size: int
-
-    def configure_model(self) -> None:
-        """Make the layers, unless they are there."""
-
-    def eval(self) -> Any:
-        """Switch to eval mode."""
-
-    def train(self) -> Any:
-        """Switch to training mode."""
-
-    def __call__(self, tokens: Tensor, *, caches: list[KVCache], last_only: bool) -> Tensor: ...
-
-
-def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Raise ValueError for sampling options that define no distribution."""
-    real(temperature, "temperature", least=0, hint=" 0 takes the likeliest token.")
-    if top_k is not None:
-        integer(top_k, "top_k", 1)
-    if top_p is not None:
-        real(top_p, "top_p", above=0, most=1)
-
-
-def check_prompt(tokens: Tensor, vocab_size: int) -> None:
-    """Raise unless these are (B, N >= 1) integers from 0 to V - 1."""
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
-        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
-    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
-    if len(wrong):
-        row, at = wrong[0].tolist()
-        raise ValueError(
-            f"the prompt holds token {int(tokens[row, at])} at position {at} of row {row}, but vocab_size={vocab_size} "
-            f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
-        )
-
-
-def sample(
-    logits: Tensor,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-) -> Tensor:
-    """(B,) tokens drawn from logits (B, V); options as of `generate_stream`."""
-    if temperature == 0:
-        return logits.argmax(-1)
-    logits = logits.float()
-    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so no temperature overflows
-    if top_k is not None:
-        floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
-        logits = logits.masked_fill(logits < floor, -torch.inf)
-    if top_p is not None:
-        values, order = logits.sort(descending=True)
-        probability = values.softmax(-1)
-        beyond = probability.cumsum(-1) - probability >= top_p  # never the likeliest token
-        logits = logits.scatter(-1, order, values.masked_fill(beyond, -torch.inf))
-    return torch.multinomial(logits.softmax(-1), 1, generator=generator)[:, 0]
-
-
-def stop_tokens(stop: int | Sequence[int] | None, vocab_size: int) -> list[int]:
-    """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
-    if stop is None:
-        return []
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, (int, Sequence)):
-        raise TypeError(f"stop must be a token, a list of tokens or None, got {stop!r}.")
-    ends = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]
-    if ends and max(ends) >= vocab_size:
-        raise ValueError(f"stop must lie below vocab_size={vocab_size}, got {max(ends)}: it would never be drawn.")
-    return ends
-
-
-def generate_stream(
-    model: CausalModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    *,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
-    prompt_chunk: int = PROMPT_CHUNK,
-) -> Iterator[Tensor]:
-    """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
-
-    The model is in eval mode while it computes, and in its former mode between tokens.
-
-    Args:
-        temperature: divides the logits; 0 takes the likeliest token.
-        top_k: draw from the k likeliest tokens.
-        top_p: draw from the likeliest tokens whose probabilities sum to top_p.
-        generator: of random numbers, on the prompt's device; None: torch's default.
-        stop: token or tokens that end a row. A row that has ended repeats its last token; when all have, the stream ends.
-        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
-
-    Raises:
-        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
-            no distribution.
-    """
-    check_prompt(tokens, model.vocab_size)
-    integer(max_new_tokens, "max_new_tokens", 0)
-    integer(prompt_chunk, "prompt_chunk", 1)
-    check_sampling(temperature, top_k, top_p)
-    ends = torch.tensor(stop_tokens(stop, model.vocab_size), device=tokens.device, dtype=torch.int64)
-    draw = lambda logits: sample(logits, temperature, top_k, top_p, generator)  # noqa: E731
-    return _stream(model, tokens, max_new_tokens, draw, ends, prompt_chunk)
-
-
-@torch.no_grad()
-def _stream(
-    model: CausalModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    draw: Callable[[Tensor], Tensor],
-    ends: Tensor,
-    prompt_chunk: int,
-) -> Iterator[Tensor]:
-    with _evaluating(model):
-        model.configure_model()
-        caches = model.transformer.new_caches()
-    ended, step = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device), tokens
-    for _ in range(max_new_tokens):
-        with _evaluating(model):
-            for part in step.split(prompt_chunk, 1):
-                logits = model(part, caches=caches, last_only=True)
-            drawn = draw(logits[:, -1])
-        drawn = torch.where(ended, step[:, -1], drawn)
-        step = drawn[:, None]
-        if len(ends):
-            ended = ended | torch.isin(drawn, ends)
-        yield drawn
-        if len(ends) and bool(ended.all()):
-            return
-
-
-@contextmanager
-def _evaluating(model: CausalModel) -> Iterator[None]:
-    """The model in eval mode; afterwards in the mode it was in."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        if was_training:
-            model.train()
-
-
-def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
-    """(B, N + new) tokens: the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
-
-    Args and errors: those of `generate_stream`.
-    """
-    drawn = list(generate_stream(model, tokens, max_new_tokens, **options))
-    return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
 
 
 class TokenOptions(SizeOptions, LongNetOptions, total=False):
@@ -334,15 +168,20 @@ class LongNetLM(StreamedLosses, TokenModel):
         lengths: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         caches: list[KVCache] | None = None,
-        last_only: bool = False,
+        last_only: bool | Tensor = False,
     ) -> Tensor:
-        """Logits (B, N, V) from tokens (B, N), or with `last_only` the last token's (B, 1, V).
+        """Logits (B, N, V) from tokens (B, N); with `last_only` the last token's (B, 1, V), or those of the tokens (B,) that
+        it names.
 
         `caches` hold the tokens before these: `model.transformer.new_caches()`, which each call extends.
         """
         self.configure_model()
         x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens, caches=caches)
-        return self._logits(x[:, -1:] if last_only else x)
+        if isinstance(last_only, Tensor):
+            x = x.gather(1, last_only[:, None, None].expand(-1, 1, x.shape[2]))
+        elif last_only:
+            x = x[:, -1:]
+        return self._logits(x)
 
     def token_losses(self, batch: Mapping[str, Any]) -> Tensor:
         """(B, N) nats of each label, at least fp32, 0 where the label is -100."""
@@ -410,7 +249,8 @@ class LongNetLM(StreamedLosses, TokenModel):
         """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
 
         Args:
-            options: temperature, top_k, top_p, generator, stop, prompt_chunk; see the function `generate_stream`.
+            options: temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights; see the
+                function `generate_stream`.
         """
         return generate(self, tokens, max_new_tokens, **options)
 
@@ -459,5 +299,6 @@ class LongNetLM(StreamedLosses, TokenModel):
 
 
 LongNetLM.loss_terms.streams = True  # type: ignore[attr-defined]  # one that a user puts in its place has no such mark
+LongNetLM.forward.decodes = True  # type: ignore[attr-defined]  # does the same for every token: it can be captured
 #: the class's own method, to recognise one that a user has put in its place
 _TOKEN_LOSSES = LongNetLM.token_losses

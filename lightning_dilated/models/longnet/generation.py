@@ -1,0 +1,294 @@
+"""Continuing prompts with a causal model: the prompt is read at once, then tokens are drawn one by one.
+
+Shape letters: B batch, N tokens of a prompt, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._device import send
+from lightning_dilated._validation import flag, integer
+from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.models.longnet.int8 import call, check_int8, rounded_weights
+from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
+from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, refuse, token_step
+
+#: tokens of a prompt that are processed at once
+PROMPT_CHUNK = 1 << 16
+#: tokens that `generate` starts before it looks whether all samples had ended
+AHEAD = 16
+
+
+def check_prompt(tokens: Tensor, vocab_size: int) -> None:
+    """Raise unless these are (B, N >= 1) integers from 0 to V - 1."""
+    if tokens.ndim != 2 or tokens.shape[1] == 0:
+        raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(wrong):
+        row, at = wrong[0].tolist()
+        raise ValueError(
+            f"the prompt holds token {int(tokens[row, at])} at position {at} of row {row}, but vocab_size={vocab_size} "
+            f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
+        )
+
+
+def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
+    """Tokens of each prompt of (B, N), None where none is padded; raises for what cannot be."""
+    if lengths is None:
+        return None
+    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
+    batch, most = tokens.shape
+    if len(values) != batch:
+        raise ValueError(f"lengths must hold a number for each of the {batch} prompts, got {len(values)}.")
+    values = [integer(x, "each of lengths", 1) for x in values]
+    if max(values) > most:
+        raise ValueError(f"lengths holds {max(values)}, but the prompts are (B, N) = {tuple(tokens.shape)}.")
+    return None if min(values) == most else tuple(values)
+
+
+@dataclass(frozen=True)
+class _Request:
+    """What is to be generated; attributes as of `generate_stream`, checked."""
+
+    tokens: Tensor
+    count: int
+    sampling: Sampling
+    generator: torch.Generator | None
+    ends: list[int]
+    prompt_chunk: int
+    lengths: tuple[int, ...] | None
+    max_length: int | None
+    int8_weights: bool
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(self.lengths) if self.lengths else self.tokens.shape[1]
+
+    def last(self) -> Tensor:
+        """(B,) the last token of each prompt."""
+        if self.lengths is None:
+            return self.tokens[:, -1]
+        at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)
+        return self.tokens.gather(1, at)[:, 0]
+
+
+def generate_stream(
+    model: CausalModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    stop: int | Sequence[int] | None = None,
+    prompt_chunk: int = PROMPT_CHUNK,
+    lengths: Tensor | Sequence[int] | None = None,
+    max_length: int | None = None,
+    int8_weights: bool = False,
+) -> Iterator[Tensor]:
+    """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
+
+    The model is in eval mode while it computes, and in its former mode between tokens. On a GPU the step from a token to the
+    next is captured as a CUDA graph by the first call, and replayed by later ones with as many samples and the same options;
+    hooks, weights that are sharded or on the CPU, and a forward of one's own keep it from that.
+
+    Args:
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: draw from the k likeliest tokens.
+        top_p: draw from the likeliest tokens whose probabilities sum to top_p.
+        generator: of random numbers, on the prompt's device; None: torch's default.
+        stop: token or tokens that end a row. A row that has ended repeats its last token; when all have, the stream ends.
+        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
+        lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
+        max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
+            None: as many as this call needs. A later call of up to as many then finds caches and graph.
+        int8_weights: draw tokens with the weights of linear layers rounded to int8 (torchao), which changes the numbers and
+            halves the bytes to read; the prompt is read with the model's own weights.
+
+    Raises:
+        ImportError: for int8_weights without torchao.
+        ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
+            no distribution.
+    """
+    options = temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights
+    return _stream(model, _request(model, tokens, max_new_tokens, *options), 1)
+
+
+def _request(
+    model: CausalModel,
+    tokens: Tensor,
+    max_new_tokens: int,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+    stop: int | Sequence[int] | None = None,
+    prompt_chunk: int = PROMPT_CHUNK,
+    lengths: Tensor | Sequence[int] | None = None,
+    max_length: int | None = None,
+    int8_weights: bool = False,
+) -> _Request:
+    check_prompt(tokens, model.vocab_size)
+    count = integer(max_new_tokens, "max_new_tokens", 0)
+    chunk = integer(prompt_chunk, "prompt_chunk", 1)
+    sampling = Sampling(temperature, top_k, top_p)
+    ends, sizes = stop_tokens(stop, model.vocab_size), prompt_lengths(lengths, tokens)
+    if flag(int8_weights, "int8_weights"):
+        check_int8()
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights)
+    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
+        raise ValueError(
+            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
+            f"Set it to {request.longest + count} at least, or leave it out."
+        )
+    return request
+
+
+@torch.no_grad()
+def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tensor]:
+    if request.count == 0:
+        return
+    with _evaluating(model):
+        model.configure_model()
+    longest = request.max_length or request.longest + request.count
+    rounded = rounded_weights(model) if request.int8_weights else None
+    with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
+        if step is not None:
+            with _evaluating(model):
+                step = _started(model, request, step)
+        if step is None:
+            yield from _one_by_one(model, request, rounded)
+        else:
+            yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
+
+
+def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
+    """Every token by a call of the model."""
+    ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
+    ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
+    caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
+    for i in range(request.count):
+        with _evaluating(model):
+            if i:
+                logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
+            else:
+                logits = _read(model, request, caches)
+            drawn = request.sampling.draw(logits, request.generator)
+        last = torch.where(ended, last, drawn)
+        if len(ends):
+            ended = ended | torch.isin(last, ends)
+        yield last
+        if len(ends) and bool(ended.all()):
+            return
+
+
+def _started(model: CausalModel, request: _Request, step: TokenStep) -> TokenStep | None:
+    """The step after the first token; None where it cannot be captured."""
+    step.begin(request.lengths, request.ends)
+    logits = _read(model, request, step.caches)
+    try:
+        if request.count > 1:
+            step.prepare(model)
+    except Exception as error:  # whatever it is, the plain path does not capture
+        refuse(model, error)
+        return None
+    step.start(logits, request.last(), request.generator)
+    return step
+
+
+def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
+    """Tokens by the step; `ahead` more are started before the host waits to know whether all samples have ended.
+
+    Draws of tokens that come after the end are taken back.
+    """
+    under_way: deque[tuple[Tensor, _Flag | None, Tensor | None]] = deque()
+    started = 0
+    for i in range(request.count):
+        while started < min(request.count, i + 1 + ahead):
+            if started:
+                weights.check()
+                step.next(request.generator)
+            flag = _Flag(step.done) if request.ends else None
+            under_way.append((step.token.clone(), flag, step.state(request.generator) if ahead else None))
+            started += 1
+        drawn, flag, state = under_way.popleft()
+        over = flag is not None and flag.read()
+        if over and state is not None:
+            step.restore(request.generator, state)
+        yield drawn
+        if over:
+            return
+
+
+class _Flag:
+    """A bool of the device, copied to the host while both go on."""
+
+    def __init__(self, value: Tensor) -> None:
+        self._value, self._event = value.clone(), None
+        if value.is_cuda:
+            self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> bool:
+        """The value, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._value)
+
+
+def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
+    """(B, V) logits after the prompts, which the caches then hold."""
+    tokens, chunk = request.tokens[:, : request.longest], request.prompt_chunk
+    if request.lengths is None:
+        for part in tokens.split(chunk, 1):
+            logits = model(part, caches=caches, last_only=True)
+        return logits[:, -1]
+    at, start, last = send(torch.tensor(request.lengths) - 1, tokens.device), 0, None
+    for part in tokens.split(chunk, 1):
+        logits = model(part, caches=caches, last_only=(at - start).clamp(0, part.shape[1] - 1))[:, -1]
+        last = logits if last is None else torch.where((at >= start)[:, None], logits, last)
+        start += part.shape[1]
+    return last
+
+
+@contextmanager
+def _evaluating(model: CausalModel) -> Iterator[None]:
+    """The model in eval mode; afterwards in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        if was_training:
+            model.train()
+
+
+def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
+    """(B, N + new) tokens: the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.
+
+    With `lengths` each row holds its own prompt, what continues it, and its last token again up to the end.
+    Args and errors: those of `generate_stream`.
+    """
+    request = _request(model, tokens, max_new_tokens, **options)
+    drawn = list(_stream(model, request, AHEAD))
+    if request.lengths is None:
+        return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
+    new = torch.stack([request.last(), *drawn], 1)
+    number = torch.arange(tokens.shape[1] + len(drawn), device=tokens.device)
+    past = number - send(torch.tensor(request.lengths)[:, None] - 1, tokens.device)
+    continued = new.gather(1, past.clamp(0, len(drawn)))
+    padded = torch.nn.functional.pad(tokens, (0, len(drawn)))
+    return torch.where(past > 0, continued, padded)

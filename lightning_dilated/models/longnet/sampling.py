@@ -1,0 +1,79 @@
+"""Which token comes next: options of sampling and their checks, and draws from logits without waiting for the device.
+
+Shape letters: B batch, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from lightning_dilated._validation import integer, real
+
+
+def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
+    """Raise ValueError for sampling options that define no distribution."""
+    real(temperature, "temperature", least=0, hint=" 0 takes the likeliest token.")
+    if top_k is not None:
+        integer(top_k, "top_k", 1)
+    if top_p is not None:
+        real(top_p, "top_p", above=0, most=1)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Options of a draw, checked; those of `generate_stream`."""
+
+    temperature: float = 1.0
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __post_init__(self) -> None:
+        check_sampling(self.temperature, self.top_k, self.top_p)
+
+    def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
+        """(B,) tokens from logits (B, V)."""
+        return sample(logits, self.temperature, self.top_k, self.top_p, generator)
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """(B,) tokens drawn from logits (B, V); options as of `generate_stream`.
+
+    A token is drawn as the first of exponential clocks that run at the probabilities: the numbers are those of
+    `torch.multinomial`, which checks its input and so waits for the device.
+    """
+    if temperature == 0:
+        return logits.argmax(-1)
+    logits = logits.float()
+    logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so no temperature overflows
+    if top_k is not None:
+        floor = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < floor, -torch.inf)
+    if top_p is not None:
+        values, order = logits.sort(descending=True)
+        probability = values.softmax(-1)
+        beyond = probability.cumsum(-1) - probability >= top_p  # never the likeliest token
+        logits = logits.scatter(-1, order, values.masked_fill(beyond, -torch.inf))
+    clocks = torch.empty_like(logits).exponential_(generator=generator)
+    return (logits.softmax(-1) / clocks).argmax(-1)
+
+
+def stop_tokens(stop: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+    """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
+    if stop is None:
+        return []
+    if isinstance(stop, (str, bytes)) or not isinstance(stop, (int, Sequence)):
+        raise TypeError(f"stop must be a token, a list of tokens or None, got {stop!r}.")
+    ends = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]
+    if ends and max(ends) >= vocab_size:
+        raise ValueError(f"stop must lie below vocab_size={vocab_size}, got {max(ends)}: it would never be drawn.")
+    return ends
