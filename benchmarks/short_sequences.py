@@ -20,6 +20,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.data import DataLoader
 
 import lightning_dilated as ld
 
@@ -103,7 +104,7 @@ def fitted(model: pl.LightningModule, batch: Mapping[str, Any], steps: int = 60)
         strategy="ring_dilated", devices=1, accelerator="gpu", precision="bf16-mixed", max_steps=steps, callbacks=[clock],
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(model, [batch] * steps)
+    trainer.fit(model, DataLoader([dict(batch)] * steps, batch_size=None))
     parts = [(clock.times[i + 10] - clock.times[i]) * 100 for i in range(10, len(clock.times) - 10, 10)]
     return statistics.median(parts)
 

@@ -310,7 +310,7 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
         strategy="ring_dilated", accelerator="gpu", devices=1, precision="bf16-mixed", max_epochs=1, logger=False,
         accumulate_grad_batches=2, enable_checkpointing=False, enable_progress_bar=False, gradient_clip_val=1.0,
     )  # fmt: skip
-    trainer.fit(model, batches)
+    trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
     assert float(trainer.callback_metrics["train_loss"]) < 1.5
     graphs = model.transformer.graphs
     assert len(graphs._records) == 1 and graphs._turn == 40 and not graphs._said
