@@ -183,6 +183,34 @@ def test_more_ranks_than_packs(tmp_path):
         documents(tmp_path, sizes=(1, 1)).check()
 
 
+@pytest.mark.parametrize(("before", "batches", "after"), [(2, 2, 1), (1, 2, 2), (3, 1, 2)])
+def test_a_position_is_taken_over_by_other_ranks(tmp_path, before, batches, after):
+    """What so many ranks used up is a run of packs from the epoch's beginning; others go on behind it."""
+
+    def loaders(ranks):
+        made = []
+        for rank in range(ranks):
+            module = documents(tmp_path)
+            module._replica = lambda rank=rank: (rank, ranks)
+            made.append(module.train_dataloader())
+        return made
+
+    def served(loader, count=None):
+        return [tuple(batch["index"].tolist()) for batch in itertools.islice(loader, count)]
+
+    whole = served(loaders(1)[0])
+    first = [(loader, served(loader, batches)) for loader in loaders(before)]
+    used = [pack for step in zip(*(packs for _, packs in first), strict=True) for pack in step]
+    states = [loader.state_dict() for loader, _ in first]
+    assert used == whole[: batches * before] and all(state == states[0] for state in states)
+    rest = []
+    for loader in loaders(after):
+        loader.load_state_dict(states[0])
+        rest.append(served(loader))
+    want = whole[batches * before :]
+    assert [pack for step in zip(*rest, strict=True) for pack in step] == want[: len(want) // after * after]
+
+
 # -- runs --------------------------------------------------------------------------------------------------------------
 def epochs(data, budget=16, seed=3):
     """The packs of each epoch, without end."""

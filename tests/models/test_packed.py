@@ -8,11 +8,11 @@ from lightning_dilated.memory.block_memory import set_memory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.longvit.model import LongViT
 
+from .rows import packed, slides, texts
 from .slides import batch, encoder
 
 PATTERN = DilatedPattern.longnet([4, 8, 32], [1, 2, 4])
 SLIDES = {"task": "classification", "num_classes": 2}
-ALONG = ("features", "coords", "tokens", "labels")
 
 
 def built(cls, *args, **options):
@@ -24,34 +24,6 @@ def built(cls, *args, **options):
             for p in model.parameters():
                 p.add_(0.05 * torch.randn_like(p))
     return model.double()
-
-
-def texts(*sizes, vocab=11, label=False):
-    """Samples of tokens, each alone."""
-    made, samples = torch.Generator().manual_seed(3), []
-    for i, n in enumerate(sizes):
-        values = torch.randint(vocab, (n + 1,), generator=made)
-        sample = {"tokens": values[None, :-1], "index": torch.tensor([5 * i + 2])}
-        labels = values[None, 1:].clone()
-        labels[0, -1] = -100
-        samples.append(sample | ({"label": torch.tensor([i % 2])} if label else {"labels": labels}))
-    return samples
-
-
-def slides(*tiles):
-    """Slides, each alone, of a padded batch."""
-    whole = batch(*tiles)
-    return [
-        {name: x[i : i + 1, :n] if name in ALONG else x[i : i + 1] for name, x in whole.items() if name != "lengths"}
-        for i, n in enumerate(whole["lengths"].tolist())
-    ]
-
-
-def packed(samples):
-    """The samples in one row."""
-    sizes = [next(x.shape[1] for name, x in s.items() if name in ALONG) for s in samples]
-    row = {n: torch.cat([s[n] for s in samples], 1 if n in ALONG else 0) for n in samples[0]}
-    return {**row, "cu_seqlens": torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)}
 
 
 def gradients(model, terms):

@@ -289,7 +289,7 @@ class SlideBackbone(ReleasedModel):
         """
         checked_by_all(self._check_shapes, features, coords)
         positions = token_positions(0, features.shape[1]) if documents is None else documents.position
-        checked_by_all(_check_blank, coords, positions)
+        checked_by_all(_check_blank, coords, positions, documents is not None)
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
@@ -317,16 +317,18 @@ class SlideBackbone(ReleasedModel):
             )
 
 
-def _check_blank(coords: Tensor, positions: Tensor) -> None:
-    in_front = coords[:, (positions == 0).to(coords.device)]
-    wrong = (in_front.double() != BLANK).any(-1).nonzero()
-    if len(wrong):
-        row, at = wrong[0].tolist()
-        raise ValueError(
-            "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted "
-            f"in lengths. A slide's first row has coords {in_front[row, at].tolist()}. SlideDataModule adds it; the model "
-            "called with tiles alone does, too."
-        )
+def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
+    """Raise unless every first row of a slide is blank; of slides that are not `packed` this rank's first row may be one."""
+    at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
+    in_front = coords[:, send(at, coords.device)]
+    if not len(at) or bool((in_front.double() == BLANK).all()):
+        return
+    row, slide = (in_front.double() != BLANK).any(-1).nonzero()[0].tolist()
+    raise ValueError(
+        "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted in "
+        f"lengths (or cu_seqlens). A slide's first row has coords {in_front[row, slide].tolist()}. SlideDataModule adds it; "
+        "the model called with tiles alone does, too."
+    )
 
 
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:

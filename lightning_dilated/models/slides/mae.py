@@ -147,7 +147,8 @@ class SlidePretrainer(SlideBackbone):
         packed = {"lengths": lengths, "cu_seqlens": batch.get("cu_seqlens")}
 
         def hide(x: Tensor, positions: Tensor) -> Tensor:
-            hidden.append(self.hidden_tiles(batch["index"], positions, lengths, documents))
+            packed_by = () if documents is None else (documents,)
+            hidden.append(self.hidden_tiles(batch["index"], positions, lengths, *packed_by))
             return torch.where(send(hidden[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
 
         x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide, documents=documents)
