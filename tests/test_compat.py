@@ -100,6 +100,24 @@ def test_options_of_strategies():
     assert not ours.writes_one_file(parallel()) and not ours.writes_one_file(strategy), words
 
 
+def test_batches_of_an_epoch():
+    words = "Lightning reads the batches of an epoch elsewhere: packed epochs of unlike lengths would be cut or run on"
+    loader = DataLoader(range(5))
+    fetcher = SimpleNamespace(length=5)
+    combined = SimpleNamespace(flattened=[loader], limits=[5])
+    loop = SimpleNamespace(max_batches=5, _combined_loader=combined, _data_fetcher=fetcher)
+    told = SimpleNamespace(fit_loop=loop, limit_train_batches=1.0, val_check_interval=0.5, val_check_batch=2)
+    ours.set_epoch_batches(told, loader, 8)
+    assert (loop.max_batches, combined.limits, fetcher.length, told.val_check_batch) == (8, [8], 8, 4)
+    told.limit_train_batches = 3
+    ours.set_epoch_batches(told, loader, 8)
+    assert loop.max_batches == 3
+    real = pl.Trainer(accelerator="cpu", devices=1, logger=False, enable_checkpointing=False).fit_loop
+    for name in ("max_batches", "_combined_loader", "_data_fetcher"):
+        assert hasattr(real, name), words
+    assert "val_check_batch" in inspect.getsource(type(real).setup_data), words
+
+
 def test_device_mesh_of_a_module():
     module = pl.LightningModule()
     ours.set_device_mesh(module, "a mesh")

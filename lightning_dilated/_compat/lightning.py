@@ -228,6 +228,24 @@ def epoch_batches_finished(trainer: pl.Trainer) -> int:
     return current.processed
 
 
+def set_epoch_batches(trainer: pl.Trainer, loader: Any, length: int) -> None:
+    """Let the epoch that begins have the batches of a training loader of this length; 2.6.6.
+
+    Lightning reads the length once, before the first epoch, into `fit_loop.max_batches`, `trainer.val_check_batch`, the
+    limits of `fit_loop._combined_loader` and the length of `fit_loop._data_fetcher`. Left alone where the Trainer combines
+    several loaders.
+    """
+    loop, limit = trainer.fit_loop, trainer.limit_train_batches
+    combined, fetcher = loop._combined_loader, loop._data_fetcher
+    if combined is None or fetcher is None or len(combined.flattened) != 1 or combined.flattened[0] is not loader:
+        return
+    batches = min(length, limit) if isinstance(limit, int) else int(length * (1.0 if limit is None else limit))
+    loop.max_batches, combined.limits, fetcher.length = batches, [batches], batches
+    every = trainer.val_check_interval
+    if isinstance(every, float) and trainer.val_check_batch is not None:
+        trainer.val_check_batch = max(1, int(batches * every))
+
+
 # -- models ------------------------------------------------------------------------------------------------------------
 #: a class method that raises where it is called on an object, as Lightning's `load_from_checkpoint`; known for 2.6.6
 restricted_classmethod = _restricted_classmethod

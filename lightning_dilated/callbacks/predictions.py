@@ -178,15 +178,25 @@ class AttentionWriter(pl.Callback):
                 f"AttentionWriter names its files by the batch's slide_id, a list of file names without folders; got "
                 f"{names!r}. SlideDataModule gives it."
             )
-        tiles, coords = batch["features"][:, 1:], batch["coords"][:, 1:]  # the first row is blank
-        lengths = batch["lengths"] - 1 if batch.get("lengths") is not None else None
-        with trainer.precision_plugin.predict_step_context():
-            maps = cast(SlideEncoder, pl_module).attention_map(
-                tiles, coords, lengths, layer=self.layer, heads=self.heads
-            )
         self._folder.mkdir(parents=True, exist_ok=True)
+        features, coords, bounds = batch["features"], batch["coords"], batch.get("cu_seqlens")
+        if bounds is None:
+            self._write(trainer, pl_module, names, features, coords, batch.get("lengths"))
+            return
+        for i, name in enumerate(names):  # slides packed into one row
+            rows = slice(int(bounds[i]), int(bounds[i + 1]))
+            self._write(trainer, pl_module, [name], features[:, rows], coords[:, rows], None)
+
+    def _write(
+        self, trainer: pl.Trainer, module: Any, names: Any, features: Tensor, coords: Tensor, lengths: Tensor | None
+    ) -> None:
+        """Encode slides (B, N, F), and write a file for each."""
+        tiles, coords = features[:, 1:], coords[:, 1:]  # the first row is blank
+        counts = None if lengths is None else lengths - 1
+        with trainer.precision_plugin.predict_step_context():
+            maps = cast(SlideEncoder, module).attention_map(tiles, coords, counts, layer=self.layer, heads=self.heads)
         for i, name in enumerate(names):
-            count = tiles.shape[1] if lengths is None else int(lengths[i])
+            count = tiles.shape[1] if counts is None else int(counts[i])
             attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
             # savez would not append the ending to a name that has one
             with (self._folder / f"{name}.npz").open("wb") as file:

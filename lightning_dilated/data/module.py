@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from typing import Any
 
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.data.packing import PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
@@ -36,6 +38,9 @@ class SplitDataModule(pl.LightningDataModule):
         seed: fixes the training order.
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous; null: if there is a GPU.
+        pack_tokens: the most tokens of a batch on each device: samples are filled into one row up to here, in the order of
+            the epoch, with `cu_seqlens` (D + 1,) int32 on the CPU where they begin and end, in place of `batch_size` padded
+            rows; null does not pack. A sample with more tokens is a batch by itself. Entries with a value a sample are (D,).
 
     Raises: TypeError or ValueError for values outside these ranges.
     """
@@ -48,10 +53,21 @@ class SplitDataModule(pl.LightningDataModule):
     schedule: SeqLenSchedule | None = None
 
     def __init__(
-        self, batch_size: int = 1, seed: int = 0, num_workers: int = 0, pin_memory: bool | None = None
+        self,
+        batch_size: int = 1,
+        seed: int = 0,
+        num_workers: int = 0,
+        pin_memory: bool | None = None,
+        pack_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.batch_size = integer(batch_size, "data.batch_size", 1)
+        self.pack_tokens = None if pack_tokens is None else integer(pack_tokens, "data.pack_tokens", 1)
+        if pack_tokens is not None and batch_size != 1:
+            raise ValueError(
+                f"data.batch_size is {batch_size}, but with data.pack_tokens = {pack_tokens} a batch is one row of as many "
+                "samples as fit: leave data.batch_size at 1, or leave data.pack_tokens out"
+            )
         self.seed = integer(seed, "data.seed", 0)
         self.num_workers = integer(num_workers, "data.num_workers", 0)
         self.pin_memory = None if pin_memory is None else flag(pin_memory, "data.pin_memory")
@@ -95,21 +111,24 @@ class SplitDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
         rank, replicas = self._replica()
-        dataset = self.dataset("train")
+        dataset, sampler = self._sampled("train", rank, replicas, shuffle=self.shuffles, seed=self.seed, drop_last=True)
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
-        collate = self.collate
+        collate = self._collate
         if self.schedule is not None:
             dataset, collate = ScheduledSequences(dataset, self.schedule), collate or collate_rows
         loader = ResumableLoader(
             dataset,
             batch_size=self.per_rank(replicas),
             collate_fn=SendableCollate(collate),
-            sampler=ResumableSampler(dataset, replicas, rank, shuffle=self.shuffles, seed=self.seed, drop_last=True),
+            sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=self._pins(),
             drop_last=True,
         )
         loader.trainer = self.trainer
+        if isinstance(sampler, PackingSampler):
+            self._check_packs(sampler)
+            sampler.after_set_epoch = loader.tell_length
         # Lightning itself restores loaders only in some resumed runs: not if the checkpoint ends an epoch, nor if
         # configure_optimizers asked for trainer.estimated_stepping_batches
         if self._resume_state is not None:
@@ -151,6 +170,34 @@ class SplitDataModule(pl.LightningDataModule):
         if count < needed:
             raise ValueError(self.too_few(count, needed, replicas))
 
+    @property
+    def _collate(self) -> Callable[[list[Any]], Any] | None:
+        return self.collate if self.pack_tokens is None else collate_pack
+
+    def _sampled(self, split: str, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
+        """The samples of a split, or its packs, and this rank's order."""
+        dataset = self.dataset(split)
+        if self.pack_tokens is None:
+            return dataset, ResumableSampler(dataset, replicas, rank, **order)
+        packed = PackedSamples(dataset, self.pack_tokens)
+        return packed, PackingSampler(packed, replicas, rank, **order)
+
+    def _check_packs(self, sampler: PackingSampler) -> None:
+        """Raise ValueError where training samples make fewer packs than replicas; one line for samples too long to pack."""
+        lengths, replicas = sampler.dataset.lengths, sampler.num_replicas
+        if len(sampler) == 0:
+            raise ValueError(
+                f"the train split has {len(lengths)} samples of {int(lengths.sum()):,} tokens, which data.pack_tokens = "
+                f"{self.pack_tokens} packs into fewer batches than there are data-parallel ranks ({replicas}): lower "
+                "data.pack_tokens, use fewer ranks, or pass more data"
+            )
+        longer = int((lengths > sampler.dataset.budget).sum())
+        if longer:
+            rank_zero_info(
+                f"data: {longer:,} of {len(lengths):,} training samples have more than data.pack_tokens = "
+                f"{self.pack_tokens:,} tokens, up to {int(lengths.max()):,}: each is a batch by itself"
+            )
+
     def _replica(self) -> tuple[int, int]:
         """This process's data-parallel rank and the number of ranks."""
         options = None if self.trainer is None else self.trainer.distributed_sampler_kwargs
@@ -168,12 +215,12 @@ class SplitDataModule(pl.LightningDataModule):
                 raise ValueError(f"there is no {split} split to run on: {missing}")
             return []
         rank, replicas = self._replica()
-        dataset = self.dataset(split)
+        dataset, sampler = self._sampled(split, rank, replicas, shuffle=False)
         return DataLoader(
             dataset,
             batch_size=self.per_rank(replicas),
-            collate_fn=SendableCollate(self.collate),
-            sampler=ResumableSampler(dataset, replicas, rank, shuffle=False),
+            collate_fn=SendableCollate(self._collate),
+            sampler=sampler,
             num_workers=self.num_workers,
             pin_memory=self._pins(),
         )
@@ -187,7 +234,7 @@ class SequenceDataModule(SplitDataModule):
         val_limit: use at most this many sequences of the validation split, and of the test split; null for all.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
-        batch_size, seed, num_workers, pin_memory: see `SplitDataModule`.
+        batch_size, seed, num_workers, pin_memory, pack_tokens: see `SplitDataModule`.
     """
 
     #: what errors call a sequence
@@ -202,9 +249,20 @@ class SequenceDataModule(SplitDataModule):
         seed: int,
         num_workers: int,
         pin_memory: bool | None,
+        pack_tokens: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
+        super().__init__(batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.seq_len = integer(seq_len, "data.seq_len", 1)
+        if pack_tokens is not None and pack_tokens < self.seq_len:
+            raise ValueError(
+                f"data.pack_tokens is {pack_tokens}, below data.seq_len = {seq_len}, the most tokens of a sample: raise the "
+                "former or lower the latter"
+            )
+        if pack_tokens is not None and seq_len_schedule is not None:
+            raise ValueError(
+                "data.seq_len_schedule cuts sequences of equal length, and data.pack_tokens packs samples of any length: "
+                "leave one of them out"
+            )
         if seq_len_schedule is not None:
             self.schedule = SeqLenSchedule(seq_len_schedule, self.seq_len)
         self.val_limit = None if val_limit is None else integer(val_limit, "data.val_limit", 1)
@@ -213,10 +271,20 @@ class SequenceDataModule(SplitDataModule):
         """The most sequences of a split; None for all."""
         return None if split == "train" else self.val_limit
 
-    def check_length(self, split: str, size: int, total: int, items: str, change: str) -> None:
-        """Raise ValueError where the `size` items of a split, such as bytes, make no sequence and its label."""
-        if size > self.seq_len:
+    @property
+    def kind(self) -> str:
+        """What the samples are, in words."""
+        return f"sequences of {self.seq_len:,}" if self.pack_tokens is None else f"documents of up to {self.seq_len:,}"
+
+    def check_length(self, split: str, size: int, total: int, items: str, change: str, samples: Sized) -> None:
+        """Raise ValueError where the `size` items of a split, such as bytes, make no sample and its label."""
+        if len(samples):
             return
+        if self.pack_tokens is not None:
+            raise ValueError(
+                f"the {split} split has {size} of the {total} {items}, and no document of two or more: pass more data, or "
+                f"{change}"
+            )
         shorter = f", lower data.seq_len to at most {size - 1}" if size > 1 else ""
         raise ValueError(
             f"the {split} split has {size} of the {total} {items}, but one sequence of data.seq_len = {self.seq_len} needs "
@@ -224,6 +292,11 @@ class SequenceDataModule(SplitDataModule):
         )
 
     def too_few(self, count: int, needed: int, replicas: int) -> str:
+        if self.pack_tokens is not None:
+            return (
+                f"the train split has {count} samples, but {replicas} data-parallel ranks take one each: use fewer ranks, "
+                "or pass more data in data.paths"
+            )
         return (
             f"the train split has {count} {self.unit} of data.seq_len = {self.seq_len}, but one batch takes {needed} "
             f"(data.batch_size = {self.batch_size} on {replicas} data-parallel ranks): lower data.batch_size or "

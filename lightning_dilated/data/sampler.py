@@ -16,6 +16,7 @@ from lightning_dilated._compat.lightning import (
     batches_finished,
     epoch_batches_finished,
     set_batches_finished,
+    set_epoch_batches,
 )
 from lightning_dilated.data.files import same_fingerprint, tells_content
 from lightning_dilated.data.schedule import SeqLenSchedule
@@ -41,6 +42,9 @@ class ResumableSampler(DistributedSampler):
     Raises: ValueError for a rank outside [0, num_replicas).
     """
 
+    #: whether epochs have different numbers of batches
+    epochs_differ = False
+
     def __init__(
         self,
         dataset: Dataset,
@@ -55,6 +59,7 @@ class ResumableSampler(DistributedSampler):
         self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
         self._resumed = False
         self.on_set_epoch: Callable[[], None] | None = None  # called first, each time Lightning sets the epoch
+        self.after_set_epoch: Callable[[], None] | None = None  # called last, where epochs differ in their batches
         #: the length of the n-th sample of the next pass, where lengths follow a schedule
         self.length_of: Callable[[int], int] | None = None
 
@@ -92,6 +97,19 @@ class ResumableSampler(DistributedSampler):
     def restore(self, epoch: int, consumed: int) -> None:
         """Let the next pass start in `epoch` after `consumed` of its samples (counted over all ranks)."""
         self.epoch, self.consumed, self._positioned, self._resumed = epoch, consumed, True, True
+
+    def position_after(self, samples: int, batches: int, batch_size: int) -> int:
+        """Samples of this epoch used up, over all ranks, after so many more batches of each rank."""
+        return min(samples + batches * batch_size * self.num_replicas, len(self.dataset))  # type: ignore[arg-type]
+
+    def batches_after(self, samples: int, batch_size: int, drop_last: bool) -> int:
+        """Batches of this rank in the rest of an epoch of which `samples` are used up."""
+        rest, step = len(self.dataset) - samples, batch_size * self.num_replicas  # type: ignore[arg-type]
+        return rest // step if drop_last else -(-rest // step)
+
+    def batch_identity(self, batch_size: int) -> dict[str, Any]:
+        """What a checkpoint says of the size of batches: with another one Lightning's counts of batches are translated."""
+        return {"global_batch_size": batch_size * self.num_replicas}
 
     def start_pass(self) -> None:
         """Enter the next epoch, unless the position was set since the last pass or nothing was used since."""
@@ -137,7 +155,7 @@ class ResumableLoader(DataLoader):
             sampler.length_of = partial(self._schedule_at, self._schedule, *self._progress())
         for batch in super().__iter__():
             self._handed_out = (self._processed(), sampler.consumed)
-            sampler.consumed = min(sampler.consumed + self._step(), len(self.dataset))  # type: ignore[arg-type]
+            sampler.consumed = self._position_after(sampler.consumed, 1)
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -147,10 +165,10 @@ class ResumableLoader(DataLoader):
         epoch, samples = self.sampler.epoch, self.sampler.consumed
         if self._handed_out[0] == self._processed() >= 0:  # the last batch was not finished
             samples = self._handed_out[1]
-        if samples >= self._epoch_batches() * self._step() or self._batches_after(samples) == 0:
+        if samples >= self._position_after(0, self._epoch_batches()) or self._batches_after(samples) == 0:
             epoch, samples = epoch + 1, 0
         schedule = {} if self._schedule is None else {"seq_len_schedule": self._schedule.state()}
-        return {**self._identity(), **schedule, "epoch": epoch, "samples": samples, "global_batch_size": self._step()}
+        return {**self._identity(), **schedule, "epoch": epoch, "samples": samples, **self._batch_identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken.
@@ -169,14 +187,21 @@ class ResumableLoader(DataLoader):
                 f"with {schedule}."
             )
         epoch, samples = int(state["epoch"]), int(state["samples"])
+        self.sampler.restore(epoch, samples)
         if samples > 0 and self._batches_after(samples) == 0:  # the rest is less than one batch of the new size
             epoch, samples = epoch + 1, 0
-        self.sampler.restore(epoch, samples)
+            self.sampler.restore(epoch, samples)
         self._handed_out = (-1, 0)
-        if state.get("global_batch_size", self._step()) != self._step():
+        size = self._batch_identity()["global_batch_size"]
+        if self.sampler.epochs_differ or state.get("global_batch_size", size) != size:
             # not now: Lightning may restore its counters later, but always before it sets the epoch
             self._loaded_samples = samples
             self.sampler.on_set_epoch = self._translate_progress
+
+    def tell_length(self) -> None:
+        """Let the Trainer expect the batches of the epoch that begins, where epochs have different numbers of them."""
+        if self.trainer is not None:
+            set_epoch_batches(self.trainer, self, len(self))
 
     def _check_identity(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state of other data, and warn where it has too little to compare."""
@@ -238,14 +263,17 @@ class ResumableLoader(DataLoader):
         batch = batches + place // int(self.batch_size or 1)
         return schedule.at(steps + batch // every - batches // every)
 
-    def _step(self) -> int:
-        """Samples in one batch of all ranks."""
-        return int(self.batch_size or 1) * cast(ResumableSampler, self.sampler).num_replicas
+    def _position_after(self, samples: int, batches: int) -> int:
+        """Samples used up over all ranks, of an epoch of which `samples` are, after so many more batches."""
+        return cast(ResumableSampler, self.sampler).position_after(samples, batches, int(self.batch_size or 1))
 
     def _batches_after(self, samples: int) -> int:
         """Batches of this rank in the rest of an epoch of which `samples` are used up."""
-        rest = len(self.dataset) - samples  # type: ignore[arg-type]
-        return rest // self._step() if self.drop_last else -(-rest // self._step())
+        sampler = cast(ResumableSampler, self.sampler)
+        return sampler.batches_after(samples, int(self.batch_size or 1), self.drop_last)
+
+    def _batch_identity(self) -> dict[str, Any]:
+        return cast(ResumableSampler, self.sampler).batch_identity(int(self.batch_size or 1))
 
     def _processed(self) -> int:
         """Training batches that Lightning finished in all, or -1 without a Trainer."""

@@ -136,8 +136,8 @@ class BlockMemory(nn.Module):
         cache: KVCache | ChunkLayer | None = None,
         drop: Tensor | None = None,
     ) -> Tensor:
-        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) factors of
-        the two halves (see `drop_path_factors`)."""
+        """(B, N, E) to (B, N, E); the keywords are those of `MultiheadDilatedAttention`, and `drop`, (2, B, 1, 1) or
+        (2, 1, N, 1) factors of the two halves (see `drop_path_factors`)."""
         attend_drop, feed_drop = (None, None) if drop is None else (drop[0], drop[1])
         arguments = positions, lengths, cu_seqlens, cache, attend_drop
         settings = self._memory
@@ -202,12 +202,16 @@ class BlockMemory(nn.Module):
         out = attend_in_chunks(self._chunks, parts, x, a.in_proj_weight, a.in_proj_bias, *rows)
         join = self._pieces.get("join", self._join)
         modules = [self.dropout, a.out_proj, *([a.sub_norm] if a.sub_norm else [])]
+        if _by_token(drop):
+            return tiled(join, modules, tile, x, out, drop)
         return tiled(lambda y, heads: join(y, heads, drop), modules, tile, x, out)
 
     def _fed(self, x: Tensor, drop: Tensor | None, tile: int | None) -> Tensor:
         """`_feed`, one tile of tokens after another."""
         feed = self._pieces.get("feed", self._feed)
         modules = self.ffn_norm, self.ffn, self.dropout
+        if _by_token(drop):
+            return tiled(feed, modules, tile, x, drop, unused=result_is_unused())
         return tiled(lambda y: feed(y, drop), modules, tile, x, unused=result_is_unused())
 
 
@@ -221,6 +225,11 @@ def _compiled_tail(args: Any, kwargs: Any) -> Callable[..., Tensor]:
         # without fullgraph, which makes an error of too many kinds of inputs
         _tails[key] = torch.compile(BlockMemory.tail, *args, **{**kwargs, "fullgraph": False})
     return _tails[key]
+
+
+def _by_token(drop: Tensor | None) -> bool:
+    """Whether factors of stochastic depth are (1, N, 1), those of documents, and not (B, 1, 1)."""
+    return drop is not None and drop.shape[1] > 1
 
 
 class StackMemory(nn.Module):

@@ -28,7 +28,7 @@ def drop_path_rates(rate: float, depth: int) -> list[float]:
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
-def drop_path_factors(rate: float, depth: int, x: Tensor) -> Tensor | None:
+def drop_path_factors(rate: float, depth: int, x: Tensor, samples: int | None = None) -> Tensor | None:
     """(depth, 2, B, 1, 1) factors of the two halves of every layer, 0 or 1 / (1 - p); None where nothing is dropped.
 
     The ranks of a sequence hold parts of one sample and drop it together: as for attention dropout, they use rank 0's seed.
@@ -37,13 +37,15 @@ def drop_path_factors(rate: float, depth: int, x: Tensor) -> Tensor | None:
     Args:
         rate: of the last layer, in [0, 1).
         x: (B, N, E), for its batch, dtype and device.
+        samples: of a row that packs several; None: B.
     """
     if rate == 0:
         return None
+    samples = len(x) if samples is None else samples
     seed, group = int(torch.randint(2**62, ())), active_sequence()
     if group is not None:
-        seed = group.agree({"call": "drop_path", "rate": rate, "samples": len(x)}, seed=seed).seed
-    drawn = torch.rand(depth, 2, len(x), 1, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        seed = group.agree({"call": "drop_path", "rate": rate, "samples": samples}, seed=seed).seed
+    drawn = torch.rand(depth, 2, samples, 1, 1, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     p = torch.tensor(drop_path_rates(rate, depth), dtype=torch.float64)[:, None, None, None, None]
     return ((drawn >= p) / (1 - p)).to(x.device, x.dtype)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_dilated._compat.torch import version_of
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
+from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.heads import make_head
 from lightning_dilated.models.metrics import EpochScores
 from lightning_dilated.models.module import STAGES
@@ -134,7 +135,7 @@ class PooledModule(TransformerModel):
 
     # -- what a subclass defines -------------------------------------------------------------------------------------
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) pooled embeddings of a batch, on every rank of the sequence."""
+        """(B, E) pooled embeddings of a batch, on every rank of the sequence; (D, E) of a row of D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
     def example_label(self) -> dict[str, Tensor]:
@@ -319,14 +320,26 @@ def checked_by_all(check: Any, *arguments: Any) -> Any:
     return check(*arguments) if group is None else group.guard(check, *arguments)
 
 
-def first_token(x: Tensor, positions: Tensor) -> Tensor:
-    """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global."""
+def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the token at global position 0. `positions` (L,) are global.
+
+    Of a row of D `documents` (D, E): each one's first token.
+    """
+    if documents is not None:
+        return documents.first(x)
     holds = bool((positions[:1] == 0).any())  # in every layout it is a shard's first
     return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
 
 
-def mean_token(x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0) -> Tensor:
-    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on."""
+def mean_token(
+    x: Tensor, positions: Tensor, lengths: Tensor | None, start: int = 0, documents: Documents | None = None
+) -> Tensor:
+    """(B, E), on every rank, of x (B, L, E): the mean over each sample's tokens from position `start` on.
+
+    Of a row of D `documents` (D, E): over each one's tokens.
+    """
+    if documents is not None:
+        return documents.mean(x, start)
     counted = (positions >= start).expand(x.shape[:2])
     if lengths is not None:
         counted = counted & (positions < torch.as_tensor(lengths).cpu()[:, None])

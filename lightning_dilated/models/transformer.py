@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dilated._compat.torch import allow_recompiles
+from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import Clock, KVCache
@@ -27,6 +28,7 @@ from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
 from lightning_dilated.models.cuda_graphs import CudaGraphs
+from lightning_dilated.models.documents import Documents
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
 from lightning_dilated.pattern.rows import in_turns, pairs, pairs_of_part, shortest_cycle
@@ -266,13 +268,22 @@ class DilatedTransformer(StackMemory):
         x = self.residual(x)
         drops = None
         if caches is None:
-            drops = drop_path_factors(self.drop_path if self.training else 0.0, len(self.blocks), x)
-        others = {"positions": positions, "cu_seqlens": cu_seqlens, "caches": caches, "chunk": chunk, "watch": watch}
+            drops = self._drops(x, cu_seqlens)
+        others = {"cu_seqlens": cu_seqlens, "positions": positions, "caches": caches, "chunk": chunk, "watch": watch}
         if self._replays(x, others):
             x = self.graphs(self._compute, self.blocks, x, lengths, drops)
         else:
             x = self._compute(x, lengths, drops, **others)
         return self.norm(x) if normed else x
+
+    def _drops(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
+        """Factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) where each document has its own."""
+        rate = self.drop_path if self.training else 0.0
+        if cu_seqlens is None or rate == 0:
+            return drop_path_factors(rate, len(self.blocks), x)
+        documents = Documents.of(cu_seqlens, x.shape[1])
+        drops = drop_path_factors(rate, len(self.blocks), x, len(documents))
+        return drops[:, :, send(documents.number, x.device), 0][:, :, None]  # type: ignore[index]
 
     def _replays(self, x: Tensor, others: Mapping[str, Any]) -> bool:
         """Whether the blocks are replayed from CUDA graphs, in a call with these arguments."""

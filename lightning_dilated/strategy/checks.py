@@ -106,8 +106,24 @@ def _head(batch: Mapping[str, Any], spec: SequenceSpec, group: SequenceGroup) ->
     if head.get("lengths") is not None:
         head["lengths"] = head["lengths"].clamp(max=length)
     if head.get("cu_seqlens") is not None:
-        head["cu_seqlens"] = head["cu_seqlens"].clamp(max=length)
+        head = _first_documents(head, spec, length)
     return head
+
+
+def _first_documents(head: dict[str, Any], spec: SequenceSpec, length: int) -> dict[str, Any]:
+    """The head without the documents that begin behind it, or that it cuts to one token; entries with one value a document
+    likewise."""
+    bounds = head["cu_seqlens"]
+    count = max(1, int((bounds[:-1] < length - 1).sum()))
+    bounds = bounds[: count + 1].clamp(max=length)
+    for name, dim in spec.dims.items():
+        if name in head:
+            head[name] = head[name].narrow(dim, 0, int(bounds[-1]))
+    for name in spec.whole:
+        x = head.get(name)
+        if name != "cu_seqlens" and isinstance(x, (Tensor, list, tuple)) and len(x) == len(head["cu_seqlens"]) - 1:
+            head[name] = x[:count]
+    return {**head, "cu_seqlens": bounds}
 
 
 def _first(x: Tensor, dim: int, group: SequenceGroup) -> Tensor:

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from lightning_dilated import LongNetClassifier, SlidePretrainer
+from lightning_dilated import LongNetClassifier, LongNetLM, LongNetMLM, SlidePretrainer
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import Place, loss_share, loss_sum
 
+from ..models.rows import packed, slides, texts
 from ..models.slides import batch as slide_batch
 from ..models.slides import encoder
 from .calls import sequence
@@ -21,6 +22,14 @@ def classifier(**options):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(2)
         made = LongNetClassifier(PATTERN, dim=16, depth=2, **options)
+        made.configure_model()
+    return made.double()
+
+
+def text(cls, **options):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(2)
+        made = cls(PATTERN, 11, dim=16, depth=2, **options)
         made.configure_model()
     return made.double()
 
@@ -41,6 +50,19 @@ CASES = {
     "pretraining": lambda: (encoder(SlidePretrainer, decoder_dim=8), slide_batch(40, 23, 1)),
     "two tiles": lambda: (encoder(**SLIDES), slide_batch(2)),
     "ordinal": lambda: (encoder(task="ordinal", num_classes=3), slide_batch(20, 9)),
+    "packed slides, class token": lambda: (encoder(**SLIDES), packed(slides(40, 23, 1))),
+    "packed slides, attended, mean": lambda: (
+        encoder(**SLIDES, pool="mean", padding="attended"),
+        packed(slides(5, 37, 30)),
+    ),
+    "packed slides, drop path": lambda: (encoder(**SLIDES, drop_path=0.6, depth=3), packed(slides(10, 23, 1, 9))),
+    "packed pretraining": lambda: (encoder(SlidePretrainer, decoder_dim=8), packed(slides(40, 23, 1))),
+    "packed tokens": lambda: (
+        classifier(vocab_size=11, num_classes=2),
+        packed(texts(37, 12, 3, label=True)),
+    ),
+    "packed text": lambda: (text(LongNetLM), packed(texts(37, 12, 3))),
+    "packed masked text": lambda: (text(LongNetMLM, mask_span=3, mask_fraction=0.4), packed(texts(37, 12, 20))),
     "features, mean": lambda: (classifier(feature_dim=5, num_classes=2), tokens("features", 37, 12, 3)),
     "tokens, first": lambda: (classifier(vocab_size=7, num_classes=2, pool="first"), tokens("tokens", 37, 12)),
 }

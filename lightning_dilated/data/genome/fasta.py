@@ -56,6 +56,10 @@ class GenomeDataModule(SequenceDataModule):
             it is made for this user alone (mode 0700); make it yourself to share it.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
+        pack_tokens: the most bases of a batch on each device. Then records shorter than a window, and what is left of a
+            record behind its last whole window, are samples of their own length (from two bases on), and as many as fit are
+            packed into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D
+            samples begin and end, "index": (D,)}. null does not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -83,8 +87,9 @@ class GenomeDataModule(SequenceDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
+        pack_tokens: int | None = None,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.paths = required_paths(paths, "paths")
         self.names = {"val": name_list(val_names, "val_names"), "test": name_list(test_names, "test_names")}
         both = sorted({*self.names["val"]} & {*self.names["test"]})
@@ -109,11 +114,11 @@ class GenomeDataModule(SequenceDataModule):
             return
         genome = Genome(files_of(self.paths, "paths", SUFFIXES), self.cache_dir)
         self._check_names(genome.records)
-        short = [record for record in genome.records if record.length < self.seq_len]
+        short = [record for record in genome.records if record.length < self._shortest]
         if short and self.short == "error":
             raise ValueError(
-                f"{_named(short)} shorter than a window of data.seq_len = {self.seq_len}: lower data.seq_len to at most "
-                f'{min(record.length for record in short)}, or set data.short to "skip" to leave such records out'
+                f'{_named(short)} shorter than {self._window}: {self._lower(short)}set data.short to "skip" to leave such '
+                "records out"
             )
         datasets = {split: self._windows(genome, split) for split in SPLITS}
         for split, windows in datasets.items():
@@ -139,10 +144,11 @@ class GenomeDataModule(SequenceDataModule):
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
-        unused = bases - sum(windows.windows for windows in datasets.values()) * self.seq_len
+        unused = bases - sum(windows.bases for windows in datasets.values())
+        of, whole = ("of", " whole") if self.pack_tokens is None else ("of up to", "")
         return (
-            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows of "
-            f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no whole window, and "
+            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows {of} "
+            f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no{whole} window, and "
             f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
         )
 
@@ -158,7 +164,7 @@ class GenomeDataModule(SequenceDataModule):
             for other, names in self.names.items():
                 if record.name in names:
                     bounds = {other: (0, record.length)}
-            if split in bounds and record.length >= self.seq_len:
+            if split in bounds and record.length >= self._shortest:
                 regions.append((number, *bounds[split]))
         return regions
 
@@ -173,7 +179,24 @@ class GenomeDataModule(SequenceDataModule):
             reverse_complement=self.reverse_complement if train else 0.0,
             seed=self.seed,
             limit=self.limit(split),
+            ragged=self.pack_tokens is not None,
         )
+
+    @property
+    def _shortest(self) -> int:
+        """Bases of the shortest record that is used."""
+        return self.seq_len if self.pack_tokens is None else 2
+
+    @property
+    def _window(self) -> str:
+        """The shortest window, in words."""
+        return f"a window of data.seq_len = {self.seq_len}" if self.pack_tokens is None else "two bases"
+
+    def _lower(self, short: list[Record]) -> str:
+        """What else a user can do about short records."""
+        if self.pack_tokens is not None:
+            return ""
+        return f"lower data.seq_len to at most {min(record.length for record in short)}, or "
 
     def _check_names(self, records: list[Record]) -> None:
         known = [record.name for record in records]
@@ -235,6 +258,8 @@ class GenomeWindows(Dataset):
         reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
         seed: decides with the epoch and the window's number whether it is reversed.
         limit: use at most this many windows.
+        ragged: what is left of a region behind its last whole window is one more, if it has a base and its label; `max_n` is
+            then lowered in proportion.
     """
 
     def __init__(
@@ -246,24 +271,53 @@ class GenomeWindows(Dataset):
         reverse_complement: float = 0.0,
         seed: int = 0,
         limit: int | None = None,
+        ragged: bool = False,
     ) -> None:
+        self.ragged = ragged
         self.genome, self.seq_len, self.reverse_complement, self.seed = genome, seq_len, reverse_complement, seed
         self.epoch = 0
         self._regions = np.array(stretches, dtype=np.int64).reshape(-1, 3)
-        self._ends = np.cumsum((self._regions[:, 2] - self._regions[:, 1]) // seq_len)
+        sizes = self._regions[:, 2] - self._regions[:, 1]
+        self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
         self.windows = int(self._ends[-1]) if stretches else 0
+        #: in windows, those that were left out for their N included
+        self.bases = int(self._all_lengths().sum())
         self._kept = None if max_n is None else self._with_few_n(max_n)
         kept = self.windows if self._kept is None else len(self._kept)
         self.left_out = self.windows - kept  # for their N
         self.count = kept if limit is None else min(kept, limit)
+        if ragged:
+            #: bases of each window
+            self.lengths = (self._all_lengths() if self._kept is None else self._all_lengths()[self._kept])[
+                : self.count
+            ]
+
+    def _all_lengths(self) -> np.ndarray:
+        """Bases of each window, those that are left out for their N included."""
+        lengths = np.full(self.windows, self.seq_len, dtype=np.int64)
+        if self.ragged:
+            sizes, last = self._regions[:, 2] - self._regions[:, 1], np.diff(self._ends, prepend=0)
+            there = last > 0
+            rest = sizes - (last - 1) * self.seq_len
+            lengths[self._ends[there] - 1] = np.minimum(self.seq_len, rest[there])
+        return lengths
 
     def _with_few_n(self, max_n: float) -> np.ndarray:
         """Numbers of the windows that hold at most `max_n` N."""
-        kept = [np.empty(0, dtype=bool)]
-        for number, start, stop in self._regions:
-            edges = np.arange(start, stop + 1, self.seq_len)
-            kept.append(np.diff(self.genome.records[number].unknown_before(edges)) <= max_n)
+        kept, before = [np.empty(0, dtype=bool)], 0
+        lengths = self._all_lengths()
+        for (number, start, _), end in zip(self._regions, self._ends, strict=True):
+            sizes = lengths[before:end]
+            edges = start + np.concatenate([[0], np.cumsum(sizes)])
+            unknown = np.diff(self.genome.records[number].unknown_before(edges))
+            kept.append(unknown <= max_n * sizes / self.seq_len)
+            before = int(end)
         return np.flatnonzero(np.concatenate(kept))
+
+    def length_of(self, index: int) -> int:
+        """Bases of a window. Raises: IndexError if there is none."""
+        _, first, _, stop = self._place(index)
+        return min(self.seq_len, stop - first) if self.ragged else self.seq_len
 
     def __len__(self) -> int:
         return self.count
@@ -272,7 +326,8 @@ class GenomeWindows(Dataset):
         """Differs where the bases or their windows do."""
         cut = hashlib.blake2b(self._regions.tobytes(), digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
-        return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}, {strands}"
+        ragged = ", of any length" if self.ragged else ""
+        return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}{ragged}, {strands}"
 
     def set_epoch(self, epoch: int) -> None:
         """Called by `ResumableLoader` before each pass: another epoch reverses other windows."""
@@ -293,7 +348,7 @@ class GenomeWindows(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         """{"tokens": (N,) int64, "labels": (N,) int64 the next base of the same strand, "index": the window's number}."""
-        return self.read_ranges(index, (range(self.seq_len),))
+        return self.read_ranges(index, (range(self.length_of(index)),))
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The window at some positions only: of each range its bases are read, and one more for the last label."""
@@ -323,7 +378,8 @@ class GenomeWindows(Dataset):
         number, first, low, high = self._place(index)
         start, stop = first + begin, first + end
         if flip:
-            start, stop = first + self.seq_len - end, first + self.seq_len - begin
+            last = first + self.length_of(index)
+            start, stop = last - end, last - begin
         codes = self.genome.read(number, max(start, low), min(stop, high)).astype(np.int64)
         if flip:
             codes = codes[::-1]

@@ -238,12 +238,18 @@ class SlideDataModule(SplitDataModule):
         num_workers: processes that load batches; 0 loads in the main process.
         pin_memory: copy batches to page-locked memory, so that copies to a GPU are asynchronous (null: if there is a
             GPU). Slides are large, and page-locked memory is not freed.
+        pack_tokens: the most positions of a batch on each device: slides are filled into one row up to here, in place of
+            `batch_size` padded ones; null does not pack. A larger slide is a batch by itself. Batches are then {"features":
+            (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, where the D slides begin and end, each
+            with its blank row, "label", "index": (D,), "slide_id": list of D names}.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
 
     collate = staticmethod(collate_slides)
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["lengths", "label", "index", "slide_id"])
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["lengths", "cu_seqlens", "label", "index", "slide_id"]
+    )
 
     def __init__(
         self,
@@ -271,8 +277,9 @@ class SlideDataModule(SplitDataModule):
         seed: int = 0,
         num_workers: int = 0,
         pin_memory: bool | None = False,
+        pack_tokens: int | None = None,
     ) -> None:
-        super().__init__(batch_size, seed, num_workers, pin_memory)
+        super().__init__(batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
         kinds = ("classes", "numbers", "none")

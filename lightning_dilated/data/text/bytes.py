@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import HINT, MARK, ByteStream, collect_files, file_suffixes, path_list
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds
+from lightning_dilated.data.text.documents import Documents
 
 
 class ByteSequences(Dataset):
@@ -88,6 +89,10 @@ class ByteDataModule(SequenceDataModule):
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
         suffixes: which files of a directory to take, such as ['.txt']; null for all.
+        pack_tokens: the most bytes of a batch on each device. Samples are then files, longer ones in pieces of N bytes, in
+            place of sequences that reach over the ends of files; as many as fit are packed into one row, {"tokens": (1, n),
+            "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D samples begin and end, "index": (D,)}. A
+            file's last byte has the label -100. null does not pack.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -107,8 +112,9 @@ class ByteDataModule(SequenceDataModule):
         pin_memory: bool | None = None,
         suffixes: list[str] | None = None,
         seq_len_schedule: dict[int, int] | None = None,
+        pack_tokens: int | None = None,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.paths = path_list(paths)
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, below=1)
@@ -133,7 +139,7 @@ class ByteDataModule(SequenceDataModule):
             raise ValueError(f"all files of data.paths are empty; {HINT}")
         for split, (start, stop) in self._bounds(len(stream)).items():
             if self.wanted(split) is None:
-                self._check_split(split, stop - start, len(stream))
+                self._check_split(split, stop - start, len(stream), self._sequences(stream, split))
         self.check_batch(len(self._sequences(stream, "train")), 1)
         self._stream = stream
 
@@ -144,7 +150,7 @@ class ByteDataModule(SequenceDataModule):
         assert self._stream is not None
         return self._stream
 
-    def dataset(self, split: str) -> ByteSequences:
+    def dataset(self, split: str) -> ByteSequences | Documents:
         one_of(split, "split", SPLITS)
         return self._sequences(self.stream, split)
 
@@ -159,15 +165,19 @@ class ByteDataModule(SequenceDataModule):
                 raise ValueError(f"the {split} split has no sequences: set data.{split}_fraction above 0")
             if "counts" not in self._bigram:
                 self._bigram["counts"] = bigram_counts(self.stream, *self._bounds(len(self.stream))["train"])
-            # windows lie end to end, so their pairs are those of one range
-            pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
+            if isinstance(dataset, Documents):
+                samples = zip(dataset.begins, np.minimum(dataset.begins + self.seq_len + 1, dataset.ends), strict=True)
+                counts = (bigram_counts(self.stream, int(start), int(stop)) for start, stop in samples)
+                pairs = sum(counts, np.zeros((256, 256), dtype=np.int64))
+            else:  # windows lie end to end, so their pairs are those of one range
+                pairs = bigram_counts(self.stream, dataset.start, dataset.start + len(dataset) * self.seq_len + 1)
             self._bigram[split] = bits_per_byte(self._bigram["counts"], pairs)
         return self._bigram[split]
 
     def describe(self) -> str:
         """One line: number of files, bytes, and sequences of each split."""
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
-        return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; sequences of {self.seq_len:,}: {counts}"
+        return f"{len(self.stream.files):,} files, {len(self.stream):,} bytes; {self.kind}: {counts}"
 
     def wanted(self, split: str) -> str | None:
         return (
@@ -179,15 +189,18 @@ class ByteDataModule(SequenceDataModule):
     def _bounds(self, total: int) -> dict[str, tuple[int, int]]:
         return split_bounds(total, {"val": self.val_fraction, "test": self.test_fraction})
 
-    def _sequences(self, stream: ByteStream, split: str) -> ByteSequences:
+    def _sequences(self, stream: ByteStream, split: str) -> ByteSequences | Documents:
         start, stop = self._bounds(len(stream))[split]
-        return ByteSequences(stream, start, stop, self.seq_len, self.limit(split))
+        if self.pack_tokens is None:
+            return ByteSequences(stream, start, stop, self.seq_len, self.limit(split))
+        files = np.clip(np.cumsum([0, *stream.sizes]), start, stop)
+        return Documents(stream, np.unique(files), self.seq_len, self.limit(split))
 
-    def _check_split(self, split: str, size: int, total: int) -> None:
+    def _check_split(self, split: str, size: int, total: int, samples: ByteSequences | Documents) -> None:
         change = f"raise data.{split}_fraction, or set it to 0 to do without"
         if split == "train":
             change = "lower data.val_fraction or data.test_fraction"
-        self.check_length(split, size, total, "bytes", change)
+        self.check_length(split, size, total, "bytes", change, samples)
 
 
 # -- the bigram baseline ----------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import struct
 import tokenize
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Literal
 
@@ -19,6 +19,7 @@ from lightning_dilated._validation import flag, integer, one_of
 from lightning_dilated.data.files import MARK, ByteStream, files_of, required_paths
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 from lightning_dilated.data.text.bytes import ByteSequences
+from lightning_dilated.data.text.documents import Documents
 
 #: what tokens may be stored as
 DTYPES = ("uint16", "uint32", "int32", "int64")
@@ -230,6 +231,28 @@ def out_of_range(token: int, path: str, position: int, vocab_size: int, more: st
     )
 
 
+def checked(tokens: torch.Tensor, vocab_size: int, stream: TokenStream, begin: int) -> torch.Tensor:
+    """Tokens from position `begin` of a stream on; ValueError for one out of range, as in files that were not scanned."""
+    wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
+    if len(wrong):
+        offset = int(wrong[0])
+        raise ValueError(out_of_range(int(tokens[offset]), *stream.where(begin + offset), vocab_size))
+    return tokens
+
+
+class TokenDocuments(Documents):
+    """`Documents` of a stream of tokens; tokens of `vocab_size` or larger are an error."""
+
+    def __init__(
+        self, stream: TokenStream, bounds: np.ndarray, seq_len: int, limit: int | None, vocab_size: int
+    ) -> None:
+        super().__init__(stream, bounds, seq_len, limit)
+        self.vocab_size = vocab_size
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        return checked(super().read(start, stop), self.vocab_size, self.stream, start)  # type: ignore[arg-type]
+
+
 class TokenSequences(ByteSequences):
     """Sequences of N tokens from tokens [start, stop) of a stream; sequence i begins at token start + i * N.
 
@@ -260,14 +283,8 @@ class TokenSequences(ByteSequences):
 
     def read(self, index: int, start: int, stop: int) -> torch.Tensor:
         """Positions [start, stop) of sequence `index`: (stop - start,) int64; ValueError for a token out of range."""
-        tokens = super().read(index, start, stop)
-        wrong = ((tokens < 0) | (tokens >= self.vocab_size)).nonzero()  # files that were not scanned, or changed later
-        if len(wrong):
-            offset = int(wrong[0])
-            place = self.start + index * self.seq_len + start + offset
-            path, position = self.stream.where(place)  # type: ignore[attr-defined]
-            raise ValueError(out_of_range(int(tokens[offset]), path, position, self.vocab_size))
-        return tokens
+        tokens, begin = super().read(index, start, stop), self.start + index * self.seq_len + start
+        return checked(tokens, self.vocab_size, self.stream, begin)  # type: ignore[arg-type]
 
     def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
         """The sample at some positions only, and of documents the bounds in the whole sequence.
@@ -336,6 +353,9 @@ class TokenDataModule(SequenceDataModule):
         scan: look at every token before training; false checks only what is served, and cannot find documents.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.
+        pack_tokens: the most tokens of a batch on each device. Samples are then whole documents (of `eos_token`), longer
+            ones in pieces of N tokens, in place of sequences that cut documents where they end; as many as fit are packed
+            into one row, and "index" is (D,), a number a sample. null does not pack.
         seed, num_workers, pin_memory: see `SplitDataModule`.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
@@ -360,8 +380,9 @@ class TokenDataModule(SequenceDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
+        pack_tokens: int | None = None,
     ) -> None:
-        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory)
+        super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
         options = {"paths": paths, "val_paths": val_paths, "test_paths": test_paths}
         self.paths = {x: required_paths(p, x) for x, p in options.items() if x == "paths" or p is not None}
         self.vocab_size = integer(vocab_size, "data.vocab_size", 1)
@@ -375,6 +396,11 @@ class TokenDataModule(SequenceDataModule):
         if self.eos_token is not None:
             self._check_documents(self.eos_token)
             self.collate = collate_documents
+        elif pack_tokens is not None:
+            raise ValueError(
+                f"data.pack_tokens = {pack_tokens} packs documents, but data.eos_token, which ends them, is not set: set it "
+                "to the token that the tokenizer puts between documents, or data.batch_size for sequences of equal length"
+            )
         self._parts: dict[str, _Part] | None = None
 
     def _check_documents(self, eos_token: int) -> None:
@@ -406,11 +432,12 @@ class TokenDataModule(SequenceDataModule):
             start, stop = (0, len(streams[option])) if option in streams else (start, stop)
             parts[split] = _Part(streams[name], start, stop, ends[name])
             if self.wanted(split) is None:
-                self._check_split(split, stop - start, len(streams[name]))
+                samples = self._sequences(parts[split], split)
+                self._check_split(split, stop - start, len(streams[name]), samples)
         self.check_batch(len(self._sequences(parts["train"], "train")), 1)
         self._parts = parts
 
-    def dataset(self, split: str) -> TokenSequences:
+    def dataset(self, split: str) -> TokenSequences | TokenDocuments:
         one_of(split, "split", SPLITS)
         self.check()
         assert self._parts is not None
@@ -421,7 +448,7 @@ class TokenDataModule(SequenceDataModule):
         counts = ", ".join(f"{len(self.dataset(split)):,} {split}" for split in SPLITS)
         streams = {id(part.stream): part.stream for part in (self._parts or {}).values()}.values()
         files, tokens = sum(len(x.files) for x in streams), sum(len(x) for x in streams)
-        return f"{files:,} files, {tokens:,} tokens; sequences of {self.seq_len:,}: {counts}"
+        return f"{files:,} files, {tokens:,} tokens; {self.kind}: {counts}"
 
     def wanted(self, split: str) -> str | None:
         present = split == "train" or f"{split}_paths" in self.paths or self.fractions[split] > 0
@@ -443,19 +470,23 @@ class TokenDataModule(SequenceDataModule):
             )
         return ends
 
-    def _sequences(self, part: _Part, split: str) -> TokenSequences:
+    def _sequences(self, part: _Part, split: str) -> TokenSequences | TokenDocuments:
+        if self.pack_tokens is not None:
+            inner = part.ends[(part.ends >= part.start) & (part.ends < part.stop)] + 1
+            bounds = np.unique(np.concatenate([[part.start], inner, [part.stop]]))
+            return TokenDocuments(part.stream, bounds, self.seq_len, self.limit(split), self.vocab_size)
         documents: dict[str, Any] = {} if self.eos_token is None else {"eos_token": self.eos_token, "ends": part.ends}
         return TokenSequences(
             part.stream, part.start, part.stop, self.seq_len, self.vocab_size, self.limit(split), **documents
         )
 
-    def _check_split(self, split: str, size: int, total: int) -> None:
+    def _check_split(self, split: str, size: int, total: int, samples: Sized) -> None:
         change = f"raise data.{split}_fraction, or set it to 0 to do without"
         if f"{split}_paths" in self.paths:
             change = f"pass more data in data.{split}_paths"
         elif split == "train":
             change = "lower data.val_fraction or data.test_fraction"
-        self.check_length(split, size, total, "tokens", change)
+        self.check_length(split, size, total, "tokens", change, samples)
 
 
 def _refuse_shared(files: dict[str, list[str]]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.models.documents import Documents, check_documents
 from lightning_dilated.models.pooled_model import (
     PooledModule,
     PooledOptions,
@@ -35,7 +36,8 @@ class LongNetClassifier(PooledModule):
     """Bidirectional LongNet with a pooled prediction: a class, an ordered class, or numbers.
 
     Batches are mappings with `features` (B, N, F) or `tokens` (B, N) and `label` (B,); optionally `lengths` (B,) of samples
-    that are padded on the right.
+    that are padded on the right. Or of D samples packed into one row: B = 1, `cu_seqlens` (D + 1,) int32 on the CPU, and
+    `label` (D,); predictions are then (D,).
 
     Args:
         pattern: see `TransformerModel`.
@@ -51,7 +53,9 @@ class LongNetClassifier(PooledModule):
         ValueError, TypeError: naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "tokens": 1}, whole=["label", "lengths", "index", "slide_id"])
+    sequence_spec = SequenceSpec(
+        {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
     input_layers = ("embedding.", "project.")
     settled = ("residual_dtype", "shift_layers", "shift_below")
 
@@ -120,19 +124,25 @@ class LongNetClassifier(PooledModule):
         return embedding if self.head is None else self.head(embedding)
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) pooled hidden states, on every rank of the sequence."""
+        """(B, E) pooled hidden states, on every rank of the sequence; (D, E) of a row of D packed samples."""
         self.configure_model()
         checked_by_all(self._check_input, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 1, "a sample has at least one token")
         x = batch[self.input]
         x = self.embedding(x) if self.input == "tokens" else self.project(x.to(self.project.weight.dtype))
-        positions = token_positions(0, x.shape[1])
-        x = self.transformer(self.dropout(x), positions=positions, lengths=lengths)
-        return first_token(x, positions) if self.pool == "first" else mean_token(x, positions, lengths)
+        positions, bounds, documents = token_positions(0, x.shape[1]), batch.get("cu_seqlens"), None
+        if bounds is not None:
+            documents = Documents.of(bounds, x.shape[1])
+            positions = documents.position
+        x = self.transformer(self.dropout(x), positions=positions, lengths=lengths, cu_seqlens=bounds)
+        if self.pool == "first":
+            return first_token(x, positions, documents)
+        return mean_token(x, positions, lengths, documents=documents)
 
     def _check_input(self, batch: Mapping[str, Any]) -> None:
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
+        check_documents(batch, len(batch[self.input]), 1, "a sample has at least one token")
         x, coords = batch[self.input], batch.get("coords")
         if isinstance(coords, Tensor) and coords.numel() and bool((coords[:, 0] == -1).all()):
             raise ValueError(

@@ -20,6 +20,7 @@ from lightning_dilated.attention.kv_cache import KVCache
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
+from lightning_dilated.models.documents import Documents, sample_documents
 from lightning_dilated.models.longnet.generation import generate, generate_stream
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
@@ -113,6 +114,9 @@ class TokenModel(TransformerModel):
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
+        bounds, given = options.get("cu_seqlens"), options.get("positions") is not None
+        if bounds is not None and not given and self.options.position_encoding != "none":
+            options["positions"] = Documents.of(bounds, x.shape[1]).position  # they begin anew with each document
         return self.transformer(x, normed=False, **options)
 
     def _logits(self, x: Tensor) -> Tensor:
@@ -237,10 +241,17 @@ class LongNetLM(StreamedLosses, TokenModel):
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
     def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels."""
-        losses, counted = self.token_losses(batch).sum(1), (batch["labels"] != IGNORE).sum(1)
-        counted = counted.to(losses.device)
-        losses, counted = sequence_sum(losses), sequence_sum(counted)
+        """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels.
+
+        Where a row packs D samples, each with a number in `index` (D,): (D,), one a sample.
+        """
+        losses, counted = self.token_losses(batch), batch["labels"] != IGNORE
+        documents = sample_documents(batch, losses.shape[1])
+        if documents is None:
+            losses, counted = sequence_sum(losses.sum(1)), sequence_sum(counted.sum(1).to(losses.device))
+        else:
+            counts = counted[0].to(losses.device, torch.float64)
+            losses, counted = documents.sum(losses[0]), documents.sum(counts).long()
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
         index = {"index": batch["index"]} if "index" in batch else {}
         return {**index, "tokens": counted, "bits_per_byte": bits}

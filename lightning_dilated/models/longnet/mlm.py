@@ -23,6 +23,7 @@ from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
+from lightning_dilated.models.documents import Documents, sample_documents
 from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
@@ -104,7 +105,13 @@ class Masking:
         return 1 << max(10, math.ceil(math.log2(1024 * self.span)))
 
     def apply(
-        self, tokens: Tensor, stream: tuple[int, int], index: Tensor, positions: Tensor, lengths: Tensor | None = None
+        self,
+        tokens: Tensor,
+        stream: tuple[int, int],
+        index: Tensor,
+        positions: Tensor,
+        lengths: Tensor | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
         """(the model's input, the tokens that it has to predict): (B, L) int64 and (B, L) bool.
 
@@ -114,11 +121,14 @@ class Masking:
             index: (B,) integers, the samples' numbers.
             positions: (L,) int64, global; on the CPU, or finding their blocks waits for the device.
             lengths: (B,) tokens of each sample; tokens beyond are padding and never chosen.
+            documents: of D samples packed into one row: `index` is (D,), and `positions` are those in each sample.
         """
         device = tokens.device
         index = send(index.to(torch.int64), device)
         row = fold(torch.full((), START, dtype=torch.int64, device=device), self.seed, *stream, index[:, None])
-        begin = self._span_starts(row, positions)
+        begin = self._span_starts(row, positions, documents)
+        if documents is not None:
+            row = row[send(documents.number, device), 0][None]  # (1, L)
         positions = send(positions, device)
         chosen = fold(row, _CHOOSE, begin) < round(self.fraction * _HASHES)
         for token in self.never:
@@ -133,10 +143,12 @@ class Masking:
         seen = torch.where(random, other, torch.full_like(tokens, self.mask_token))
         return torch.where(chosen & ~kept, seen, tokens), chosen
 
-    def _span_starts(self, row: Tensor, positions: Tensor) -> Tensor:
-        """(B, L): the first position of each token's span."""
+    def _span_starts(self, row: Tensor, positions: Tensor, documents: Documents | None = None) -> Tensor:
+        """(B, L): the first position of each token's span; of rows (B, 1), or of D documents (D, 1) in one row."""
         if self.span == 1:
-            return send(positions, row.device).expand(len(row), -1)
+            return send(positions, row.device).expand(len(row) if documents is None else 1, -1)
+        if documents is not None:
+            return self._packed_starts(row, positions, documents)
         unique = torch.unique(positions // self.block, return_inverse=True)
         blocks, which, within = (send(x, row.device) for x in (*unique, positions % self.block))
         offset = torch.arange(self.block, device=row.device)
@@ -144,15 +156,25 @@ class Masking:
         begins = (fold(row[:, :, None], _BEGIN, at) < round(_HASHES / self.span)) | (offset == 0)
         return torch.where(begins, at, -1).cummax(-1).values[:, which, within]
 
+    def _packed_starts(self, row: Tensor, positions: Tensor, documents: Documents) -> Tensor:
+        """`_span_starts` of documents."""
+        places = torch.stack([documents.number, positions // self.block])
+        unique, which = torch.unique(places, dim=1, return_inverse=True)
+        number, blocks, which, within = (send(x, row.device) for x in (*unique, which, positions % self.block))
+        offset = torch.arange(self.block, device=row.device)
+        at = blocks[:, None] * self.block + offset
+        begins = (fold(row[number], _BEGIN, at) < round(_HASHES / self.span)) | (offset == 0)
+        return torch.where(begins, at, -1).cummax(-1).values[which, within][None]
+
 
 class LongNetMLM(TokenModel):
     """Predicts masked tokens (bytes by default, or a genome's) from both sides.
 
     Batches are mappings with `tokens` (B, N) and `index` (B,), each sample's number; optionally `lengths` (B,) and
-    `cu_seqlens` as in `dilated_attention`; `labels` are not used. The masks are a hash of `mask_seed`, the sample's number,
-    the token's global position and, in training, the optimizer step: the same on any number of ranks and workers, new in
-    every step, and fixed in validation and test. In predict they are a hash of `mask_seed` and the position alone, see
-    `predict_step`.
+    `cu_seqlens` as in `dilated_attention`, of documents that `index` (D,) may number as samples; `labels` are not used. The
+    masks are a hash of `mask_seed`, the sample's number, the token's position in the sample and, in training, the optimizer
+    step: the same on any number of ranks and workers, new in every step, and fixed in validation and test. In predict they
+    are a hash of `mask_seed` and the position alone, see `predict_step`.
 
     Args:
         pattern, vocab_size: as of `TokenModel`.
@@ -243,24 +265,29 @@ class LongNetMLM(TokenModel):
         tokens, index = batch["tokens"], batch.get("index")
         if tokens.ndim != 2:
             raise ValueError(f"tokens must be (B, N), got {tuple(tokens.shape)}.")
-        if index is None or torch.as_tensor(index).shape != tokens.shape[:1]:
+        documents = None if index is None else sample_documents(batch, tokens.shape[1])
+        if index is None or (documents is None and torch.as_tensor(index).shape != tokens.shape[:1]):
             shape = "none" if index is None else tuple(torch.as_tensor(index).shape)
             raise ValueError(
                 f"a batch needs index (B,), each sample's number, for masks that do not depend on ranks; got {shape}. Let "
                 'the dataset return {"tokens": ..., "index": index}.'
             )
         index = sample_numbers(index)
-        positions = token_positions(0, tokens.shape[1])
+        positions = token_positions(0, tokens.shape[1]) if documents is None else documents.position
         stream = (1, self._optimizer_step()) if self.training else (0, 0)
-        return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"))
+        return self.masking.apply(tokens, stream, index, positions, batch.get("lengths"), documents)
 
     def masked_terms(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """(nats, at least fp32; whether the likeliest token is right; the sample's row in the batch), each (M,)."""
+        """(nats, at least fp32; whether the likeliest token is right; the sample's place in the batch), each (M,)."""
         x, chosen = self._states(batch)
         x = x[chosen]
         tile, labels = loss_tile(self.transformer.memory.tile, self.vocab_size), batch["tokens"][chosen]
         terms = tiled(self._terms, (self.transformer.norm, self.head), tile, x[None], labels[None])[0]
-        return terms[:, 0], terms[:, 1].detach() > 0, chosen.nonzero()[:, 0]
+        sample, at = chosen.nonzero().T
+        documents = sample_documents(batch, chosen.shape[1])
+        if documents is not None:
+            sample = send(documents.number, at.device)[at]
+        return terms[:, 0], terms[:, 1].detach() > 0, sample
 
     def _terms(self, x: Tensor, labels: Tensor) -> Tensor:
         """(1, M, 2): nats, and 1 where the likeliest token is right, from hidden states (1, M, E) and labels (1, M)."""
@@ -324,7 +351,7 @@ class LongNetMLM(TokenModel):
         same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
         losses, right, sample = self.masked_terms(same_masks)
         terms = torch.stack([losses.double(), right.double(), torch.ones_like(losses, dtype=torch.float64)])
-        sums = terms.new_zeros(3, len(batch["tokens"])).index_add(1, sample, terms)
+        sums = terms.new_zeros(3, len(batch.get("index", batch["tokens"]))).index_add(1, sample, terms)
         total, correct, counted = sequence_sum(sums)
         bits = total / counted / math.log(2)
         return {

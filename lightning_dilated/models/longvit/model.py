@@ -291,6 +291,11 @@ class LongViT(ReleasedModel, PooledModule):
         return self._pooled(x + placed.to(x.device, self.pos_embed.dtype), positions, lengths)
 
     def _check_entries(self, batch: Mapping[str, Any]) -> None:
+        if batch.get("cu_seqlens") is not None:
+            raise ValueError(
+                "the batch holds cu_seqlens, but a LongViT takes no images packed into one row: pad them (see "
+                "models.image_patches)."
+            )
         if "image" in batch and "patches" not in batch:
             return
         if "patches" not in batch or "grid" not in batch or "image" in batch:

@@ -18,12 +18,15 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.models.documents import Documents, check_documents
 from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
 
 #: coordinates of rows that are not tiles: the class token's and padding
 BLANK = -1
+#: what the rows of a slide are
+ROWS = "a slide has the class token's row and at least one tile"
 _EXACT = {torch.float32: 2**24, torch.float64: 2**53}
 
 
@@ -228,6 +231,11 @@ class SlideBackbone(ReleasedModel):
         coords = torch.cat([torch.full((1, 2), BLANK, dtype=cells.dtype), cells])[None]
         return {"features": torch.randn(1, rows, self.feature_dim), "coords": coords}
 
+    def _documents(self, batch: Any) -> Documents | None:
+        """Of slides packed into one row."""
+        bounds = batch.get("cu_seqlens")
+        return None if bounds is None else Documents.of(bounds, batch["features"].shape[1])
+
     def _check_entries(self, batch: Any) -> None:
         missing = [name for name in ("features", "coords") if name not in batch]
         if missing:
@@ -235,6 +243,7 @@ class SlideBackbone(ReleasedModel):
                 f"the batch holds {list(batch)}, but no {' and no '.join(missing)}, which a slide encoder needs (a "
                 "LongNetClassifier does without coords)."
             )
+        check_documents(batch, len(batch["features"]), 2, ROWS)
 
     def _build_backbone(self) -> None:
         self.patch_embed = nn.Linear(self.feature_dim, self.dim)
@@ -267,18 +276,20 @@ class SlideBackbone(ReleasedModel):
         coords: Tensor,
         lengths: Tensor | None,
         change: Callable[[Tensor, Tensor], Tensor] | None = None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(tokens (B, L, E), positions (L,)) from this rank's rows of a batch whose first row is blank.
+        """(tokens (B, L, E), positions (L,) in the slide) from this rank's rows of a batch whose first row is blank.
 
         Args:
             features: (B, L, F).
             coords: (B, L, 2), -1 in the blank row.
             lengths: (B,), rows of the whole slides, the blank one too.
             change: replaces projected tiles (B, L, E) at positions (L,), before positions are added.
+            documents: of slides packed into one row (B = 1), each of which has a blank row in front.
         """
         checked_by_all(self._check_shapes, features, coords)
-        positions = token_positions(0, features.shape[1])
-        checked_by_all(_check_blank, coords, positions)
+        positions = token_positions(0, features.shape[1]) if documents is None else documents.position
+        checked_by_all(_check_blank, coords, positions, documents is not None)
         counted = _within(positions, lengths, len(features)) & (positions > 0)
         x = self._project(features)
         x = self._placed(x if change is None else change(x, positions), coords, counted)
@@ -306,13 +317,18 @@ class SlideBackbone(ReleasedModel):
             )
 
 
-def _check_blank(coords: Tensor, positions: Tensor) -> None:
-    if bool((positions[:1] == 0).any()) and not bool((coords[:, 0].double() == BLANK).all()):
-        raise ValueError(
-            "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted "
-            f"in lengths. The first row has coords {coords[0, 0].tolist()}. SlideDataModule adds it; the model called with "
-            "tiles alone does, too."
-        )
+def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
+    """Raise unless every first row of a slide is blank; of slides that are not `packed` this rank's first row may be one."""
+    at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
+    in_front = coords[:, send(at, coords.device)]
+    if not len(at) or bool((in_front.double() == BLANK).all()):
+        return
+    row, slide = (in_front.double() != BLANK).any(-1).nonzero()[0].tolist()
+    raise ValueError(
+        "batches carry one blank row in front of the tiles, for the class token: features 0, coords (-1, -1), counted in "
+        f"lengths (or cu_seqlens). A slide's first row has coords {in_front[row, slide].tolist()}. SlideDataModule adds it; "
+        "the model called with tiles alone does, too."
+    )
 
 
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:

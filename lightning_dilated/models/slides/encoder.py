@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from operator import index
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, attention_weights
+from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.pooled_model import (
     PooledModule,
     PooledOptions,
@@ -122,7 +123,9 @@ class SlideEncoder(SlideBackbone, PooledModule):
     """The slide encoder of GigaPath (doi 10.1038/s41586-024-07441-w): tile features and coordinates to one embedding.
 
     Called with tiles it returns embeddings, see `forward`. For training, batches are mappings with `features` (B, N, F)
-    whose first row is blank, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`.
+    whose first row is blank, `coords` (B, N, 2) with -1 in that row, `lengths` (B,) that count it, and `label`. Or D slides
+    packed into one row: B = 1, a blank row in front of each, `cu_seqlens` (D + 1,) int32 on the CPU, and `label` (D,);
+    predictions are then (D,).
 
     Args:
         pool: "class", the class token, or "mean" over the tiles; either is then normalised.
@@ -135,7 +138,9 @@ class SlideEncoder(SlideBackbone, PooledModule):
         ValueError, TypeError: naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
 
     def __init__(
         self,
@@ -305,32 +310,27 @@ class SlideEncoder(SlideBackbone, PooledModule):
         return self.tile_tokens(features, coords, tiles), None if tiles is None else tiles + 1
 
     def embed(self, batch: Mapping[str, Any]) -> Tensor:
-        """(B, E) from this rank's rows of a training batch, the first row of a whole slide blank."""
+        """(B, E), or (D, E) of packed slides, from this rank's rows of a training batch; each slide's first row is blank."""
         self.configure_model()
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
-        x, positions = self.row_tokens(batch["features"], batch["coords"], lengths)
-        return self._pooled(x, positions, lengths, False)
+        documents = self._documents(batch)
+        x, positions = self.row_tokens(batch["features"], batch["coords"], lengths, documents=documents)
+        y = self.transformer(self.dropout(x), lengths=lengths, cu_seqlens=batch.get("cu_seqlens"))
+        return self._pool(y, positions, lengths, documents)
 
-    @overload
-    def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: Literal[False]) -> Tensor: ...
-
-    @overload
-    def _pooled(
-        self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool
-    ) -> Tensor | list[Tensor]: ...
+    def _pool(self, x: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None) -> Tensor:
+        """(B, E) of hidden states (B, L, E), normalised."""
+        if self.pool == "class":
+            return self.norm(first_token(x, positions, documents))
+        return self.norm(mean_token(x, positions, lengths, start=1, documents=documents))
 
     def _pooled(self, x: Tensor, positions: Tensor, lengths: Tensor | None, all_layers: bool) -> Tensor | list[Tensor]:
         """Hidden states pooled and normalised; with `all_layers` each layer's, before the stack's own last norm."""
-
-        def pool(y: Tensor) -> Tensor:
-            in_front = self.pool == "class"
-            return self.norm(first_token(y, positions) if in_front else mean_token(y, positions, lengths, start=1))
-
         layers: list[Tensor] = []
-        watch = (lambda y: layers.append(pool(y))) if all_layers else None
+        watch = (lambda y: layers.append(self._pool(y, positions, lengths))) if all_layers else None
         out = self.transformer(self.dropout(x), lengths=lengths, watch=watch)
-        return layers if all_layers else pool(out)
+        return layers if all_layers else self._pool(out, positions, lengths)
 
 
 def _one_rank(message: str) -> None:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.dropout import Dropout
+from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.longnet.mlm import sample_numbers
 from lightning_dilated.models.pooled_model import check_lengths, checked_by_all
 from lightning_dilated.models.slides.backbone import SlideBackbone, SlideOptions
@@ -39,9 +40,9 @@ class SlidePretrainer(SlideBackbone):
     length, its dilated attention, and its sharding. A light decoder and a linear layer predict the features; the loss is
     their mean squared error over hidden tiles. `SlideEncoder.from_pretrained_mae` (or `pretrained=`) reads checkpoints.
 
-    Batches are mappings with `features`, `coords`, `lengths` as of `SlideEncoder`, and `index` (B,), the slide's number in
-    the data set. Hidden tiles follow from (mask_seed, optimizer step, index, position) alone, on any number of ranks and in
-    a resumed run; validation hides the same tiles every time.
+    Batches are mappings with `features`, `coords`, `lengths` or `cu_seqlens` as of `SlideEncoder`, and `index` (B,), or (D,)
+    of packed slides: the slide's number in the data set. Hidden tiles follow from (mask_seed, optimizer step, index,
+    position) alone, on any number of ranks and in a resumed run; validation hides the same tiles every time.
 
     Args:
         mask_ratio: probability in (0, 1) that a tile is hidden.
@@ -56,7 +57,9 @@ class SlidePretrainer(SlideBackbone):
         ValueError, TypeError: naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"features": 1, "coords": 1}, whole=["label", "lengths", "index", "slide_id"])
+    sequence_spec = SequenceSpec(
+        {"features": 1, "coords": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
+    )
 
     def __init__(
         self,
@@ -116,11 +119,17 @@ class SlidePretrainer(SlideBackbone):
             "counted as temporary."
         ]
 
-    def hidden_tiles(self, index: Tensor, positions: Tensor, lengths: Tensor | None) -> Tensor:
-        """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,)."""
+    def hidden_tiles(
+        self, index: Tensor, positions: Tensor, lengths: Tensor | None, documents: Documents | None = None
+    ) -> Tensor:
+        """(B, L) bool on the CPU: the tiles that this step hides, for slides `index` (B,) at global `positions` (L,).
+
+        Of D slides packed into one row: `index` (D,), and `positions` in each slide.
+        """
         step = 1 + self._optimizer_step() if self.training else 0
         zero = torch.zeros((), dtype=torch.int64)
-        keep = self.hiding.keep(step, index.cpu().long()[:, None], zero, positions[None], zero)
+        slide = index.cpu().long()[:, None] if documents is None else index.cpu().long()[documents.number][None]
+        keep = self.hiding.keep(step, slide, zero, positions[None], zero)
         tiles = (positions > 0).expand(keep.shape)
         return ~keep & (tiles if lengths is None else tiles & (positions < lengths[:, None]))
 
@@ -134,15 +143,17 @@ class SlidePretrainer(SlideBackbone):
         checked_by_all(_check_index, batch)
         checked_by_all(self._check_entries, batch)
         lengths = check_lengths(batch.get("lengths"), -1, 2, "it counts the class token's row and at least one tile")
-        features, hidden = batch["features"], []
+        features, hidden, documents = batch["features"], [], self._documents(batch)
+        packed = {"lengths": lengths, "cu_seqlens": batch.get("cu_seqlens")}
 
         def hide(x: Tensor, positions: Tensor) -> Tensor:
-            hidden.append(self.hidden_tiles(batch["index"], positions, lengths))
+            packed_by = () if documents is None else (documents,)
+            hidden.append(self.hidden_tiles(batch["index"], positions, lengths, *packed_by))
             return torch.where(send(hidden[0], x.device)[..., None], self.mask_token.to(x.dtype), x)
 
-        x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide)
-        x = self.norm(self.transformer(self.dropout(x), lengths=lengths))
-        x = self.decoder(self.decoder_embed(x), lengths=lengths)
+        x, _ = self.row_tokens(features, batch["coords"], lengths, change=hide, documents=documents)
+        x = self.norm(self.transformer(self.dropout(x), **packed))
+        x = self.decoder(self.decoder_embed(x), **packed)
         rows = send(self.hidden_rows(hidden[0]), x.device)
         target = features.flatten(0, 1)[rows]
         target = target.to(torch.promote_types(target.dtype, torch.float32))
@@ -160,3 +171,9 @@ def _check_index(batch: Mapping[str, Any]) -> None:
     if "index" not in batch:
         raise ValueError(f"the batch holds {list(batch)}, but no index (B,) of its slides, which selects hidden tiles.")
     sample_numbers(batch["index"])
+    bounds = batch.get("cu_seqlens")
+    if bounds is not None and len(batch["index"]) != len(bounds) - 1:
+        raise ValueError(
+            f"the batch packs {len(bounds) - 1} slides (cu_seqlens), but has {len(batch['index'])} numbers in index: give "
+            "one a slide."
+        )

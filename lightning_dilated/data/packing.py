@@ -1,0 +1,201 @@
+"""Samples of unequal length packed into one row, up to a budget of tokens: the packs of an epoch, and how a pack is read.
+
+A pack is a tuple of sample numbers. The order of an epoch is filled into packs from its start: each sample goes into the
+pack before it, if that stays within the budget, and begins a new one otherwise.
+
+Shape letters: N tokens of a pack, D samples of a pack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dilated.data.sampler import ResumableSampler
+
+#: entries of a sample that run over its tokens; the others have one value a sample
+ALONG = ("tokens", "labels", "features", "coords")
+
+
+def pack_bounds(lengths: np.ndarray, budget: int, start: int = 0) -> np.ndarray:
+    """(P + 1,) int64: pack p holds the places [bounds[p], bounds[p + 1]) of samples in order, from place `start` on.
+
+    Args:
+        lengths: tokens of each sample, in the order of the epoch; one above the budget is a pack by itself.
+        budget: most tokens of a pack.
+    """
+    ends, bounds = np.cumsum(lengths, dtype=np.int64), [start]
+    while bounds[-1] < len(lengths):
+        at = bounds[-1]
+        before = int(ends[at - 1]) if at else 0
+        bounds.append(max(at + 1, int(np.searchsorted(ends, before + budget, side="right"))))
+    return np.array(bounds, dtype=np.int64)
+
+
+class PackedSamples(Dataset):
+    """A dataset whose samples are asked for by packs: all in one row, with `cu_seqlens` (D + 1,) where they begin and end.
+
+    Its length, and every other attribute, is the dataset's own. A number stands for a pack of one sample.
+
+    Args:
+        dataset: has `length_of(index)` or `seq_len`, and `read_ranges(index, ranges)` that gives a mapping.
+        budget: most tokens of a pack.
+    """
+
+    def __init__(self, dataset: Any, budget: int) -> None:
+        self.dataset, self.budget = dataset, budget
+        self._lengths: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Tokens of each sample, (samples,) int64; no sample is read."""
+        if self._lengths is None:
+            known = getattr(self.dataset, "lengths", None)
+            each = known if known is not None else [self.dataset.length_of(i) for i in range(len(self.dataset))]
+            self._lengths = np.asarray(each, dtype=np.int64)
+        return self._lengths
+
+    def length_of(self, pack: int | tuple[int, ...]) -> int:
+        """N, the tokens of a pack."""
+        return int(self.lengths[list(_members(pack))].sum())
+
+    def __getitem__(self, pack: int | tuple[int, ...]) -> dict[str, Any]:
+        return self.read_ranges(pack, (range(self.length_of(pack)),))
+
+    def read_ranges(self, pack: int | tuple[int, ...], ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The row at some positions only. Entries along the tokens are tensors (N, ...), the others lists of D values.
+
+        Each sample is asked for its own positions.
+        """
+        members = _members(pack)
+        bounds = np.concatenate([[0], np.cumsum(self.lengths[list(members)])])
+        along: dict[str, list[torch.Tensor]] = {}
+        whole: list[dict[str, Any] | None] = [None] * len(members)
+        for x in ranges:
+            for i, inside in _by_sample(x, bounds):
+                whole[i] = self._read(members[i], (inside,), along)
+        for i, number in enumerate(members):  # none of their tokens were asked for
+            if whole[i] is None:
+                whole[i] = self._read(number, (), along)
+        row: dict[str, Any] = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in along.items()}
+        row |= {name: [sample[name] for sample in whole] for name in whole[0]}  # type: ignore[index, union-attr]
+        return {**row, "cu_seqlens": torch.from_numpy(bounds.astype(np.int32))}
+
+    def _read(self, number: int, ranges: tuple[range, ...], along: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
+        """The entries with one value a sample; those along the tokens are added to `along`."""
+        sample = self.dataset.read_ranges(number, ranges)
+        for name in ALONG:
+            if name in sample:
+                along.setdefault(name, []).append(sample[name])
+        return {name: value for name, value in sample.items() if name not in (*ALONG, "length")}
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dataset", "__setstate__"):  # missing while being unpickled
+            raise AttributeError(name)
+        return getattr(self.dataset, name)
+
+
+def _members(pack: int | tuple[int, ...]) -> tuple[int, ...]:
+    return pack if isinstance(pack, tuple) else (pack,)
+
+
+def _by_sample(x: range, bounds: np.ndarray) -> Iterator[tuple[int, range]]:
+    """(sample's place in the pack, its own positions) of the samples in which positions x of the row lie, in order."""
+    at = x.start
+    while at < x.stop:
+        i = int(np.searchsorted(bounds, at, side="right")) - 1
+        inside = range(at, min(x.stop, int(bounds[i + 1])), x.step)
+        yield i, range(inside.start - int(bounds[i]), inside.stop - int(bounds[i]), x.step)
+        at += len(inside) * x.step
+
+
+def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch of one pack: entries along the tokens (1, N, ...), the others (D,), words as a list; `cu_seqlens` (D + 1,)."""
+    (pack,) = packs
+    batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
+    for name, value in pack.items():
+        if name in ALONG:
+            batch[name] = value[None]
+        elif name != "cu_seqlens":
+            batch[name] = value if isinstance(value[0], str) else _numbers(value)
+    return batch
+
+
+def _numbers(values: list[Any]) -> torch.Tensor:
+    whole = all(isinstance(x, int | np.integer) for x in values)
+    return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
+
+
+class PackingSampler(ResumableSampler):
+    """Packs of one rank, in an order fixed by (seed, epoch) alone, from any position of the epoch on.
+
+    The packs of an epoch are the same on any number of ranks: of R ranks, r takes the packs r, r + R, r + 2R, ...; after n
+    batches on each rank exactly the samples of the first n R packs are used. Their number differs from epoch to epoch, since
+    the order does: `len` is that of the epoch that is under way, or begins next.
+
+    Args:
+        dataset: `PackedSamples`.
+        num_replicas, rank, shuffle, seed: as of `ResumableSampler`.
+        drop_last: leave out up to R - 1 packs, so that all ranks get equally many.
+    """
+
+    dataset: PackedSamples
+    epochs_differ = True
+
+    def __init__(self, dataset: PackedSamples, *args: Any, **options: Any) -> None:
+        super().__init__(dataset, *args, **options)
+        self._known: dict[tuple[int, int], np.ndarray] = {}
+
+    def bounds(self, start: int = 0) -> np.ndarray:
+        """(P + 1,) where the packs of the current epoch begin and end in its order, from place `start` on."""
+        for (epoch, first), known in self._known.items():
+            if epoch == self.epoch and first <= start:
+                at = int(np.searchsorted(known, start))
+                if at < len(known) and known[at] == start:  # filled from here on they are the same
+                    return known[at:]
+        if any(epoch != self.epoch for epoch, _ in self._known):
+            self._known.clear()
+        bounds = pack_bounds(self.dataset.lengths[self.order()], self.dataset.budget, start)
+        self._known[self.epoch, start] = bounds
+        return bounds
+
+    def packs(self, start: int = 0) -> int:
+        """Packs of all ranks in the rest of the current epoch from place `start` on."""
+        count = len(self.bounds(start)) - 1
+        return count // self.num_replicas * self.num_replicas if self.drop_last else count
+
+    def __iter__(self) -> Iterator[Any]:
+        """Packs, as tuples of sample numbers."""
+        order, bounds = self.order(), self.bounds(self.consumed)
+        for i in range(self.rank, self.packs(self.consumed), self.num_replicas):
+            yield tuple(order[bounds[i] : bounds[i + 1]].tolist())
+
+    def __len__(self) -> int:
+        """Packs of this rank in the whole epoch, wherever the current position is."""
+        return len(range(self.rank, self.packs(), self.num_replicas))
+
+    def set_epoch(self, epoch: int) -> None:
+        """As `ResumableSampler`; after `restore` the next epoch is entered here, so that `len` is that of the coming one."""
+        super().set_epoch(epoch)
+        if self._resumed and not self._positioned and self.consumed > 0:
+            self.restore(self.epoch + 1, 0)
+        if self.after_set_epoch is not None:
+            self.after_set_epoch()
+
+    def position_after(self, samples: int, batches: int, batch_size: int) -> int:
+        bounds = self.bounds(samples)
+        return int(bounds[min(batches * self.num_replicas, len(bounds) - 1)])
+
+    def batches_after(self, samples: int, batch_size: int, drop_last: bool) -> int:
+        packs = len(self.bounds(samples)) - 1
+        return packs // self.num_replicas if drop_last else -(-packs // self.num_replicas)
+
+    def batch_identity(self, batch_size: int) -> dict[str, Any]:
+        return {"global_batch_size": 0, "pack_tokens": self.dataset.budget, "pack_ranks": self.num_replicas}

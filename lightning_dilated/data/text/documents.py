@@ -1,0 +1,87 @@
+"""Documents, a dataset whose samples are the documents of a stream of bytes or tokens, long ones in pieces."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from lightning_dilated.data.files import MARK
+
+
+class Readable(Protocol):
+    """A stream of bytes or tokens."""
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Items [start, stop)."""
+        ...
+
+    def fingerprint(self) -> str: ...
+
+    def content(self) -> str: ...
+
+
+class Documents(Dataset):
+    """Documents of a stream, as samples of unequal length; one of more than `seq_len` tokens is cut into pieces of so many.
+
+    A piece's last label is the next token of its document; a document's last token has the label -100. A document of one
+    token, and a last piece of one, would have no label and are left out.
+
+    Args:
+        stream: the bytes or tokens.
+        bounds: (documents + 1,) where documents begin and end in the stream, rising.
+        seq_len: the most tokens of a sample.
+        limit: use at most this many samples.
+    """
+
+    def __init__(self, stream: Readable, bounds: np.ndarray, seq_len: int, limit: int | None = None) -> None:
+        self.stream, self.seq_len = stream, seq_len
+        starts, ends = bounds[:-1].astype(np.int64), bounds[1:].astype(np.int64)
+        pieces = np.maximum(0, -(-(ends - starts - 1) // seq_len))
+        number = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+        self.begins = (np.repeat(starts, pieces) + number * seq_len)[:limit]
+        self.ends = np.repeat(ends, pieces)[:limit]  # of the document
+        #: tokens of each sample
+        self.lengths = np.minimum(seq_len, self.ends - self.begins)
+
+    def __len__(self) -> int:
+        return len(self.begins)
+
+    def fingerprint(self) -> str:
+        """Depends on names, sizes and some blocks of the files, and on where the samples lie."""
+        places = hashlib.blake2b(self.begins.tobytes() + self.lengths.tobytes(), digest_size=8).hexdigest()
+        return f"{self.stream.fingerprint()}, {len(self)} documents {places}{MARK}{self.stream.content()}"
+
+    def length_of(self, index: int) -> int:
+        """Tokens of a sample; nothing is read. Raises: IndexError if there is none."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"document {index} was asked for, but there are {len(self)}")
+        return int(self.lengths[index])
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Tokens [start, stop) of the stream, int64."""
+        return torch.from_numpy(self.stream.read(start, stop)).long()
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """{"tokens": (n,) int64, "labels": (n,) int64 the next token of the document, "index": the sample's number}."""
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """The sample at some positions only: of each range its tokens are read, and one more for the last label."""
+        length = self.length_of(index)
+        begin, end = int(self.begins[index]), int(self.ends[index])
+        tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
+        for x in ranges:
+            if x and not 0 <= x[0] <= x[-1] < length:
+                raise IndexError(f"positions {x} were asked for, but document {index} has 0 to {length - 1}")
+            if x:
+                values = self.read(begin + x.start, min(begin + x[-1] + 2, end))
+                count = x[-1] + 1 - x.start
+                after = torch.full((count,), -100, dtype=torch.int64)
+                after[: len(values) - 1] = values[1:]
+                tokens.append(values[:count][:: x.step])
+                labels.append(after[:: x.step])
+        return {"tokens": torch.cat(tokens), "labels": torch.cat(labels), "index": index}
