@@ -16,8 +16,9 @@ from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.workspace import OpCall
-from lightning_dilated.sequence.chunks import chunk_bounds, chunk_problem, leaving_rows, live_count
+from lightning_dilated.sequence.chunks import chunk_problem, leaving_rows, live_count
 from lightning_dilated.sequence.requirements import Document
+from lightning_dilated.sequence.shard import ChunkShard
 
 #: most chunks whose rows are counted, and the last ones that are counted besides
 SAMPLED, LAST = 96, 4
@@ -35,15 +36,15 @@ def carried_rows(pattern: DilatedPattern, heads: int, kv_heads: int, tokens: int
     Kv heads whose query heads are in the same branches have as many, but for the ends of segments: one of them is counted.
     Of more than `SAMPLED` chunks so many are counted, drawn at random, and the last ones, which have most rows behind them.
     """
-    bounds, stored, live = chunk_bounds(tokens, chunk), 0.0, 0
-    inner = bounds[1:-1]
+    shard, stored, live = ChunkShard(0, tokens, chunk), 0.0, 0
+    inner = range(chunk, tokens, chunk)
     counted: Sequence[int] = inner
     if len(inner) > SAMPLED:
         counted = sorted({*random.Random(0).sample(inner, SAMPLED), *inner[-LAST:]})
     for first, count in _classes(pattern, heads, kv_heads):
         window = first * heads // kv_heads, (first + 1) * heads // kv_heads
-        problem = chunk_problem(pattern, heads, kv_heads, [Document(0, 1, 0, tokens)], bounds, window)
-        rows = [sum(x.count for x in leaving_rows(problem, range(at - chunk, at))) for at in counted]
+        problem = chunk_problem(pattern, heads, kv_heads, [Document(0, 1, 0, tokens)], shard, window)
+        rows = [sum(x.count for x in leaving_rows(problem, range(at - chunk, at), at)) for at in counted]
         stored += count * sum(rows) * len(inner) / max(1, len(rows))
         live += count * max((live_count(problem, at) for at in counted), default=0)
     return round(stored), live

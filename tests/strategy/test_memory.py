@@ -20,19 +20,32 @@ WAYS = {
 
 
 STREAM = {**EVERYTHING, "stream": 16}
+#: ranks that compute every chunk together
+SHARED = {"layout": "chunked"}
+CONVOLVED = {"num_kv_heads": 2, "kv_conv": 4}
+SHIFTED = {"num_kv_heads": 2, "kv_conv": 3, "shift_layers": "odd", "compile_blocks": False}
 STREAMS = {
     "one rank": (1, RUN.but(memory=STREAM)),
     "ddp": (2, RUN.but(memory=STREAM, strategy={"sequence_size": 1})),
     "ddp, documents": (2, RUN.but(memory={"stream": 7}, kind="documents", batch_size=2, strategy={"sequence_size": 1})),
+    "shared": (2, RUN.but(memory=STREAM, strategy=SHARED)),
+    "shared, documents": (3, RUN.but(memory={"stream": 7}, kind="documents", batch_size=1, strategy=SHARED)),
+    "shared, lengths": (2, RUN.but(memory={"stream": 11, "policy": "attention-kept"}, kind="lengths", strategy=SHARED)),
+    "shared, data 2": (4, RUN.but(memory=STREAM, strategy={**SHARED, "sequence_size": 2})),
+    "shared, empty pieces": (4, RUN.but(memory={"stream": 2}, seq_len=13, model=CONVOLVED, strategy=SHARED)),
+    "shared, shifted": (2, RUN.but(memory={"stream": 9}, model=SHIFTED, workers=2, strategy=SHARED)),
+    "shared, one chunk": (2, RUN.but(memory={"stream": 40}, strategy=SHARED)),
 }
 
 
 @pytest.mark.parametrize("way", STREAMS)
 def test_streams(pools, way):
-    """Ranks stream sequences of their own: validation, too; hooks of DDP run once a micro-batch."""
+    """Ranks stream sequences of their own, or share chunks: validation, too; hooks of DDP run once a micro-batch."""
     ranks, run = STREAMS[way]
     # packed documents are one sample, and one rank would have to hold two
-    plain, of = (run.but(memory=None), 2) if run.kind == "documents" else (RUN, 1)
+    plain, of = run.but(memory=None, strategy={}, workers=0), 1
+    if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
+        plain, of = run.but(memory=None), 2
     want = pools(of).run(of, fit, plain)[0]
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
@@ -48,7 +61,7 @@ def refused(rank, group, changes):
 
 def test_streams_are_refused_where_ranks_share(pools):
     for got in pools(2).run(2, refused, {}):
-        assert "2 ranks share one. Set sequence_size=1" in got
+        assert "with layout='contiguous' the ranks that share it hold" in got and "Set layout='chunked'" in got
     for got in pools(2).run(2, refused, {"fsdp": True, "double": True, "strategy": {"sequence_size": 1}}):
         assert "not offered with RingDilatedFSDPStrategy" in got
 
