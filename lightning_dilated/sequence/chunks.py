@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import remove, size, union
+from lightning_dilated.sequence.ranges import common, remove, size, union
 from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
 from lightning_dilated.sequence.shard import ChunkShard
 
@@ -134,10 +134,20 @@ def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows
     ]
 
 
-def live_count(problem: Problem, bound: int) -> int:
-    """How many rows before a bound are read from there on."""
-    read = _read_later(problem, range(0, bound), bound)
-    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in read.items())
+def live_count(problem: Problem, bound: int, held: Sequence[range] | None = None) -> int:
+    """How many rows before a bound are read from there on; `held`: of them, those at these positions."""
+    count = 0
+    for (document, _), x in _read_later(problem, range(0, bound), bound).items():
+        rows = union(rows for _, rows in x)
+        count += document.samples * (size(rows) if held is None else common(rows, held))
+    return count
+
+
+def received_count(problem: Problem, number: int) -> int:
+    """How many rows a piece of a chunk reads that other ranks hold."""
+    held = problem.shard.held(number)
+    read = needed_rows(problem, number).items()
+    return sum(document.samples * (size(rows) - common(rows, held)) for (document, _), rows in read)
 
 
 def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Document, int], list[tuple[int, range]]]:

@@ -38,7 +38,8 @@ def random_cases(ranks, number, count):
     """Any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
 
     def decorate(function):
-        drawn = given(cases(longest=48), st.integers(1, 50), dropouts)(function)
+        chunks = st.one_of(st.integers(1, 16), st.integers(1, 50))
+        drawn = given(cases(longest=48), chunks, dropouts)(function)
         return seed(ranks + number)(
             settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))(drawn)
         )
@@ -46,7 +47,7 @@ def random_cases(ranks, number, count):
     return decorate
 
 
-@pytest.mark.parametrize("count", [14, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [16, pytest.param(400, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_equals_one_pass_of_one_rank(pool, ranks, count):
     seen = Counter()

@@ -74,7 +74,7 @@ class Compiled:
 
     Attributes:
         carried: rows that the store begins with.
-        ready: batches that read no others.
+        ready: batches that read no others; of a program without rounds.
         queries: the rows of q that batches number; None: all, by their flat numbers.
         keys: the rank's own rows of K and V that receive gradients, likewise.
     """
@@ -99,10 +99,7 @@ def compile_program(
     queries, own, store = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads), ReceivedRows()
     store.add(list(carried))
     held, waiting, rounds = store.size, list(row_requests(problem, rank)), []
-    # without a round nothing else can arrive
-    at_once = [x for x in waiting if not program.rounds or (held and _covered(problem, x, store))]
-    done, first = set(at_once), batches(problem, at_once, queries, store)
-    waiting = [x for x in waiting if x not in done]
+    first = [] if program.rounds else batches(problem, waiting, queries, store)
     for number, step in enumerate(program.rounds):
         packing = Packing.of([rows for message in step.sends.values() for rows in message], own, store)
         store = store if program.keep else ReceivedRows()
@@ -110,7 +107,8 @@ def compile_program(
         for message in step.receives.values():
             store.add(message)
         if program.keep:
-            ready = {x: None for x in waiting if _covered(problem, x, store)}
+            last = number == len(program.rounds) - 1
+            ready = {x: None for x in waiting if last or _covered(problem, x, store)}
             waiting = [x for x in waiting if x not in ready]
             gradients = GradientReturn(slice(start, store.size), *step.counts[::-1], packing)
         else:
@@ -118,7 +116,6 @@ def compile_program(
             gradients = _direct_return(program.returns[number], own, store)
         joined = batches(problem, ready, queries, store)
         rounds.append(CompiledRound(packing, *step.counts, start, store.size, joined, gradients))
-    assert not program.keep or not waiting, f"rank {rank} never received the rows of {waiting[0]}"
     compiled = Compiled(rounds, store.size if program.keep else 0, program.keep, carried=held, ready=first)
     return _renumbered(compiled, problem, queries, own, device)
 
