@@ -119,7 +119,7 @@ def step(model: ld.LongNetLM, text: Tensor) -> Tensor:
         text = text.to(model.head.weight.device).long()
         return model.loss_terms({"tokens": text[:, :-1], "labels": text[:, 1:]})[0]
     batch = {"tokens": Bytes(text[:, :-1]), "labels": Bytes(text[:, 1:])}
-    run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
+    run = lambda i, layers: model._losses(*model._chunk(batch, i, layers), summed=True)  # noqa: E731
     return streamed_sum(model.transformer.stream, run, model._chunks(batch), [model], model.head.weight)
 
 

@@ -1,5 +1,7 @@
 """LongNetLM whose ranks share every chunk: losses and gradients are those of one pass of one rank, bytes those planned."""
 
+import re
+
 import pytest
 import torch
 
@@ -66,10 +68,35 @@ def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
         torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
 
 
+def refused(rank, group, layout, stream, endless):
+    """The message of a refusal."""
+    model, batch = lm(), text()
+    with sequence(group, layout=layout, stream=stream) as ours, ours.active():
+        model.transformer.memory = MemorySettings(stream=16)
+        try:
+            part = model.sequence_spec.cut(batch, ours.place)
+            _ = model.stream(part["tokens"], part["labels"]) if endless else model.loss_terms(part)
+        except ValueError as error:
+            return str(error)
+
+
+def test_refusals(pool):
+    for arguments, why in (
+        (("contiguous", None, False), r"with layout='contiguous' the ranks .* Set layout='chunked'"),
+        (("chunked", 8, False), "streams chunks of 16 tokens, and its ranks share chunks of 8: take one"),
+        (("chunked", 16, True), "endless streams are computed on one rank each.*set sequence_size=1"),
+    ):
+        for got in pool.run(2, refused, *arguments):
+            assert re.search(why, got), got
+
+
+SETTINGS = ({}, {"policy": "block"}, {"truncate": True}, {"policy": "attention-kept"})
+SHAPES = ((3, 64, 16), (4, 40, 5))
+
+
 @pytest.mark.parametrize(
-    "settings", [{}, {"policy": "block"}, {"truncate": True}, {"policy": "attention-kept"}], ids=str
+    ("settings", "shape"), [*((x, (2, 61, 13)) for x in SETTINGS), *(({}, x) for x in SHAPES)], ids=str
 )
-@pytest.mark.parametrize("shape", [(2, 61, 13), (3, 64, 16), (4, 40, 3)])
 def test_bytes_are_planned(pool, settings, shape):
     """A rank receives on the mean what `plan` says, of all layers, chunks and passes."""
     ranks, tokens, chunk = shape
