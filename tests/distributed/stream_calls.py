@@ -1,8 +1,7 @@
 """Calls of attention chunk by chunk on workers that share every chunk: what a rank computes, and the bytes that it moves."""
 
-from dataclasses import replace
-
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dilated.sequence.exchange.transport import TrafficLog
 from lightning_dilated.sequence.planner import moved
@@ -19,7 +18,8 @@ def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),)):
     with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
         ours.watch(log := TrafficLog())
         chunks = Chunks(case, chunk, dropout, windows, ours)
-        found = chunks.run(*case.tensors())
+        with FlopCounterMode(display=False) as counter:
+            found = chunks.run(*case.tensors())
         tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
         shares = ours.forward_traffic, ours.backward_traffic
         result = Result(
@@ -31,4 +31,4 @@ def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),)):
             want = moved(x.problem, x.exchange, x.rank, x.per_node, x.head_dim, x.element_size)[backward]
             planned[backward] += want.sent
             planned[2 + backward] += want.received
-        return replace(result), (tuple(planned[:2]), tuple(planned[2:]))
+        return result, (tuple(planned[:2]), tuple(planned[2:])), counter.get_total_flops()

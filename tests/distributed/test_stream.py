@@ -21,7 +21,7 @@ dropouts = st.sampled_from([0.0, 0.0, 0.3])
 
 def check(pool, ranks, case, chunk, dropout, windows=((0, None),)):
     """Assert that the ranks equal one pass of one rank; returns the bytes that all of them sent."""
-    results, planned = zip(*pool.run(ranks, attend, case, chunk, dropout, windows), strict=True)
+    results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows), strict=True)
     q, k, v, grad = case.tensors()
     torch.manual_seed(SEED)
     out = case.run(q, k, v, dropout=dropout)
@@ -29,6 +29,9 @@ def check(pool, ranks, case, chunk, dropout, windows=((0, None),)):
     got = together(results, wanted)
     for name, want in wanted.items():
         torch.testing.assert_close(got[name], want, **TOL, msg=lambda m, name=name: f"{name} of {case}, {chunk}: {m}")
+    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the chunk that runs forward once
+    forward, whole = (4 * case.head_dim * int(x.sum()) for x in (case.counts()[0][:, :, :-last], case.counts()[0]))
+    assert sum(flops) == forward + whole + 10 * whole // 4
     for result, plan in zip(results, planned, strict=True):
         assert (result.sent, result.received) == plan, f"other bytes than planned: {case}, {chunk}"
     return sum(sum(x.sent) for x in results)

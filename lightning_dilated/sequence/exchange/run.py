@@ -11,7 +11,7 @@ Shape letters: B samples, L local tokens, K kv heads, D head dim; a row is (2, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
@@ -200,12 +200,24 @@ class Run:
         carried: Tensor | None = None,
     ):
         self.compiled, self.wire, self.k, self.v = compiled, wire, k, v
-        arriving = k.new_empty(compiled.size - compiled.carried, 2, k.shape[3]) if kept is None else kept
-        self.rows = _joined(carried, arriving.view(-1, 2, k.shape[3]))
+        arrived = None if kept is None else kept.view(-1, 2, k.shape[3])
+        self.rows = self._store(k.new_empty, carried, arrived)
         self._posted: list[Posted | None] = []
         self._ahead = compiled.keep and k.device.type == "cuda"
         if kept is None and compiled.rounds:
             self._begin()
+
+    def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
+        """(size, 2, D): carried rows, or their gradients, and room for what arrives, or what did; of one alone no copy."""
+        if carried is None:
+            return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
+        if self.compiled.size == len(carried):
+            return carried
+        store = make((self.compiled.size, 2, self.k.shape[3]))
+        store[: len(carried)] = carried
+        if arrived is not None:
+            store[len(carried) :] = arrived
+        return store
 
     @property
     def received(self) -> Tensor | None:
@@ -295,7 +307,7 @@ class BackwardRun(Run):
     def arrivals(self) -> Iterator[Arrival]:
         """All batches at once where the rows were saved; else (ring) round by round as the rows pass again."""
         if self.compiled.keep:
-            self._grads = _joined(self._carried, self._zeros(self.rows[self.compiled.carried :]))
+            self._grads = self._store(self._sum.new_zeros, self._carried)
             later = (batch for step in self.compiled.rounds for batch in step.batches)
             yield Arrival([*self.compiled.ready, *later], self.rows, self._grads)
             if self.compiled.rounds:
@@ -355,13 +367,6 @@ class BackwardRun(Run):
         add_rows(self.compiled.keys, dv, self._sum[:, 1])
         if self._carried is not None:
             self._carried.copy_(self._grads[: len(self._carried)])
-
-
-def _joined(carried: Tensor | None, arriving: Tensor) -> Tensor:
-    """The store: the carried rows themselves where no others arrive."""
-    if carried is None:
-        return arriving
-    return torch.cat([carried, arriving]) if len(arriving) else carried
 
 
 def _halves(rows: Tensor) -> tuple[Tensor, ...]:
