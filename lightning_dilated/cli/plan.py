@@ -166,7 +166,7 @@ def report(request: Request) -> Report:
     best = recommended(case, settings, request.tokens)
     sharded, can_stream = case.setup.strategy == "ring_dilated_fsdp", getattr(request.model, "streams", False)
     if best is None and request.settings is None and can_stream and not sharded:
-        settings = [*settings, *streams(settings)]
+        settings = [*settings, *streams(settings, request.ranks)]
         rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
         best = recommended(case, settings, request.tokens)
     chosen = next((row for row in rows if row.settings == best), None)

@@ -426,10 +426,10 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
     return list(dict.fromkeys(fitting))
 
 
-def streams(settings: Sequence[MemorySettings]) -> list[MemorySettings]:
-    """Settings for sequences that do not fit, chunk by chunk: the fastest first."""
+def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long."""
     sizes = [("none", 1 << 18), ("attention-kept", 1 << 20), ("block", 1 << 20)]
-    chunked = [MemorySettings(policy, stream=size) for policy, size in sizes]
+    chunked = [MemorySettings(policy, stream=size * ranks) for policy, size in sizes]
     return [x for x in chunked if x not in settings]
 
 
