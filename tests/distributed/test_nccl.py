@@ -114,8 +114,9 @@ def text_model(pattern):
     torch.manual_seed(0)
     model = LongNetLM(pattern, 32, 64, 3, 4, max_seq_len=16384, kv_conv=4)
     model.configure_model()
-    for name, p in model.named_parameters():
-        torch.nn.init.normal_(p, std=0.3 if p.ndim >= 2 else 0.0) if p.ndim >= 2 or "kv_conv" in name else None
+    for p in model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.3)
     return model.to(DEVICE)
 
 
