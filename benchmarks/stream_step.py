@@ -7,22 +7,27 @@
         --policy block --tile 8192 --chunk 131072 --precision bf16-true --eightbit
     python benchmarks/stream_step.py --tokens 262144 --dim 384 --depth 8 --heads 6 --chunk 32768 --steps 100 --lr 1e-3 \
         --text bytes.bin --losses streamed.json                              # and with --chunk 0: one pass
+    torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
 Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
 the steps is timed, the first one compiles. Prints one row of a table. The pattern is geometric(2048, N), or a hybrid.
+Under torchrun the ranks share each chunk (layout="chunked"), and the row says what a rank received on the mean, and by plan.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import lightning_dilated as ld
@@ -32,10 +37,14 @@ from lightning_dilated.planning.counting.model_specs import Facts, subject_of
 from lightning_dilated.planning.estimate import Case, in_words
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import GIB, Setup
+from lightning_dilated.sequence import SequenceGroup
 
 #: of the table
 HEAD = ("model", "tokens", "settings", "pattern", "planned GiB", "measured", "off", "planned s", "measured", "off")
 HEAD += ("tokens/s", "nats a token")
+#: added where ranks share chunks
+SHARED = ("GPUs", "MB received", "planned")
+RANKS = int(os.environ.get("WORLD_SIZE", 1))
 
 
 def options() -> argparse.Namespace:
@@ -73,13 +82,16 @@ def model_of(a: argparse.Namespace) -> ld.LongNetLM:
     return ld.LongNetLM(pattern, 256, max_seq_len=a.tokens, residual_dtype="bfloat16", compile_blocks=True, **sizes)
 
 
-def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float]:
-    """(GiB, seconds) of a step, by `plan`."""
+def planned(a: argparse.Namespace, settings: MemorySettings) -> tuple[float, float, float]:
+    """(GiB, seconds, bytes that a rank receives) of a step, by `plan`."""
     model, gpu = model_of(a), find_gpu(a.gpu)
     subject = subject_of(model, a.precision, None, True, gpu.capability)
-    setup = Setup(optimizer="adamw8bit" if a.eightbit else "adamw")
+    optimizer = "adamw8bit" if a.eightbit else "adamw"
+    setup = Setup("ring_dilated" if RANKS > 1 else "single", RANKS, optimizer=optimizer)
     case = Case(subject, Facts.of(model, subject), setup, gpu, host=128)
-    return case.memory(settings, a.tokens).peak / GIB, case.time(settings, a.tokens).seconds
+    time = case.time(settings, a.tokens)
+    exchanged = 0.0 if time.exchange is None else time.exchange.forward + time.exchange.backward
+    return case.memory(settings, a.tokens).peak / GIB, time.seconds, exchanged
 
 
 def optimizer_of(a: argparse.Namespace, model: ld.LongNetLM) -> torch.optim.Optimizer:
@@ -113,13 +125,17 @@ def texts(a: argparse.Namespace) -> Iterator[Tensor]:
         yield from itertools.repeat(text, a.steps)
 
 
-def step(model: ld.LongNetLM, text: Tensor) -> Tensor:
-    """The sum of nats, with its gradients."""
+def step(model: ld.LongNetLM, text: Tensor, group: SequenceGroup | None) -> Tensor:
+    """The sum of nats of this rank's tokens, with its gradients."""
     if not model.transformer.memory.stream:
         text = text.to(model.head.weight.device).long()
         return model.loss_terms({"tokens": text[:, :-1], "labels": text[:, 1:]})[0]
-    batch = {"tokens": Bytes(text[:, :-1]), "labels": Bytes(text[:, 1:])}
-    run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
+    own = [text[:, :-1], text[:, 1:]]
+    if group is not None:
+        ranges = group.place.ranges(own[0].shape[1])
+        own = [torch.cat([x[:, r.start : r.stop] for r in ranges], 1) for x in own]
+    batch = {"tokens": Bytes(own[0]), "labels": Bytes(own[1])}
+    run = lambda i, layers: model._losses(*model._chunk(batch, i, layers), summed=True)  # noqa: E731
     return streamed_sum(model.transformer.stream, run, model._chunks(batch), [model], model.head.weight)
 
 
@@ -129,7 +145,14 @@ def main() -> None:
     settings = MemorySettings(a.policy, a.every, a.offload, tile=a.tile, stream=a.chunk or None)
     on_gpu = torch.cuda.is_available()
     device = "cuda" if on_gpu else "cpu"
-    gib, seconds = planned(a, settings)
+    group, active = None, contextlib.nullcontext()
+    if RANKS > 1:
+        if on_gpu:
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        group = SequenceGroup(layout="chunked", stream=a.chunk)
+        active = group.active()
+    gib, seconds, exchanged = planned(a, settings)
     torch.set_default_dtype(torch.bfloat16 if a.precision == "bf16-true" else torch.float32)
     torch.manual_seed(a.seed)
     model = model_of(a)
@@ -138,17 +161,23 @@ def main() -> None:
     model.to(device).transformer.memory = settings
     optimizer = optimizer_of(a, model)
     losses = []
-    for text in texts(a):
-        if on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        begin = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
-            loss = step(model, text) / a.tokens
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        took = time.perf_counter() - begin
+    with active, group.trusting() if group is not None else contextlib.nullcontext():
+        for text in texts(a):
+            if on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            received = _received(group)
+            begin = time.perf_counter()
+            with torch.autocast(device, torch.bfloat16, enabled=a.precision == "bf16-mixed"):
+                loss = step(model, text, group) / a.tokens
+            loss.backward()
+            if group is not None:
+                group.settle()
+                for x in (loss.detach(), *(p.grad for p in model.parameters())):
+                    dist.all_reduce(x)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+            took = time.perf_counter() - begin
     if a.losses:
         a.losses.write_text(json.dumps(losses))
     peak = torch.cuda.max_memory_allocated() / GIB if on_gpu else float("nan")
@@ -161,7 +190,18 @@ def main() -> None:
         f"{100 * (seconds / took - 1):+.1f} %",
     ]
     cells += [f"{a.tokens / took / 1000:.1f}K", f"{losses[-1]:.4f}"]
-    print(f"| {' | '.join(HEAD)} |\n| {' | '.join(cells)} |", flush=True)
+    if group is not None:
+        mean = torch.tensor((_received(group) - received) / RANKS, device=device)
+        dist.all_reduce(mean)
+        cells += [str(RANKS), f"{float(mean) / 1e6:,.1f}", f"{exchanged / 1e6:,.1f}"]
+    if group is None or group.rank == 0:
+        head = HEAD if group is None else HEAD + SHARED
+        print(f"| {' | '.join(head)} |\n| {' | '.join(cells)} |", flush=True)
+
+
+def _received(group: SequenceGroup | None) -> int:
+    """Bytes that this rank has received of others."""
+    return 0 if group is None else group.forward_traffic.received + group.backward_traffic.received
 
 
 if __name__ == "__main__":

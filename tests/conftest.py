@@ -22,6 +22,7 @@ LONGEST = (
     "strategy/test_elastic.py", "distributed/test_equals_one_rank.py", "planning/test_slides_images.py",
     "strategy/test_equals_one_rank.py", "planning/test_memory.py", "strategy/test_cpu_offload.py",
     "planning/test_advice.py", "distributed/test_options.py", "kernels/test_combine.py", "strategy/test_memory.py",
+    "distributed/test_stream.py", "distributed/test_streamed_model.py",
     "cli/test_plan.py", "kernels/test_attention.py", "kernels/test_grouped.py", "cli/test_find_max.py",
     "models/test_memory_settings.py", "cli/test_misuse.py", "cli/test_verify.py", "attention/test_equals_oracle.py",
     "cli/test_commands.py", "attention/test_autograd.py", "callbacks/test_sharded_checkpoint_ranks.py",

@@ -18,7 +18,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.stream import ChunkLayer, Stream, find_stream
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence, find_sequence
-from lightning_dilated.sequence.halo import HaloRoute, halo_route, halo_wire
+from lightning_dilated.sequence.halo import HaloRoute, chunk_halo_route, chunk_wire, halo_route, halo_wire
 
 NAME = "lightning_dilated::short_convolution"
 
@@ -61,7 +61,7 @@ class ShortConvolution(nn.Module):
         group, weight = active_sequence(), self.weight.to(x.dtype)
         lengths = None if self.causal else lengths  # no token before the padding sees it
         if chunk is not None:
-            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)
+            return torch.ops.lightning_dilated.chunk_convolution(x, weight, chunk.place, cu_seqlens, chunk.stream)[0]
         if group is not None:
             grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
             return torch.ops.lightning_dilated.short_convolution(
@@ -243,7 +243,7 @@ def _same_in_stream(
     stream: Stream, chunk: int, left: int, cu_seqlens: Tensor | None, device: torch.device
 ) -> Tensor | None:
     """`_same_document` of a chunk, by the stream's documents or by `cu_seqlens`."""
-    positions = stream.tokens(chunk)
+    positions = stream.tokens(chunk)  # of this rank's piece
     if stream.documents is None:
         return _same_document(positions, left, 0, None, cu_seqlens, device)
     starts: dict[int, list[int]] = {}
@@ -257,40 +257,73 @@ def _same_in_stream(
     return (seen >= torch.stack(begins)[:, :, None]).to(device)
 
 
+def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: int, run: str) -> HaloRoute | None:
+    """The route of a piece of a chunk, after the ranks that share the chunk agreed on the call; None on one rank."""
+    group = stream.group
+    if group is None:
+        return None
+    facts = {
+        "call": "kv_conv",
+        "pass": run,
+        "batch": x.shape[0],
+        "dtype": x.dtype,
+        "taps and channels": tuple(weight.shape),
+    }
+    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=True)
+    return chunk_halo_route(stream.shard, stream.number(chunk), len(weight) - 1)
+
+
 @torch.library.custom_op("lightning_dilated::chunk_convolution", mutates_args=())
-def chunk_convolution(x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str) -> Tensor:
-    """y (B, L, C) of a chunk x whose (layer, chunk) is `place`; causal."""
+def chunk_convolution(
+    x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str
+) -> tuple[Tensor, Tensor]:
+    """(y (B, L, C), the rows before x (B, W - 1, C)) of a chunk x whose (layer, chunk) is `place`; causal."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
-    rows = torch.cat([tails.before(chunk, x, left), x], 1)
+    before = tails.before(chunk, x, left)
+    made = torch.cat([before, x], 1)  # by this rank
     if owner.rising:
-        tails.leave(chunk, rows[:, x.shape[1] :])
-    return _convolved(rows, weight, left, _same_in_stream(owner, chunk, left, cu_seqlens, x.device))
+        tails.leave(chunk, made[:, x.shape[1] :])
+    route = _halo_route(owner, x, weight, layer, chunk, "forward")
+    if route is not None:
+        wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
+        before = route.fetch(_flat(made), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
+    same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
+    return _convolved(torch.cat([before, x], 1), weight, left, same), before.clone(
+        memory_format=torch.contiguous_format
+    )
 
 
 @chunk_convolution.register_fake
 def _(x, weight, place, cu_seqlens, stream):
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+    before = x.new_empty(x.shape[0], weight.shape[0] - 1, x.shape[2])
+    return torch.empty_like(x, memory_format=torch.contiguous_format), before
 
 
 @torch.library.custom_op("lightning_dilated::chunk_convolution_backward", mutates_args=())
 def chunk_convolution_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, stream: str
+    grad: Tensor, x: Tensor, weight: Tensor, place: Tensor, cu_seqlens: Tensor | None, before: Tensor, stream: str
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x, with what later chunks left for it, and of weight."""
     (layer, chunk), left = place.tolist(), len(weight) - 1
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
-    rows = torch.cat([tails.before(chunk, x, left), x], 1)
     same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
-    d_rows, d_weight = _gradients(grad, rows, weight, left, same)
+    d_made, d_weight = _gradients(grad, torch.cat([before, x], 1), weight, left, same)
+    route = _halo_route(owner, x, weight, layer, chunk, "backward")
+    if route is not None:  # the rows before x were made by several ranks
+        d_before, d_x = d_made.split([left, x.shape[1]], 1)
+        total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
+        wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.backward_traffic)
+        route.give_back(_flat(d_before), total, wire)
+        d_made = total.view(d_made.shape[1], x.shape[0], x.shape[2]).movedim(0, 1)
     if owner.exact:
         later = tails.take_grad(chunk)
         if later is not None:
-            d_rows[:, x.shape[1] :] += later
-        tails.leave_grad(chunk, d_rows[:, :left])
-    return d_rows[:, left:].to(x.dtype).contiguous(), d_weight.to(weight.dtype)
+            d_made[:, x.shape[1] :] += later
+        tails.leave_grad(chunk, d_made[:, :left])
+    return d_made[:, left:].to(x.dtype).contiguous(), d_weight.to(weight.dtype)
 
 
 @chunk_convolution_backward.register_fake
@@ -298,12 +331,12 @@ def _(grad, x, weight, *rest):
     return tuple(torch.empty_like(t, memory_format=torch.contiguous_format) for t in (x, weight))
 
 
-def _setup_chunk(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_chunk(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     *tensors, ctx.stream = inputs
-    ctx.save_for_backward(*tensors)
+    ctx.save_for_backward(*tensors, output[1])
 
 
-def _chunk_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+def _chunk_backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Any, ...]:
     gradients = torch.ops.lightning_dilated.chunk_convolution_backward(grad, *ctx.saved_tensors, ctx.stream)
     return *gradients, None, None, None
 

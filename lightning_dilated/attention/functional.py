@@ -153,7 +153,7 @@ def op_arguments(
     `window` and `needs_grad`: see `CallSpec`; `needs_grad=None` follows from q, k and v. `chunk`: the layer's place in a
     stream; `lengths` and `cu_seqlens` are then those of the whole sequence.
     """
-    group = _group(sequence) if chunk is None else None  # a stream is one rank's
+    group = _group(sequence) if chunk is None or chunk.shared else None
     q, k, v = autocast(q, k, v)
     arguments = (q, k, v, pattern, causal, scale, dropout, lengths, cu_seqlens, return_lse, engine, window)
     lengths, cu_seqlens, scale = check_call(*arguments) if group is None else group.guard(check_call, *arguments)

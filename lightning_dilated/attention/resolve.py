@@ -1,7 +1,7 @@
 """Resolving a call: its spec, shapes and documents become one frozen `Resolved`, which forward and backward share.
 
 On one rank that is remembered by what it follows from. On several the ranks first compare their calls, then each takes its
-part of the sequence and the exchange that the planner chose. A chunk of a stream is such a part, of one rank.
+part of the sequence and the exchange that the planner chose. A chunk of a stream is such a part, of one rank or of several.
 Shape letters: B batch, N tokens of the sequence, L tokens of this rank, H query heads, K kv heads, D head dim.
 """
 
@@ -28,14 +28,15 @@ from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_str
 from lightning_dilated.attention.views import Span, spans
 from lightning_dilated.pattern.rows import check_bounds, check_padding
 from lightning_dilated.sequence.chunks import chunk_problem
+from lightning_dilated.sequence.consensus import Agreement
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.run import Compiled, compile_program
 from lightning_dilated.sequence.exchange.switch import CompiledSwitch, HeadGroup, compile_switch, windows
 from lightning_dilated.sequence.exchange.transport import Planned, Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, find_sequence
+from lightning_dilated.sequence.halo import chunk_wire
 from lightning_dilated.sequence.planner import Plan, plan
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
-from lightning_dilated.sequence.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -87,10 +88,10 @@ def resolve(
     key = code, q.shape, k.shape[2], q.dtype, q.device, documents, bounds, environment(q.device)
     spec = decode(code)
     drawn = 0 if seed is None else int(seed)
-    if spec.sequence:
+    if place is not None:
+        resolved, drawn = _chunked(key, spec, q, k, (lengths, cu_seqlens), place, drawn, number, backward)
+    elif spec.sequence:
         resolved, drawn = _agreed(key, spec, q, k, (lengths, cu_seqlens), drawn, number, backward)
-    elif place is not None:
-        resolved = _chunked(key, spec, q, k, (lengths, cu_seqlens), *place.tolist())
     else:
         # a CUDA graph that records may lack a table that the next one has, so what it takes is not remembered
         resolved = (_alone.__wrapped__ if captured(q.device) else _alone)(*key)
@@ -199,7 +200,8 @@ def _engine(spec: CallSpec, request: Request, blocks: tuple, documents: Sequence
 # -- one sequence chunk by chunk ---------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ChunkPart:
-    """A chunk of a stream: its positions, the problem that it belongs to, the parts of documents that it computes alone."""
+    """A rank's part of a chunk of a stream: its positions, the problem that it belongs to, the parts of documents that it
+    computes alone."""
 
     positions: range
     problem: Problem
@@ -230,7 +232,7 @@ def chunk_part(
     if pieces is None:
         every = find_documents(shape[0], stream.seq_len, *documents, spec)
         pieces = tuple(Document(s.batch, s.batches, s.start, s.start + s.length) for s in every)
-    problem = chunk_problem(spec.pattern, heads, all_kv_heads, pieces, stream.bounds, (first, first + shape[2]))
+    problem = chunk_problem(spec.pattern, heads, all_kv_heads, pieces, stream.shard, (first, first + shape[2]))
     # no token sees a later one, so for the chunk's own blocks a document ends with it
     own = [replace(d, stop=min(d.stop, tokens.stop)) for d in pieces if d.start < tokens.stop]
     return ChunkPart(tokens, problem, local_spans(own, [tokens]))
@@ -242,29 +244,54 @@ def _chunked(
     q: Tensor,
     k: Tensor,
     documents: tuple[Tensor | None, Tensor | None],
-    layer: int,
-    chunk: int,
-) -> Resolved:
-    """The call of a chunk of a stream."""
-    stream = find_stream(spec.stream)
-    make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk)
+    place: Tensor,
+    seed: int,
+    number: Tensor | None,
+    backward: bool,
+) -> tuple[Resolved, int]:
+    """The call of a chunk of a stream, and the seed of all ranks that share it."""
+    (layer, chunk), stream, agreed = place.tolist(), find_stream(spec.stream), None
+    group = find_sequence(spec.sequence) if spec.sequence else None
+    if group is not None:
+        turn = f"layer {layer}, chunk {chunk}" + ("" if number is None else f", backward of call {int(number)}")
+        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, chunk=True)
+        key = *key, engine
+    make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
     # layers with the same pattern share a route, unless they carry rows of earlier calls
-    call, local, route = stream.remember((*key, chunk, layer if stream.documents else None), make)
+    exchange, route, planned = stream.remember((*key, chunk, layer if stream.documents else None), make)
+    _log(group, planned, backward)
     rows = stream.rows_of(layer, spec.window[0] if spec.window else 0)
-    return Resolved(Chunked(call, local, route, rows, chunk, stream.rising))
+    executor = Chunked(exchange, route, rows, chunk, stream.rising)
+    if agreed is None:
+        return Resolved(executor), seed
+    return Resolved(executor, planned=planned, number=agreed.number), agreed.seed
 
 
 def _chunk_call(
-    spec: CallSpec, q: Tensor, k: Tensor, documents: tuple[Tensor | None, Tensor | None], layer: int, chunk: int
-) -> tuple[Call, Executor, ChunkRoute]:
-    part = chunk_part(spec, q.shape, k.shape[2], documents, chunk)
+    spec: CallSpec,
+    q: Tensor,
+    k: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    layer: int,
+    chunk: int,
+    group: SequenceGroup | None,
+) -> tuple[RowExchange, ChunkRoute, tuple[Planned, Planned] | None]:
+    """What computes a chunk, and its exchange as planned, where ranks exchange rows."""
+    part, stream = chunk_part(spec, q.shape, k.shape[2], documents, chunk), find_stream(spec.stream)
     problem, request = part.problem, Request.of(q, spec.dropout, spec.scale)
     blocks = spec.pattern, problem.num_heads, problem.num_kv_heads, problem.heads, False
     engine = _engine(spec, request, blocks, part.local, q.shape)
     call = Call(engine, *blocks[:4], spec.causal, spec.scale, chained=chained_up_to(spec.engine, request))
     local = executors.choose(call, part.local, Layout(q.shape, q.dtype, q.device, spec.dropout > 0))
-    plan = find_stream(spec.stream).plan_of(problem, layer)
-    return call, local, chunk_route(plan, chunk, q.shape, q.device)
+    route = chunk_route(stream.plan_of(problem, layer), chunk, q.device)
+    if group is None or not route.exchange.rounds:
+        return RowExchange(call, local, route.exchange, (None, None)), route, None
+    number, per_node = stream.number(chunk), group.ranks_per_node
+    both = group.forward_traffic, group.backward_traffic
+    sizes = {"head_dim": q.shape[3], "element_size": q.element_size()}
+    planned = _pair(lambda x: Planned(x.run, problem, "gather", number, per_node, **sizes), both)
+    wires = _pair(lambda x: chunk_wire(group, stream.shard, number, x), both)
+    return RowExchange(call, local, route.exchange, wires), route, planned
 
 
 # -- one sequence on many ranks ----------------------------------------------------------------------------------------
@@ -280,19 +307,39 @@ def _agreed(
 ) -> tuple[Resolved, int]:
     """The call of a rank of a sequence, and the seed of all ranks."""
     group = find_sequence(spec.sequence)
+    turn = None if number is None else f"backward of call {int(number)}"
+    agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward)
+    chained = chained_up_to(spec.engine, Request.of(q, spec.dropout, spec.scale))
+    key = *key, engine, chained, agreed.lengths
+    resolved = group.remember(key, lambda: _shared(spec, group, chained, documents, agreed.lengths, q, k))
+    _log(group, resolved.planned, backward)
+    group.plan = resolved.plan
+    return replace(resolved, number=agreed.number), agreed.seed
+
+
+def _compared(
+    group: SequenceGroup,
+    spec: CallSpec,
+    q: Tensor,
+    k: Tensor,
+    documents: tuple[Tensor | None, Tensor | None],
+    seed: int,
+    turn: str | None,
+    backward: bool,
+    chunk: bool = False,
+) -> tuple[Agreement, str]:
+    """The ranks' agreement on a call, and the name of an engine that serves it."""
     request = Request.of(q, spec.dropout, spec.scale)
     # that some engine serves is seen before anything moves; which one is known better where the blocks are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
-    turn = None if number is None else f"backward of call {int(number)}"
     facts = _facts(spec, q, k, documents, backward)
-    agreed = group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad)
-    chained = chained_up_to(spec.engine, request)
-    key = *key, engine.name, chained, agreed.lengths
-    resolved = group.remember(key, lambda: _shared(spec, group, chained, documents, agreed.lengths, q, k))
-    if resolved.planned is not None and group.forward_traffic.log is not None:
-        group.forward_traffic.log.planned.append(resolved.planned[backward])
-    group.plan = resolved.plan
-    return replace(resolved, number=agreed.number), agreed.seed
+    return group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad or chunk, chunk=chunk), engine.name
+
+
+def _log(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
+    """Record an exchange as planned, where the group is watched."""
+    if group is not None and planned is not None and group.forward_traffic.log is not None:
+        group.forward_traffic.log.planned.append(planned[backward])
 
 
 def _facts(
@@ -385,7 +432,7 @@ def share(
     ring, member = divmod(group.rank, group.head_size)
     first, count = window[0], window[1] - window[0]
     low, high = windows(count, count * num_kv_heads // num_heads, group.head_size)[member]
-    shard = Shard(seq_len, group.ranks // group.head_size, group.layout, group.head_size)
+    shard = group.shard(seq_len, group.head_size)
     pieces = [Document(s.batch, s.batches, s.start, s.start + s.length) for s in documents]
     heads = first + low, first + high
     problem = Problem(spec.pattern, num_heads, num_kv_heads, spec.causal, shard, straddling(pieces, shard), heads)

@@ -2,7 +2,7 @@
 
 Chunks are computed in rising order; a layer then drops the rows that no later chunk reads. In exact training they are
 stored, and chunks are computed once more in falling order: the stored rows come back, and the gradients that later chunks
-left for a chunk's rows are added to its own.
+left for a chunk's rows are added to its own. Ranks that share the sequence carry the rows that each of them made.
 Shape letters: B batch, N tokens, C tokens of a chunk, D head dim, n rows; a row is (2, D): K and V.
 """
 
@@ -19,20 +19,14 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
-from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, chunk_bounds
-from lightning_dilated.sequence.exchange.program import RowSet
-from lightning_dilated.sequence.exchange.row_ops import (
-    Batch,
-    LocalRows,
-    ReceivedRows,
-    Rows,
-    add_rows,
-    batches,
-    expand,
-    pair,
-    select_rows,
-)
-from lightning_dilated.sequence.requirements import Document, Problem, piece_requests
+from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, exchanged
+from lightning_dilated.sequence.exchange import gather
+from lightning_dilated.sequence.exchange.program import Program, RowSet
+from lightning_dilated.sequence.exchange.row_ops import LocalRows, Rows, add_rows, expand, pair
+from lightning_dilated.sequence.exchange.run import Compiled, compile_program
+from lightning_dilated.sequence.group import SequenceGroup
+from lightning_dilated.sequence.requirements import Document, Problem
+from lightning_dilated.sequence.shard import ChunkShard
 
 #: stored rows take this share of a GPU's memory; others wait in pinned host memory
 ON_GPU = 1 / 8
@@ -51,56 +45,52 @@ class ChunkLayer:
         stream: name of the `Stream`.
         place: (2,) int64 on the CPU: the layer's number, the chunk's. A tensor, so that compiled layers share a graph.
         seed: of attention dropout, () int64 on the CPU; None without.
+        shared: whether several ranks compute the chunk, those of the active `SequenceGroup`.
     """
 
     stream: str
     place: Tensor
     seed: Tensor | None = None
+    shared: bool = False
 
 
 @dataclass(frozen=True)
 class ChunkRoute:
-    """Which rows a chunk reads and leaves, as index tensors.
+    """Which rows a rank reads and leaves in a chunk, as index tensors.
 
     Attributes:
-        live: rows that arrive from earlier chunks.
-        batches: requests whose keys number these rows.
-        queries: the rows of q that batches number; None: all.
-        leaving: the chunk's own rows that later chunks read.
-        staying, dropped: numbers of live rows that later chunks read as well, and of the others.
+        exchange: what its piece of the chunk reads: rows that it carries, and where ranks share the chunk, rows of others.
+        leaving: the piece's own rows that later chunks read.
+        staying, dropped: numbers of carried rows that later chunks read as well, and of the others.
     """
 
-    live: int
-    batches: list[Batch]
-    queries: Rows | None
+    exchange: Compiled
     leaving: Rows
     staying: Tensor
     dropped: Tensor
 
 
-def chunk_route(plan: CarryPlan, chunk: int, shape: Sequence[int], device: torch.device) -> ChunkRoute:
-    """The route of a chunk whose q has the `shape` (B, L, ...)."""
-    problem, (batch, length), piece = plan.problem, shape[:2], plan.positions(chunk)
-    queries, own, store = LocalRows((piece,), problem.heads), LocalRows((piece,), problem.kv_heads), ReceivedRows()
-    live = plan.live(chunk)
-    store.add([RowSet(x.document, x.head, x.rows) for x in live])
-    joined = batches(problem, piece_requests(problem, piece), queries, store)
-    heads = problem.heads[1] - problem.heads[0]
-    selected, numbers = select_rows([b.queries for b in joined], batch * length * heads, length, heads)
-    moved = [Batch(**{**vars(b), "queries": n}).to(device) for b, n in zip(joined, numbers, strict=True)]
+def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute:
+    """The route of a rank in a chunk."""
+    problem, number = plan.problem, plan.piece(chunk)
+    live, piece = plan.live(chunk), problem.shard.piece(number)
+    program = gather.program(problem, number, problem.shard.each) if exchanged(problem, number) else Program([])
+    carried = [RowSet(x.document, x.head, x.rows) for x in live]
+    exchange = compile_program(problem, number, program, device, carried)
+    own = LocalRows((piece,), problem.kv_heads)
     runs = [
         run
         for x in plan.leaving(chunk)
         for sample in range(x.document.samples)
         for _, run in own.find(x.document, x.head, x.rows, sample)
     ]
-    leaving = Rows.of(expand(runs), length, problem.kv_heads[1] - problem.kv_heads[0]).to(device)
-    read_again = torch.tensor([x.last >= piece.stop for x in live], dtype=torch.bool, device=device)
+    leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
+    later = problem.shard.begin(chunk + 1)
+    read_again = torch.tensor([x.last >= later for x in live], dtype=torch.bool, device=device)
     sizes = torch.tensor([x.count for x in live], dtype=torch.int64, device=device)
-    stays = torch.repeat_interleave(read_again, sizes, output_size=store.size)
+    stays = torch.repeat_interleave(read_again, sizes, output_size=exchange.carried)
     index = lambda x: x.nonzero()[:, 0]  # noqa: E731
-    selected = None if selected is None else selected.to(device)
-    return ChunkRoute(store.size, moved, selected, leaving, index(stays), index(~stays))
+    return ChunkRoute(exchange, leaving, index(stays), index(~stays))
 
 
 class Store:
@@ -188,7 +178,7 @@ class LayerRows:
 
     def _descend(self, route: ChunkRoute, like: Tensor) -> None:
         stayed = len(route.staying)
-        rows = like.new_empty(route.live, *self.rows.shape[1:])
+        rows = like.new_empty(route.exchange.carried, *self.rows.shape[1:])
         rows[route.staying] = self.rows[:stayed]
         rows[route.dropped] = self._store.take(self._dropped.pop(), rows.device)
         if self.grads is not None:
@@ -383,7 +373,9 @@ class Stream:
         self._layers: dict[tuple[int, int], LayerRows] = {}
         self._tails: dict[int, LayerTails] = {}
         self._remembered: OrderedDict[Any, Any] = OrderedDict()
-        self.bounds: tuple[int, ...] = (0,)
+        self.shard, self.rank = ChunkShard(0, 0, 1), 0
+        #: the ranks that share the sequence; None: one
+        self.group: SequenceGroup | None = None
         #: of all samples; None: a call's own, by `lengths` or `cu_seqlens`
         self.documents: tuple[Document, ...] | None = None
         self._before: StreamState | None = None
@@ -397,10 +389,16 @@ class Stream:
         self.watch: Callable[[str, int, int], None] | None = None
         _streams[self.name] = self
 
-    def begin(self, seq_len: int, chunk: int, store: bool) -> None:
-        """Start a sequence of N tokens in chunks of C; `store`: chunks will be computed once more in falling order."""
+    def begin(self, seq_len: int, chunk: int, store: bool, group: SequenceGroup | None = None) -> None:
+        """Start a sequence of N tokens in chunks of C.
+
+        Args:
+            store: chunks will be computed once more in falling order.
+            group: the ranks that share each chunk; None: this one alone.
+        """
         self.end()
-        self.bounds = chunk_bounds(integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1))
+        self.group, self.rank, each = (None, 0, 1) if group is None else (group, group.rank, group.ranks)
+        self.shard = ChunkShard(0, integer(seq_len, "seq_len", 1), integer(chunk, "stream", 1), each)
         self._store, self.rising = Store() if store else None, True
 
     def go_on(self, state: StreamState, starts: Sequence[Sequence[int]], seq_len: int, chunk: int) -> None:
@@ -411,7 +409,7 @@ class Stream:
                 state's position.
         """
         self.begin(seq_len, chunk, store=False)
-        self.bounds = chunk_bounds(seq_len, chunk, state.position)
+        self.shard = replace(self.shard, start=state.position, stop=state.position + seq_len)
         ends = [[*at[1:], ENDLESS] for at in starts]
         self.documents = tuple(
             Document(sample, 1, a, b)
@@ -428,7 +426,7 @@ class Stream:
         """Free all rows and routes."""
         for held in (self._layers, self._tails, self._plans, self._remembered, self._from_before):
             held.clear()
-        self._before = self.documents = None
+        self._before = self.documents = self.group = None
 
     def state(self) -> StreamState:
         """What the next call of `go_on` continues from, after the last chunk."""
@@ -438,7 +436,7 @@ class Stream:
         }
         starts = {d.sample: d.start for d in self.documents or ()}  # the last one of each
         return StreamState(
-            self.bounds[-1], list(starts.values()), carried, {i: x.last() for i, x in self._tails.items()}
+            self.shard.stop, list(starts.values()), carried, {i: x.last() for i, x in self._tails.items()}
         )
 
     def take_left(self) -> StreamState:
@@ -465,26 +463,35 @@ class Stream:
                 self._plans[key] = same
             else:
                 before = self._resumed(layer, problem.heads[0])
-                self._plans[key] = CarryPlan(problem, self.bounds, () if before is None else before[1])
+                self._plans[key] = CarryPlan(problem, self.rank, () if before is None else before[1])
         return self._plans[key]
 
     @property
     def seq_len(self) -> int:
         """N, with earlier calls."""
-        return self.bounds[-1]
+        return self.shard.stop
 
     @property
     def chunks(self) -> int:
-        return len(self.bounds) - 1
+        return self.shard.chunks
+
+    def number(self, chunk: int) -> int:
+        """The number of this rank's piece of a chunk."""
+        return chunk * self.shard.each + self.rank
 
     def tokens(self, chunk: int) -> range:
-        """The positions of a chunk."""
-        return range(self.bounds[chunk], self.bounds[chunk + 1])
+        """The positions of a chunk, or of this rank's piece."""
+        return self.shard.piece(self.number(chunk))
+
+    def local(self, chunk: int) -> slice:
+        """Where they lie among the rank's tokens."""
+        return self.shard.local(self.number(chunk))
 
     def layers(self, chunk: int, seeds: Sequence[Tensor | None]) -> list[ChunkLayer]:
         """What the layers are given of a chunk; `seeds` of their attention dropout, one for each."""
         places = (torch.tensor([layer, chunk], dtype=torch.int64) for layer in range(len(seeds)))
-        return [ChunkLayer(self.name, place, seed) for place, seed in zip(places, seeds, strict=True)]
+        shared = self.group is not None
+        return [ChunkLayer(self.name, place, seed, shared) for place, seed in zip(places, seeds, strict=True)]
 
     def rows_of(self, layer: int, first_head: int) -> LayerRows:
         """The rows of a layer, or of the window of its heads from `first_head` on."""

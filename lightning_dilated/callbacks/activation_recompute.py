@@ -10,6 +10,8 @@ from lightning_dilated._device import leave_room
 from lightning_dilated.callbacks.chunk_progress import ChunkProgress
 from lightning_dilated.memory.block_memory import Adjustable, StackMemory, set_memory
 from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.memory.streaming import check_shared
+from lightning_dilated.sequence.group import SequenceGroup
 
 
 class ActivationRecompute(pl.Callback):
@@ -30,8 +32,9 @@ class ActivationRecompute(pl.Callback):
         stream: tokens of a chunk of each sequence. Sequences that are longer are computed chunk by chunk, once forward and
             once more with the backward; memory is then that of one chunk, and of the keys and values that later chunks
             read. Other settings act on a chunk. Loss and gradients are those of one pass; hidden dropout draws other masks
-            than one pass would. LongNetLM only; ranks stream sequences of their own (sequence_size=1). Validation, test and
-            predict stream as well. Lightning's progress bars show the chunk that is computed.
+            than one pass would. LongNetLM only. Ranks stream sequences of their own (sequence_size=1), or share every chunk
+            (the strategy's layout="chunked"). Validation, test and predict stream as well.
+            Lightning's progress bars show the chunk that is computed.
         truncate: with `stream`: gradients end at the bounds of chunks (truncated back-propagation through time), which are
             then computed once. The loss is that of one pass, the gradients are not.
 
@@ -82,21 +85,19 @@ class ActivationRecompute(pl.Callback):
                 m.stream.watch = progress
 
     def _refuse_shared(self, trainer: pl.Trainer) -> None:
-        """Raise where a stream would need rows, or weights, of other ranks."""
+        """Raise where a stream would need rows that it has no way to, or weights, of other ranks."""
         stream, strategy = self.settings.stream, getattr(trainer, "strategy", None)
         if stream is None:
             return
         sizes = getattr(strategy, "sizes", None)
         if sizes is not None and sizes.sequence_size > 1:
-            raise ValueError(
-                f"stream={stream} computes each sequence on one rank, and here {sizes.sequence_size} ranks share one. Set "
-                "sequence_size=1 in the strategy, so that every rank streams sequences of its own, or leave stream out."
-            )
+            group: SequenceGroup = trainer.strategy.sequence  # type: ignore[attr-defined]
+            check_shared(stream, group.layout, group.stream)
         if isinstance(strategy, (ModelParallelStrategy, FSDPStrategy)):
             raise ValueError(
                 f"stream={stream} is not offered with {type(strategy).__name__}, which would gather all weights for every "
-                'chunk. Take strategy="ring_dilated" with sequence_size=1, whose ranks hold all weights, or leave stream '
-                "out."
+                'chunk. Take RingDilatedStrategy (layout="chunked", or sequence_size=1), whose ranks hold all weights, or '
+                "leave stream out."
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

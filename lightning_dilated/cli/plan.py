@@ -58,6 +58,11 @@ def run(argv: list[str]) -> None:
 
 def layout_hint(request: Request, time: Time | None) -> str | None:
     """The layout that gives all ranks as much to compute, where the time planned is clearly that of the busiest rank."""
+    if request.layout == "chunked" or (time is not None and time.exchange is not None):
+        return (
+            "the GPUs share every chunk of a stream: RingDilatedStrategy(layout='chunked'). With sequence_size=1 each "
+            "streams sequences of its own, as --gpus 1 plans it."
+        )
     if request.layout != "contiguous":
         return f"planned for layout='contiguous': with the recipe's {request.layout!r} ranks compute and exchange otherwise."
     if time is None or time.step.uneven < UNEVEN * time.seconds:
@@ -161,11 +166,12 @@ def report(request: Request) -> Report:
     facts = Facts.of(request.model, subject)
     case = Case(subject, facts, request.setup(strategy_of(request, facts)), request.gpu, request.host)
     settings = [request.settings] if request.settings else candidates(facts.windows, case.room, facts.depth)
-    _check_stream(request, settings)
+    _check_stream(request, case.setup.strategy, settings)
     rows = [row_of(case, x, request.tokens) for x in settings]
     best = recommended(case, settings, request.tokens)
-    if best is None and request.settings is None and request.ranks == 1 and getattr(request.model, "streams", False):
-        settings = [*settings, *streams(settings)]
+    sharded, can_stream = case.setup.strategy == "ring_dilated_fsdp", getattr(request.model, "streams", False)
+    if best is None and request.settings is None and can_stream and not sharded:
+        settings = [*settings, *streams(settings, request.ranks)]
         rows += [row_of(case, x, request.tokens) for x in settings[len(rows) :]]
         best = recommended(case, settings, request.tokens)
     chosen = next((row for row in rows if row.settings == best), None)
@@ -182,15 +188,15 @@ def report(request: Request) -> Report:
     return Report(lines, bars, request.gpu.usable(request.ranks), f"memory of a rank, {title}", _caption(request, case))
 
 
-def _check_stream(request: Request, settings: Sequence[MemorySettings]) -> None:
+def _check_stream(request: Request, strategy: str, settings: Sequence[MemorySettings]) -> None:
     """Raise where a stream cannot be run."""
     sizes, name = [x.stream for x in settings if x.stream is not None], type(request.model).__name__
     if sizes and not getattr(request.model, "streams", False):
         raise ValueError(f"--stream {sizes[0]}: {name} cannot be computed chunk by chunk. Leave it out.")
-    if sizes and request.ranks > 1:
+    if sizes and strategy == "ring_dilated_fsdp":
         raise ValueError(
-            f"--stream {sizes[0]} is planned for one GPU: several stream sequences of their own (sequence_size=1), each as "
-            "one GPU does. Set --gpus 1."
+            f"--stream {sizes[0]} is not offered with {strategy}, which would gather all weights for every chunk. Take "
+            "--strategy ring_dilated, whose GPUs hold all weights, or leave --stream out."
         )
 
 
@@ -302,6 +308,11 @@ def _details(case: Case, row: Row) -> list[str]:
 def _exchange(case: Case, memory: Memory, time: Time) -> list[str]:
     if case.setup.ranks == 1:
         return []
+    if time.exchange is not None:
+        x = time.exchange
+        parts = ("rows, all forwards", x.forward), ("backward", x.backward), ("of both, earlier rows", x.carried)
+        lines = ["", f"  exchange gather, a rank on the mean, of all {case.facts.depth} layers and all chunks:"]
+        return [*lines, *(f"  {name:<22}{size / 1e6:>11,.1f} MB" for name, size in parts)]
     crossing = [(layer, rows) for layer, rows in _layers(memory.exchange, case.facts.depth) if rows.name is not None]
     if not crossing:
         return ["", "  no segment crosses a shard: nothing is exchanged"]

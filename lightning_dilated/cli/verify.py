@@ -32,7 +32,7 @@ from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.oracle import oracle
 from lightning_dilated.models import LongNetLM
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.sequence import Place, SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
+from lightning_dilated.sequence import SequenceGroup, SequenceSpec, loss_sum, make_problem, plan
 
 #: (pattern, query heads, kv heads)
 PATTERNS = {
@@ -185,7 +185,7 @@ def parts(rank: int, device: str, checks: Sequence[Check]) -> Iterator[tuple[lis
 def _part(check: Check, positions: list[int], group: SequenceGroup, device: str) -> dict[str, Tensor]:
     if check.pattern == "LongNetLM":
         spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index"])
-        return _step(spec.cut(_batch(check), Place(group.ranks, group.rank, group.layout)), device)
+        return _step(spec.cut(_batch(check), group.place), device)
     *leaves, grad = (x[:, positions].contiguous() for x in tensors(check, getattr(torch, check.dtype), device))
     leaves = [x.requires_grad_() for x in leaves]
     out = dilated_attention(*leaves, PATTERNS[check.pattern][0], causal=check.causal)

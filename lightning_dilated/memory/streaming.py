@@ -23,10 +23,10 @@ from lightning_dilated._compat.torch import hooks_paused
 from lightning_dilated.attention.stream import ChunkLayer, Stream, StreamState
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.memory.token_chunks import added, check_whole, only_once, trained
-from lightning_dilated.sequence.group import active_sequence
+from lightning_dilated.sequence.group import SequenceGroup, active_sequence
 
-#: computes a chunk: its positions, and what each layer is given of it
-RunChunk = Callable[[range, list[ChunkLayer]], Tensor]
+#: computes a chunk, or this rank's piece of it: its number, and what each layer is given of it
+RunChunk = Callable[[int, list[ChunkLayer]], Tensor]
 
 
 class Chunks(NamedTuple):
@@ -40,6 +40,7 @@ class Chunks(NamedTuple):
         before: what earlier calls left, None for a sequence of its own; the stream's `left` is then set. Gradients do not
             reach earlier calls.
         starts: with `before`: of each sample, where documents begin, see `Stream.go_on`.
+        group: the ranks that share each chunk; None: this one computes whole chunks.
     """
 
     seq_len: int
@@ -49,12 +50,13 @@ class Chunks(NamedTuple):
     truncate: bool = False
     before: StreamState | None = None
     starts: Sequence[Sequence[int]] = ()
+    group: SequenceGroup | None = None
 
     @contextlib.contextmanager
     def begun(self, stream: Stream, store: bool) -> Iterator[None]:
         """Within, the stream computes these chunks."""
         if self.before is None:
-            stream.begin(self.seq_len, self.chunk, store)
+            stream.begin(self.seq_len, self.chunk, store, self.group)
         else:
             stream.go_on(self.before, self.starts, self.seq_len, self.chunk)
         try:
@@ -69,18 +71,21 @@ class Chunks(NamedTuple):
         return [torch.randint(2**62, (), dtype=torch.int64) if self.dropout else None for _ in range(self.depth)]
 
 
+def sharing() -> SequenceGroup | None:
+    """The ranks that share the sequence; None: this one has it alone."""
+    group = active_sequence()
+    return None if group is None or group.ranks == 1 else group
+
+
 def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int) -> None:
     """Raise where a stream's result or gradients would not be those of one pass.
 
     Raises:
-        ValueError: with ranks that share the sequence, FSDP, and fp16.
+        ValueError: with ranks that share the sequence in another layout than that of its chunks, FSDP, and fp16.
     """
-    group = active_sequence()
-    if group is not None and group.ranks > 1:
-        raise ValueError(
-            f"stream={chunk} computes each sequence on one rank, and here ranks share it. Set sequence_size=1, so that "
-            "every rank streams sequences of its own, or leave stream out."
-        )
+    group = sharing()
+    if group is not None:
+        check_shared(chunk, group.layout, group.stream)
     if any(isinstance(m, FSDPModule) for module in modules for m in module.modules()):
         raise ValueError(
             f"stream={chunk} is not offered with FSDP, which would gather all weights for every chunk. Take "
@@ -94,11 +99,31 @@ def check_streamed(modules: Sequence[nn.Module], dtype: torch.dtype, chunk: int)
     check_whole(modules)
 
 
-def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequence[nn.Module], like: Tensor) -> Tensor:
-    """The sum of run(positions, layers) over the chunks, with its gradients.
+def check_shared(chunk: int, layout: str, stream: int | None) -> None:
+    """Raise unless ranks that share a sequence share the chunks that a model streams.
 
     Args:
-        run: computes one number of a chunk, the same in every run but for random numbers, which are repeated.
+        chunk: C of the model's memory settings.
+        layout, stream: of the ranks.
+    """
+    if layout != "chunked":
+        raise ValueError(
+            f"stream={chunk} computes each sequence chunk by chunk, and with layout={layout!r} the ranks that share it hold "
+            "other parts than pieces of chunks. Set layout='chunked', so that they share every chunk, or sequence_size=1, "
+            "so that every rank streams sequences of its own, or leave stream out."
+        )
+    if stream != chunk:
+        raise ValueError(
+            f"the model streams chunks of {chunk} tokens, and its ranks share chunks of {stream}: take one of them."
+        )
+
+
+def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequence[nn.Module], like: Tensor) -> Tensor:
+    """The sum of run(number, layers) over the chunks, with its gradients.
+
+    Args:
+        run: computes one number of a chunk (of this rank's piece), the same in every run but for random numbers, which are
+            repeated.
         modules: whose parameters `run` uses.
         like: a tensor on the device that computes.
     """
@@ -112,12 +137,12 @@ def streamed_sum(stream: Stream, run: RunChunk, chunks: Chunks, modules: Sequenc
 
 
 @torch.no_grad()
-def streamed(stream: Stream, run: Callable[[range, list[ChunkLayer]], Any], chunks: Chunks) -> Iterator[Any]:
-    """run(positions, layers) of each chunk in rising order, without gradients."""
+def streamed(stream: Stream, run: Callable[[int, list[ChunkLayer]], Any], chunks: Chunks) -> Iterator[Any]:
+    """run(number, layers) of each chunk in rising order, without gradients."""
     seeds = chunks.seeds()
     with chunks.begun(stream, store=False):
         for i in _watched(stream, "forward", range(stream.chunks)):
-            yield run(stream.tokens(i), stream.layers(i, seeds))
+            yield run(i, stream.layers(i, seeds))
 
 
 def _watched(stream: Stream, name: str, chunks: range) -> Iterator[int]:
@@ -161,7 +186,7 @@ def _exact(
     total, states, sums = None, [], [None] * len(leaves)
     for i in _watched(stream, "forward", range(last)):  # the last one is computed once, with its graph
         states.append(_RandomState.of(like))
-        total = added(total, run(stream.tokens(i), stream.layers(i, seeds)))
+        total = added(total, run(i, stream.layers(i, seeds)))
     stream.descend()
     end = None
     for i in _watched(stream, "backward", range(last, -1, -1)):
@@ -190,7 +215,7 @@ def _differentiate(
     """The sum of chunk i; its gradients are added to `sums`."""
     forget_casts()
     with torch.enable_grad():
-        part = run(stream.tokens(i), stream.layers(i, seeds))
+        part = run(i, stream.layers(i, seeds))
     with hooks_paused(leaves):  # they are for the gradient of all chunks, with which autograd calls them
         grads = torch.autograd.grad(part, leaves, allow_unused=True)
     forget_casts()

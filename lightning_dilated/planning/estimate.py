@@ -22,14 +22,22 @@ from lightning_dilated.memory.chunked_loss import loss_tile
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern.rows import pairs
 from lightning_dilated.planning.counting.compiled import Graphs
-from lightning_dilated.planning.counting.footprint import Exchanged, Footprint, Subject, footprint, lighter, of_call
+from lightning_dilated.planning.counting.footprint import (
+    Exchanged,
+    Footprint,
+    Subject,
+    footprint,
+    lighter,
+    of_call,
+    of_subject,
+)
 from lightning_dilated.planning.counting.memory_tracker import ACTIVATIONS, GRADIENTS, Tape
 from lightning_dilated.planning.counting.model_specs import Facts
 from lightning_dilated.planning.gpus import GPUS, Gpu
 from lightning_dilated.planning.memory import GIB, Memory, Setup, memory, on_host, states_on_host
 from lightning_dilated.planning.simulating.machine import Line, Machine, Parts
 from lightning_dilated.planning.simulating.simulation import Step, measured_pattern, simulate
-from lightning_dilated.planning.streams import Carried, further_pairs, in_chunks
+from lightning_dilated.planning.streams import Carried, Exchange, further_pairs, in_chunks, with_carried
 from lightning_dilated.sequence.chunks import chunk_count
 
 #: bytes/s between a GPU and pinned memory of its host, each way; of PCIe 5.0 x16
@@ -74,6 +82,7 @@ class Time:
         flops: of the model, forward and backward, on a rank, without recomputation.
         peak: FLOP/s of the GPU.
         optimizer: seconds of the optimizer, where it runs on the host.
+        exchange: of a stream whose chunks ranks share: what a rank receives in a step; else None.
     """
 
     step: Step
@@ -83,6 +92,7 @@ class Time:
     flops: float
     peak: float
     optimizer: float = 0.0
+    exchange: Exchange | None = None
 
     @property
     def mfu(self) -> float:
@@ -262,6 +272,11 @@ GRAIN = 1024
 MOST = 1 << 30
 
 
+def _at_once(settings: MemorySettings) -> MemorySettings:
+    """The settings of a chunk by itself."""
+    return replace(settings, stream=None, truncate=False)
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with memory settings on a machine.
@@ -300,22 +315,34 @@ class Case:
 
     def _stream_memory(self, settings: MemorySettings, tokens: int) -> Memory:
         """That of a chunk, the carried rows, and the sums of gradients over chunks, in fp32."""
-        carried = Carried.of(self.subject.call, self.facts.depth, tokens, settings, self.gpu.memory)
-        return self._with_carried(settings, integer(settings.stream, "stream", 1), carried)
+        size, ranks, call = self._chunk(settings), self.setup.ranks, self.subject.call
+        at_once, rows = replace(self, setup=self._shares_chunks()), None
+        if ranks > 1:
+            rows = of_subject(self.subject, size, ranks, self.setup.per_node, "gather", self.setup.links)
+            rows = with_carried(rows, lighter(call, ranks), tokens, size, ranks)
+        chunk = at_once.memory(_at_once(settings), size, rows)
+        return self._with(chunk, Carried.of(call, self.facts.depth, tokens, settings, self.gpu.memory, ranks))
 
     def step_memory(self, settings: MemorySettings, tokens: int, streams: int, length: int) -> Memory:
         """What a rank holds that carries the states of its streams, `length` tokens long, with N of each at a time."""
         call = replace(self.subject.call, batch=streams)
         carried = Carried.of_steps(call, self.facts.depth, length, tokens)
-        return self._with_carried(settings, streams * tokens, carried)
+        return self._with(self.memory(_at_once(settings), streams * tokens), carried)
 
-    def _with_carried(self, settings: MemorySettings, tokens: int, carried: Carried) -> Memory:
-        """That of N tokens at a time, and of what they are carried with."""
-        chunk = self.memory(replace(settings, stream=None, truncate=False), tokens)
+    def _with(self, chunk: Memory, carried: Carried) -> Memory:
+        """That of a chunk, and of what it is carried with."""
         kinds = dict(chunk.kinds)
         kinds[ACTIVATIONS] = kinds.get(ACTIVATIONS, 0) + carried.on_gpu
         kinds[GRADIENTS] = kinds.get(GRADIENTS, 0) + 4 * self.facts.trained_parameters
         return replace(chunk, kinds=kinds, host=chunk.host + carried.on_host, carried=carried.on_gpu)
+
+    def _chunk(self, settings: MemorySettings) -> int:
+        """Tokens of a chunk."""
+        return integer(settings.stream, "stream", 1)
+
+    def _shares_chunks(self) -> Setup:
+        """How a chunk is run: several ranks exchange its rows by gather."""
+        return replace(self.setup, exchange="gather") if self.setup.ranks > 1 else self.setup
 
     def time(self, settings: MemorySettings, tokens: int) -> Time:
         """Of a step with N tokens; `step` of a stream is that of one chunk."""
@@ -325,26 +352,30 @@ class Case:
         return estimate(self.facts, settings, tokens, self.setup, self.gpu, away)
 
     def _stream_time(self, settings: MemorySettings, tokens: int) -> Time:
-        """Every chunk forward and backward, all but the last forward once more, and the pairs that cross their bounds."""
-        size, call, depth = integer(settings.stream, "stream", 1), self.facts.call, self.facts.depth
-        one = self.time(replace(settings, stream=None, truncate=False), size)
-        blocks = [self.time(MemorySettings(policy), size).seconds for policy in ("none", "block")]
-        forward = (
-            0.0 if settings.truncate else blocks[1] - blocks[0] + scaled(self.facts, self.gpu).at(size).edge_forward
-        )
+        """Every chunk forward and backward, all but the last forward once more, the pairs that cross their bounds, and what
+        carried rows take between ranks, of which nothing is taken to be hidden."""
+        size, call, depth, setup = self._chunk(settings), self.facts.call, self.facts.depth, self.setup
+        of = replace(self, setup=self._shares_chunks()).time
+        one = of(_at_once(settings), size)
+        blocks = [of(MemorySettings(policy), size).seconds for policy in ("none", "block")]
+        edge = scaled(self.facts, self.gpu).at(-(-size // setup.ranks)).edge_forward
+        forward = 0.0 if settings.truncate else blocks[1] - blocks[0] + edge
         crossing, own = further_pairs(call, depth, tokens, size)
         attention = one.step.compute.get("attention", 0.0) / max(1.0, own)
         again = 1.0 if settings.truncate else 4 / 3  # a forward is a third of the forward and backward
         optimizer = one.optimizer or one.step.compute.get("optimizer", 0.0)
         seconds = tokens / size * (one.seconds - optimizer) + (chunk_count(tokens, size) - 1) * forward + optimizer
-        seconds += crossing * attention * again
+        exchange = Exchange.of(lighter(call, setup.ranks), depth, tokens, settings, setup.ranks)
+        waits = exchange.seconds(setup.links, setup.ranks, setup.per_node) if setup.ranks > 1 else 0.0
+        seconds += crossing * attention * again + waits
         chunks = tokens / size
         return replace(
             one,
             seconds=seconds,
             hidden=one.hidden * chunks,
-            exposed=one.exposed * chunks,
-            flops=_flops(self.facts, tokens),
+            exposed=one.exposed * chunks + waits,
+            flops=_flops(self.facts, tokens) / setup.ranks,
+            exchange=exchange if setup.ranks > 1 else None,
         )
 
     def fits(self, settings: MemorySettings, tokens: int, rows: Exchanged | None = None) -> bool:
@@ -408,10 +439,10 @@ def candidates(kv_heads: int, host: float = 0.0, depth: int = 2, tile: int = TIL
     return list(dict.fromkeys(fitting))
 
 
-def streams(settings: Sequence[MemorySettings]) -> list[MemorySettings]:
-    """Settings for sequences that do not fit, chunk by chunk: the fastest first."""
+def streams(settings: Sequence[MemorySettings], ranks: int = 1) -> list[MemorySettings]:
+    """Settings for sequences that do not fit, chunk by chunk: the fastest first; R ranks share chunks R times as long."""
     sizes = [("none", 1 << 18), ("attention-kept", 1 << 20), ("block", 1 << 20)]
-    chunked = [MemorySettings(policy, stream=size) for policy, size in sizes]
+    chunked = [MemorySettings(policy, stream=size * ranks) for policy, size in sizes]
     return [x for x in chunked if x not in settings]
 
 
@@ -447,11 +478,13 @@ def yaml_lines(settings: MemorySettings, setup: Setup, residual: str | None = No
 def _yaml(settings: MemorySettings, setup: Setup, residual: str | None) -> Iterator[str]:
     if setup.strategy != "single" or settings != MemorySettings():
         yield "trainer:"
-    if setup.cpu_offload or setup.bucket_cap_mb is not None:
+    shared = setup.ranks > 1 and settings.stream is not None
+    if setup.cpu_offload or setup.bucket_cap_mb is not None or shared:
         yield "  strategy:"
         yield f"    class_path: lightning_dilated.RingDilated{'FSDP' if setup.cpu_offload else ''}Strategy"
         yield "    init_args:"
-        yield "      cpu_offload: true" if setup.cpu_offload else f"      bucket_cap_mb: {setup.bucket_cap_mb}"
+        yield from ["      layout: chunked"] * shared + ["      cpu_offload: true"] * setup.cpu_offload
+        yield from [f"      bucket_cap_mb: {setup.bucket_cap_mb}"] * (setup.bucket_cap_mb is not None)
     elif setup.strategy != "single":
         yield f"  strategy: {setup.strategy}"
     if setup.strategy != "single":

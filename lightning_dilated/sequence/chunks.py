@@ -1,23 +1,23 @@
 """A causal sequence computed chunk by chunk: which rows of a chunk later chunks read, and up to which position.
 
-A chunk requests rows as a rank of a sharded sequence does; those of earlier chunks are carried from chunk to chunk in place
-of being exchanged. All of it is integers.
+A chunk requests rows as a rank of a sharded sequence does; those of earlier chunks are carried from chunk to chunk. Where R
+ranks share the sequence, each computes a piece of every chunk, and carries the rows that it made: others get them, next to
+rows of the same chunk, by the exchange between ranks. All of it is integers.
 
-Shape letters: N tokens, C tokens of a chunk, w segment length, r dilation rate.
+Shape letters: N tokens, C tokens of a chunk, R ranks, w segment length, r dilation rate.
 """
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, segment_at
-from lightning_dilated.sequence.ranges import remove, size, union
-from lightning_dilated.sequence.requirements import Document, Problem, served
-from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.ranges import common, remove, size, union
+from lightning_dilated.sequence.requirements import Document, Problem, needed_rows, served
+from lightning_dilated.sequence.shard import ChunkShard
 
 #: where a document ends whose end is not known yet
 ENDLESS = 1 << 60
@@ -37,11 +37,6 @@ class CarriedRows(NamedTuple):
         return self.document.samples * len(self.rows)
 
 
-def chunk_bounds(seq_len: int, chunk: int, start: int = 0) -> tuple[int, ...]:
-    """The positions at which chunks of C tokens begin in N tokens from `start` on, and where the last one ends."""
-    return (*range(start, start + seq_len, chunk), start + seq_len)
-
-
 def chunk_count(seq_len: int, chunk: int) -> int:
     """Chunks of C tokens in N, the last one perhaps shorter."""
     return -(-seq_len // chunk)
@@ -52,43 +47,50 @@ def chunk_problem(
     num_heads: int,
     num_kv_heads: int,
     documents: Sequence[Document],
-    bounds: Sequence[int],
+    shard: ChunkShard,
     heads: tuple[int, int],
 ) -> Problem:
-    """Causal attention of the query heads [first, stop) over documents in chunks with these bounds.
+    """Causal attention of the query heads [first, stop) over documents in chunks.
 
-    Of the documents those are kept that some bound cuts; the first bound counts, since earlier calls may lie before it.
+    Of the documents those are kept that do not lie in one piece; of one that began before the first chunk, earlier calls
+    may have had a part.
     """
-    cut = tuple(d for d in documents if bisect.bisect_right(bounds, d.start) < bisect.bisect_left(bounds, d.stop))
-    return Problem(pattern, num_heads, num_kv_heads, True, Shard(0, 1), cut, heads)
+    cut = tuple(d for d in documents if d.start < d.stop and shard.number(d.start) != shard.number(d.stop - 1))
+    return Problem(pattern, num_heads, num_kv_heads, True, shard, cut, heads)
+
+
+def exchanged(problem: Problem, number: int) -> bool:
+    """Whether the ranks of a piece's chunk exchange rows: whether any of them reads some."""
+    return problem.shard.each > 1 and any(needed_rows(problem, peer) for peer in problem.shard.peers(number))
 
 
 class CarryPlan:
-    """The rows that the chunks of a `chunk_problem` carry, of each chunk when it is first asked for.
+    """The rows that the chunks of a `chunk_problem` carry on one rank, of each chunk when it is first asked for.
 
     Args:
-        bounds: see `chunk_bounds`.
+        rank: of the R of each chunk.
         before: rows of earlier chunks, for documents of this problem.
     """
 
-    def __init__(self, problem: Problem, bounds: Sequence[int], before: Sequence[CarriedRows] = ()) -> None:
-        self.problem, self.bounds = problem, tuple(bounds)
+    def __init__(self, problem: Problem, rank: int = 0, before: Sequence[CarriedRows] = ()) -> None:
+        self.problem, self.shard, self.rank = problem, problem.shard, rank
         self._before = tuple(before)
         self._leaving: dict[int, tuple[CarriedRows, ...]] = {}
         self._live: tuple[int, list[CarriedRows]] = (0, list(before))
 
     @property
     def chunks(self) -> int:
-        return len(self.bounds) - 1
+        return self.shard.chunks
 
-    def positions(self, chunk: int) -> range:
-        """Of a chunk."""
-        return range(self.bounds[chunk], self.bounds[chunk + 1])
+    def piece(self, chunk: int) -> int:
+        """The number of this rank's piece of a chunk."""
+        return chunk * self.shard.each + self.rank
 
     def leaving(self, chunk: int) -> tuple[CarriedRows, ...]:
-        """The rows of a chunk that later chunks read, none twice."""
+        """The rows of this rank's piece of a chunk that later chunks read, none twice."""
         if chunk not in self._leaving:
-            self._leaving[chunk] = tuple(leaving_rows(self.problem, self.positions(chunk)))
+            piece, later = self.shard.piece(self.piece(chunk)), self.shard.positions(chunk).stop
+            self._leaving[chunk] = tuple(leaving_rows(self.problem, piece, later))
         return self._leaving[chunk]
 
     def live(self, chunk: int) -> list[CarriedRows]:
@@ -99,7 +101,8 @@ class CarryPlan:
             at, rows = 0, list(self._before)
         if chunk > at:
             rows = itertools.chain(rows, *(self.leaving(before) for before in range(at, chunk)))
-        live = [x for x in rows if x.last >= self.bounds[chunk]]
+        begin = self.shard.begin(chunk)
+        live = [x for x in rows if x.last >= begin]
         self._live = chunk, live
         return live
 
@@ -113,7 +116,7 @@ class CarryPlan:
         for chunk in range(self.chunks):
             for rows in self.leaving(chunk):
                 change[chunk + 1] += rows.count
-                change[bisect.bisect_right(self.bounds, rows.last)] -= rows.count
+                change[self.shard.number(rows.last) // self.shard.each + 1] -= rows.count
         live = most = 0
         for step in change:
             live += step
@@ -121,39 +124,50 @@ class CarryPlan:
         return most
 
 
-def leaving_rows(problem: Problem, piece: range) -> list[CarriedRows]:
-    """The rows at these positions that later ones read, none twice."""
+def leaving_rows(problem: Problem, piece: range, later: int) -> list[CarriedRows]:
+    """The rows at these positions that are read from the position `later` on, none twice."""
     return [
         CarriedRows(*key, rows, last)
-        for key, progressions in _read_later(problem, piece).items()
+        for key, progressions in _read_later(problem, piece, later).items()
         for last, pieces in _disjoint(progressions)
         for rows in pieces
     ]
 
 
-def live_count(problem: Problem, bound: int) -> int:
-    """How many rows before a bound are read from there on."""
-    read = _read_later(problem, range(0, bound))
-    return sum(document.samples * size(union(rows for _, rows in x)) for (document, _), x in read.items())
+def live_count(problem: Problem, bound: int, held: Sequence[range] | None = None) -> int:
+    """How many rows before a bound are read from there on; `held`: of them, those at these positions."""
+    count = 0
+    for (document, _), x in _read_later(problem, range(0, bound), bound).items():
+        rows = union(rows for _, rows in x)
+        count += document.samples * (size(rows) if held is None else common(rows, held))
+    return count
 
 
-def _read_later(problem: Problem, piece: range) -> dict[tuple[Document, int], list[tuple[int, range]]]:
+def received_count(problem: Problem, number: int) -> int:
+    """How many rows a piece of a chunk reads that other ranks hold."""
+    held = problem.shard.held(number)
+    read = needed_rows(problem, number).items()
+    return sum(document.samples * (size(rows) - common(rows, held)) for (document, _), rows in read)
+
+
+def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Document, int], list[tuple[int, range]]]:
     """(document, kv head) -> (last position that reads them, rows at these positions) of each branch and query head."""
-    start, stop = piece.start, piece.stop
     read: dict[tuple[Document, int], list[tuple[int, range]]] = {}
     for document in problem.documents:
-        if not document.start < stop < document.stop:
+        if not (document.start < later < document.stop and document.start < piece.stop):
             continue
         for number, branch in enumerate(problem.pattern.branches):
-            # the one segment that may reach beyond the piece
-            segment = segment_at(branch, document.length, stop - 1 - document.start)
+            # the one segment that may reach from before `later` beyond it
+            segment = segment_at(branch, document.length, later - 1 - document.start)
             begin, end, first = (x + document.start for x in segment)
+            if begin >= piece.stop:
+                continue
             for head in served(problem, number):
                 offset = problem.offset(number, head)
-                rows = head_rows(max(begin, start), stop, first, branch.dilation_rate, offset)
-                later = head_rows(stop, end, first, branch.dilation_rate, offset)
-                if rows and later:
-                    read.setdefault((document, head // problem.group), []).append((later[-1], rows))
+                rows = head_rows(max(begin, piece.start), piece.stop, first, branch.dilation_rate, offset)
+                after = head_rows(later, end, first, branch.dilation_rate, offset)
+                if rows and after:
+                    read.setdefault((document, head // problem.group), []).append((after[-1], rows))
     return read
 
 

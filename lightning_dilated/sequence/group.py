@@ -23,7 +23,7 @@ from lightning_dilated.sequence.consensus import Agreement, Consensus
 from lightning_dilated.sequence.exchange.transport import Traffic, TrafficLog
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import Plan, check_exchange
-from lightning_dilated.sequence.shard import Shard, check_layout
+from lightning_dilated.sequence.shard import Place, Shard, check_chunked, check_layout, check_stream
 
 _groups: dict[str, SequenceGroup] = {}
 _active: list[SequenceGroup | None] = []  # of the process, not of a thread: the backward runs in threads of its own
@@ -37,7 +37,8 @@ class SequenceGroup:
 
     Args:
         group: a torch.distributed process group; None is the world.
-        layout: "contiguous", "zigzag" or "strided": which positions a rank holds (see `Shard`).
+        layout: "contiguous", "zigzag", "strided" or "chunked": which positions a rank holds (see `Shard`).
+        stream: tokens of a chunk of the chunked layout, whose ranks share every chunk of a stream (`MemorySettings.stream`).
         exchange: "auto", or one of `sequence.exchange.EXCHANGES`.
         head_size: ranks of a head-parallel group; neighbours trade tokens for heads, the exchange runs between groups.
         ranks_per_node: ranks that share fast links; None: all of them.
@@ -60,6 +61,7 @@ class SequenceGroup:
         group: dist.ProcessGroup | None = None,
         *,
         layout: str = "contiguous",
+        stream: int | None = None,
         exchange: str = "auto",
         head_size: int = 1,
         ranks_per_node: int | None = None,
@@ -70,7 +72,9 @@ class SequenceGroup:
         self.group = _checked_group(group)
         self.ranks, self.rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         self.layout, self.exchange = check_layout(layout), check_exchange(exchange)
-        self.head_size = integer(head_size, "head_size", 1)
+        check_stream(layout, stream)
+        self.stream, self.head_size = stream, integer(head_size, "head_size", 1)
+        check_chunked(layout, exchange, head_size)
         if self.ranks % self.head_size:
             raise ValueError(
                 f"head_size={head_size} must divide the {self.ranks} ranks of the group; "
@@ -95,9 +99,16 @@ class SequenceGroup:
         self.name = f"sequence-{next(_numbers)}"
         _groups[self.name] = self
 
-    def shard(self, seq_len: int) -> Shard:
-        """Where the positions of a sequence of N tokens lie."""
-        return Shard(seq_len, self.ranks, self.layout)
+    def shard(self, seq_len: int, members: int = 1) -> Shard:
+        """Where the positions of a sequence of N tokens lie; `members`: see `Shard`."""
+        if self.stream is not None and seq_len <= self.stream:  # one chunk
+            return Shard(seq_len, self.ranks // members, members=members)
+        return Shard(seq_len, self.ranks // members, self.layout, members, self.stream)
+
+    @property
+    def place(self) -> Place:
+        """This rank's among those of the sequence."""
+        return Place(self.ranks, self.rank, self.layout, self.stream)
 
     def positions(self, length: int, device: torch.device | None = None) -> torch.Tensor:
         """(L,) int64: the global positions of this rank's `length` tokens, on the CPU by default; a collective call.
@@ -148,7 +159,13 @@ class SequenceGroup:
 
     # -- agreement --------------------------------------------------------------------------------------------------
     def agree(
-        self, what: Mapping[str, Any], length: int | None = None, seed: int = 0, turn: Any = None, later: bool = False
+        self,
+        what: Mapping[str, Any],
+        length: int | None = None,
+        seed: int = 0,
+        turn: Any = None,
+        later: bool = False,
+        chunk: bool = False,
     ) -> Agreement:
         """Compare a call on all ranks; every rank raises if one differs.
 
@@ -157,6 +174,7 @@ class SequenceGroup:
             length: this rank's tokens; None for a call without tokens.
             seed: of dropout; rank 0's is taken.
             turn: what also has to be equal, but changes with every call.
+            chunk: the tokens are those of a chunk of the sequence; `agreed` stays that of the whole.
             later: within `trusting`, defer the check of a call that was agreed on before (but for its turn) to `settle`.
 
         Raises:
@@ -169,11 +187,17 @@ class SequenceGroup:
                 "replay would pass over. Leave attention over a sequence out of the graph."
             )
         begin = time.perf_counter()
-        facts = {**what, "layout": self.layout, "exchange": self.exchange, "head_size": self.head_size}
+        facts = {
+            **what,
+            "layout": self.layout,
+            "stream": self.stream,
+            "exchange": self.exchange,
+            "head_size": self.head_size,
+        }
         facts |= {"ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
         check = functools.partial(self._checked, length is not None)
         agreed = self._consensus.agree(facts, length or 0, seed, turn, later and self._trusted, check)
-        if length is not None:
+        if length is not None and not chunk:
             self.agreed = agreed
         if self.forward_traffic.log is not None:
             self.forward_traffic.log.agreeing += time.perf_counter() - begin

@@ -19,7 +19,7 @@ from lightning_dilated._validation import integer
 from lightning_dilated.sequence.collectives import axis
 from lightning_dilated.sequence.exchange.transport import Traffic, Wire
 from lightning_dilated.sequence.group import SequenceGroup, active_sequence
-from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.shard import ChunkShard, Shard
 
 #: local rows, or rows of a halo, by the rank that they go to or come from
 Slices = dict[int, tuple[slice, ...]]
@@ -106,6 +106,35 @@ def halo_route(shard: Shard, rank: int, left: int, right: int) -> HaloRoute:
         if rows:
             sends[peer] = _slices(rows)
     return HaloRoute(shard.ranges(rank), left, right, sends, receives)
+
+
+@functools.lru_cache(maxsize=256)
+def chunk_halo_route(shard: ChunkShard, number: int, left: int) -> HaloRoute:
+    """The route of a piece of a chunk that needs the `left` rows before it.
+
+    A rank holds the `left` rows that it made last before the chunk (0 where there were fewer), and then those of its piece:
+    the local rows of `sends`.
+    """
+    receives = _by_rank((peer, slot) for slot, peer, _ in _rows_before(shard, number, left))
+    sends = {}
+    for peer in shard.peers(number):
+        rows = [left + index for _, owner, index in _rows_before(shard, peer, left) if owner == number]
+        if rows:
+            sends[peer] = _slices(rows)
+    return HaloRoute((shard.piece(number),), left, 0, sends, receives)
+
+
+def _rows_before(shard: ChunkShard, number: int, left: int) -> Iterator[tuple[int, int, int]]:
+    """(row of the halo, piece of the chunk whose rank has it, where it has it: see `ChunkShard.carrier`)."""
+    piece = shard.piece(number)
+    for slot, position in enumerate(range(piece.start - left, piece.start)):
+        if piece and position >= shard.start:
+            yield slot, *shard.carrier(number, position)
+
+
+def chunk_wire(group: SequenceGroup, shard: ChunkShard, number: int, traffic: Traffic) -> Wire:
+    """Moves rows between the pieces of a chunk."""
+    return Wire(group.group, tuple(range(group.ranks)) * shard.chunks, number, traffic)
 
 
 def _halo_rows(shard: Shard, rank: int, left: int, right: int) -> Iterator[tuple[int, int, int]]:

@@ -9,7 +9,7 @@ import bisect
 import functools
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 
@@ -174,3 +174,8 @@ def join(pieces: Iterable[range]) -> tuple[range, ...]:
 
 def size(pieces: Iterable[range]) -> int:
     return sum(map(len, pieces))
+
+
+def common(pieces: Iterable[range], others: Sequence[range]) -> int:
+    """How many elements of disjoint `pieces` lie in disjoint `others`."""
+    return sum(len(intersect(a, b)) for a in pieces for b in others)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, padded_keys, segment_at, segment_width
 from lightning_dilated.sequence.ranges import clip, intersect, union
-from lightning_dilated.sequence.shard import Shard
+from lightning_dilated.sequence.shard import ChunkShard, Shard
 
 
 @dataclass(frozen=True, order=True)
@@ -37,14 +37,14 @@ class Problem:
     """One call of attention over a sharded sequence; equal on all ranks.
 
     `documents` are those that no rank holds alone; `heads` = (first, stop) are the query heads computed here (all of them,
-    or the window of a head-parallel group).
+    or the window of a head-parallel group). Of a sequence computed chunk by chunk the pieces of chunks stand for ranks.
     """
 
     pattern: DilatedPattern
     num_heads: int
     num_kv_heads: int
     causal: bool
-    shard: Shard
+    shard: Shard | ChunkShard
     documents: tuple[Document, ...]
     heads: tuple[int, int]
 
@@ -215,7 +215,12 @@ def needed_rows(problem: Problem, rank: int) -> RowsByHead:
 
 
 def partners(problem: Problem, rank: int) -> list[int]:
-    """The ranks that hold tokens of a rank's documents, itself among them: only these can exchange rows with it."""
+    """The ranks that hold tokens of a rank's documents, itself among them: only these can exchange rows with it.
+
+    Of a piece of a chunk: the other pieces of the chunk, whose ranks also hold earlier rows; its own rank's it has.
+    """
+    if isinstance(problem.shard, ChunkShard):
+        return [peer for peer in problem.shard.peers(rank) if peer != rank]
     ranks: set[int] = set()
     for document in problem.documents:
         if any(piece.start < document.stop and document.start < piece.stop for piece in problem.shard.ranges(rank)):

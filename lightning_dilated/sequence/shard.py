@@ -16,7 +16,13 @@ from torch import Tensor
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.sequence.ranges import join
 
-LAYOUTS = ("contiguous", "zigzag", "strided")
+LAYOUTS = ("contiguous", "zigzag", "strided", "chunked")
+
+
+def cut(start: int, stop: int, part: int, parts: int) -> range:
+    """One of several pieces of [start, stop), each but the last ones of ceil((stop - start) / parts) positions."""
+    size = -(-(stop - start) // parts)
+    return range(min(start + part * size, stop), min(start + (part + 1) * size, stop))
 
 
 @dataclass(frozen=True)
@@ -28,9 +34,12 @@ class Shard:
         ranks: R.
         layout: "contiguous": rank s holds [s L, (s + 1) L), L = ceil(N / R);
             "zigzag": of 2 R chunks of C = ceil(N / 2R), rank s holds the chunks s and 2 R - 1 - s;
-            "strided": rank s holds the positions p with p mod R = s.
+            "strided": rank s holds the positions p with p mod R = s;
+            "chunked": of each chunk of `stream` positions (the last one may be shorter), cut into R pieces, rank s holds
+            piece s.
         members: with head-parallel groups, `members` neighbouring ranks hold their positions together; `ranks` then counts
             the groups, and a group's positions are those of its members one after another.
+        stream: C, of the chunked layout.
 
     Raises:
         ValueError, TypeError: naming the argument.
@@ -40,12 +49,14 @@ class Shard:
     ranks: int
     layout: str = "contiguous"
     members: int = 1
+    stream: int | None = None
 
     def __post_init__(self) -> None:
         integer(self.seq_len, "seq_len", 0)
         integer(self.ranks, "ranks", 1)
         integer(self.members, "members", 1)
         check_layout(self.layout)
+        check_stream(self.layout, self.stream)
 
     @functools.cached_property
     def total(self) -> int:
@@ -59,8 +70,9 @@ class Shard:
 
     @functools.cached_property
     def chunk(self) -> int:
-        """Tokens of a full chunk of one member: ceil(N / T), or ceil(N / 2T) in zigzag."""
-        return -(-self.seq_len // (self.total * (2 if self.layout == "zigzag" else 1)))
+        """Tokens of a full chunk of one member: ceil(N / T), or ceil(N / 2T) in zigzag, or ceil(C / T) in chunked."""
+        whole = self.seq_len if self.stream is None else min(self.stream, self.seq_len)
+        return -(-whole // (self.total * (2 if self.layout == "zigzag" else 1)))
 
     @functools.lru_cache(maxsize=65536)  # noqa: B019 - shards are small values, equal ones share their entries
     def ranges(self, rank: int) -> tuple[range, ...]:
@@ -70,11 +82,18 @@ class Shard:
         members = range(rank * self.members, (rank + 1) * self.members)
         return join(x for member in members for x in self._member_ranges(member))
 
+    def held(self, rank: int) -> tuple[range, ...]:
+        """The positions whose rows a rank can send: its own."""
+        return self.ranges(rank)
+
     def _member_ranges(self, member: int) -> list[range]:
         if self.layout == "strided":
             return [range(member, self.seq_len, self.total)]
         if self.layout == "contiguous":
             return [self._chunk_range(member)]
+        if self.stream is not None:
+            starts = range(0, self.seq_len, self.stream)
+            return [cut(at, min(at + self.stream, self.seq_len), member, self.total) for at in starts]
         return [self._chunk_range(member), self._chunk_range(2 * self.total - 1 - member)]
 
     def _chunk_range(self, index: int) -> range:
@@ -83,6 +102,9 @@ class Shard:
     def _member(self, position: int) -> int:
         if self.layout == "strided":
             return position % self.total
+        if self.stream is not None:
+            start = position // self.stream * self.stream
+            return (position - start) // len(cut(start, min(start + self.stream, self.seq_len), 0, self.total))
         chunk = position // self.chunk
         return min(chunk, 2 * self.total - 1 - chunk)
 
@@ -127,14 +149,123 @@ class Shard:
             if stop - start >= self.total:
                 return list(range(self.ranks))
             return sorted({p % self.total // self.members for p in range(start, stop)})
+        if self.stream is not None:
+            overlaps = lambda x: x.start < stop and start < x.stop  # noqa: E731
+            return [rank for rank in range(self.ranks) if start < stop and any(map(overlaps, self.ranges(rank)))]
         # one position of every chunk stands for it
         seen = {self._member(p) // self.members for p in range(start, stop, max(self.chunk, 1))}
         return sorted(seen | {self._member(stop - 1) // self.members} if start < stop else seen)
 
 
 def check_layout(layout: str) -> str:
-    """`layout`, or an error that lists the three."""
+    """`layout`, or an error that lists them."""
     return one_of(layout, "layout", LAYOUTS)
+
+
+def check_stream(layout: str, stream: int | None) -> None:
+    """Raise unless the chunked layout, and no other, has the size of a chunk."""
+    if layout == "chunked":
+        integer(
+            0 if stream is None else stream,
+            "stream",
+            1,
+            " layout='chunked' cuts a sequence in chunks of so many tokens.",
+        )
+    elif stream is not None:
+        raise ValueError(f"stream={stream} goes with layout='chunked', not with layout={layout!r}.")
+
+
+def check_chunked(layout: str, exchange: str, head_size: int | str) -> None:
+    """Raise for settings that the chunked layout does not have."""
+    if layout != "chunked":
+        return
+    if head_size != 1:
+        raise ValueError(f"layout='chunked' is not offered with head_size={head_size}: set head_size=1.")
+    if exchange not in ("auto", "gather"):
+        raise ValueError(
+            f"layout='chunked' exchanges rows by gather, not by exchange={exchange!r}: set exchange='auto'."
+        )
+
+
+@dataclass(frozen=True)
+class ChunkShard:
+    """Chunks of C positions, each cut into a piece for each of R ranks: piece u = i R + r of chunk i is that of rank r.
+
+    To exchanges a piece is a rank of its own, one of K R: the rows that rank r made in chunk i, and those of earlier chunks
+    that it carries. Only the pieces of one chunk exchange rows.
+
+    Attributes:
+        start, stop: the positions of all chunks.
+        stream: C.
+        each: R.
+    """
+
+    start: int
+    stop: int
+    stream: int
+    each: int = 1
+    layout = "chunked"
+    interleaved = False
+
+    @property
+    def chunks(self) -> int:
+        """K; the last one may be shorter."""
+        return -(-(self.stop - self.start) // self.stream)
+
+    @property
+    def ranks(self) -> int:
+        """K R, the pieces."""
+        return self.chunks * self.each
+
+    def begin(self, chunk: int) -> int:
+        """Where a chunk begins, and with K where the last one ends."""
+        return min(self.start + chunk * self.stream, self.stop)
+
+    def positions(self, chunk: int) -> range:
+        """Of a chunk."""
+        return range(self.begin(chunk), self.begin(chunk + 1))
+
+    def piece(self, number: int) -> range:
+        """The positions of a piece, which may be none."""
+        chunk, rank = divmod(number, self.each)
+        at = self.positions(chunk)
+        return cut(at.start, at.stop, rank, self.each)
+
+    def ranges(self, number: int) -> tuple[range, ...]:
+        """The positions of a piece, as `Shard.ranges`."""
+        return join([self.piece(number)])
+
+    def held(self, number: int) -> tuple[range, ...]:
+        """All positions of the piece's rank so far, in rising order."""
+        return tuple(x for u in range(number % self.each, number + 1, self.each) if (x := self.piece(u)))
+
+    def peers(self, number: int) -> range:
+        """The pieces of the same chunk."""
+        first = number // self.each * self.each
+        return range(first, first + self.each)
+
+    def number(self, position: int) -> int:
+        """The piece that holds a position; -1 before the first, K R after the last."""
+        if not self.start <= position < self.stop:
+            return -1 if position < self.start else self.ranks
+        chunk = (position - self.start) // self.stream
+        at = self.positions(chunk)
+        return chunk * self.each + (position - at.start) // len(cut(at.start, at.stop, 0, self.each))
+
+    def local(self, number: int) -> slice:
+        """Where a piece lies among its rank's positions."""
+        chunk, rank = divmod(number, self.each)
+        before = chunk * len(cut(0, self.stream, rank, self.each))  # chunks before the last one are full
+        return slice(before, before + len(self.piece(number)))
+
+    def carrier(self, reader: int, position: int) -> tuple[int, int]:
+        """(piece of the reader's chunk whose rank holds a position, index among that rank's positions from the piece on).
+
+        The position is one of the reader's chunk, or of an earlier one, whose indices are below 0.
+        """
+        made = self.number(position)
+        peer = self.peers(reader)[made % self.each]
+        return peer, self.local(made).start + self.piece(made).index(position) - self.local(peer).start
 
 
 @dataclass(frozen=True)
@@ -144,13 +275,15 @@ class Place:
     ranks: int = 1
     rank: int = 0
     layout: str = "contiguous"
+    stream: int | None = None
 
     def __post_init__(self) -> None:
         check_layout(self.layout)
+        check_stream(self.layout, self.stream)
 
     def ranges(self, seq_len: int) -> tuple[range, ...]:
         """The global positions of this rank's tokens, in local order."""
-        return Shard(seq_len, self.ranks, self.layout).ranges(self.rank)
+        return Shard(seq_len, self.ranks, self.layout, stream=self.stream).ranges(self.rank)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torchmetrics import Metric
 
 from lightning_dilated._compat.lightning import set_update_count
 from lightning_dilated._compat.torch import ADAPTIVE_POOLS, CONVOLUTION, POOLS, TOKEN_NORMS
-from lightning_dilated.sequence import Place, SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
+from lightning_dilated.sequence import SequenceConv1d, SequenceGroup, SequenceSpec, sequence_sum
 from lightning_dilated.strategy.mesh import MeshSizes
 
 #: tokens of the head
@@ -59,7 +59,7 @@ def check_first_batch(
             "check_first_batch runs training_step, which under manual optimization trains; set it to False."
         )
     head = _head(batch, spec, group)
-    place = Place(group.ranks, group.rank, group.layout)
+    place = group.place
     with _without_effects(module, group):
         one = _losses(module, head)
         with group.active():

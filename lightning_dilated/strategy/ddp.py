@@ -31,7 +31,8 @@ class RingDilatedStrategy(SequenceStrategy, DDPStrategy):
         sequence_size: ranks that share a sequence; "auto": all of them. The others hold other samples (data parallel).
         head_size: how many neighbours of these exchange tokens for heads.
         exchange: how rows travel between ranks; "auto" is the planner's cheapest.
-        layout: which positions a rank holds.
+        layout: which positions a rank holds. "chunked": a piece of every chunk of ActivationRecompute(stream=TOKENS), so
+            that ranks compute each chunk together.
         ranks_per_node: ranks with fast links; None: those of a node.
         timeout: seconds after which a rank that waits in vain for another gives up.
         allow: names of modules that mix tokens or samples and are correct nevertheless.

@@ -26,7 +26,7 @@ from lightning_dilated.strategy.parallelize import check_offload, join_host, res
 from lightning_dilated.strategy.sequence_strategy import SequenceStrategy
 
 Exchange = Literal["auto", "gather", "ring", "butterfly", "switch", "hierarchical_gather", "hierarchical_butterfly"]
-Layout = Literal["contiguous", "zigzag", "strided"]
+Layout = Literal["contiguous", "zigzag", "strided", "chunked"]
 
 
 class RingDilatedFSDPStrategy(SequenceStrategy, ModelParallelStrategy):

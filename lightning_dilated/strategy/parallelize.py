@@ -39,8 +39,8 @@ from lightning_dilated._compat.lightning import (
 from lightning_dilated._compat.torch import flatten_mesh, map_tensors
 from lightning_dilated._device import leave_room
 from lightning_dilated.checkpoint.state import refuse_one_file
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.sequence.group import SequenceGroup
-from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.checks import compare_loader, compare_training, refuse_callbacks, refuse_mixing
 from lightning_dilated.strategy.loader import Loaders, keep_order
 from lightning_dilated.strategy.mesh import run_seed
@@ -114,11 +114,13 @@ def parallelize(strategy: SequenceStrategy, hook: Hook, lightning: Callable[...,
 def make_groups(strategy: SequenceStrategy) -> None:
     """The mesh and the sequence group, once for all runs of a strategy; every module gets the mesh."""
     sizes, timeout = strategy.sizes, strategy._rank_timeout
+    stream = chunk_of(strategy.lightning_module.trainer, strategy._exchange_settings["layout"])
     if strategy._mesh is None:
         strategy._mesh, ranks = sizes.make(strategy.root_device.type, timeout)
         per_node = strategy._ranks_per_node or (strategy.num_processes if strategy.num_nodes > 1 else None)
         strategy._sequence = SequenceGroup(
             ranks,
+            stream=stream,
             ranks_per_node=per_node if per_node is None else min(per_node, sizes.sequence_size),
             loss_group=dist.group.WORLD,
             timeout=timeout,
@@ -126,7 +128,30 @@ def make_groups(strategy: SequenceStrategy) -> None:
         )
         # the threads of its control messages end with the strategy, so that trainers may follow one another in a process
         weakref.finalize(strategy, strategy._sequence.close)
+    if strategy.sequence.stream != stream:
+        raise ValueError(
+            f"the ranks shared chunks of {strategy.sequence.stream} tokens in an earlier run, and now of {stream}: take a "
+            "new Trainer and strategy."
+        )
     set_device_mesh(strategy.lightning_module, strategy._mesh)
+
+
+def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
+    """The tokens of a chunk that ranks share in the chunked layout; None in others.
+
+    Raises:
+        ValueError: where no callback says how long chunks are.
+    """
+    if layout != "chunked":
+        return None
+    told = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    sizes = [x.stream for x in told if isinstance(x, MemorySettings) and x.stream is not None]
+    if not sizes:
+        raise ValueError(
+            "layout='chunked' has ranks share every chunk of a stream, and no callback streams: add "
+            "ActivationRecompute(stream=TOKENS), or set layout='contiguous' (the default) or 'zigzag'."
+        )
+    return sizes[0]
 
 
 def with_host(backend: str, device: torch.device) -> str:
@@ -328,7 +353,7 @@ def keep_optimizers(optimizers: Sequence[Any]) -> None:
 def make_loaders(strategy: SequenceStrategy) -> Loaders:
     """What gives the loaders of a run this rank's part of each sequence."""
     group = strategy.sequence
-    return Loaders(Place(group.ranks, group.rank, group.layout), strategy.data_rank)
+    return Loaders(group.place, strategy.data_rank)
 
 
 def shard_loader(strategy: SequenceStrategy, loader: Any) -> Any:

@@ -20,7 +20,7 @@ from lightning_dilated._validation import real
 from lightning_dilated.sequence.group import SequenceGroup
 from lightning_dilated.sequence.links import Links
 from lightning_dilated.sequence.planner import check_exchange
-from lightning_dilated.sequence.shard import SequenceSpec, check_layout
+from lightning_dilated.sequence.shard import SequenceSpec, check_chunked, check_layout
 from lightning_dilated.strategy import checks
 from lightning_dilated.strategy.checks import check_first_batch, computed_in
 from lightning_dilated.strategy.loader import Loaders
@@ -48,6 +48,12 @@ class SequenceStrategy(EndsOnSignal, ReportsLostRanks):
         links: str | None,
     ) -> None:
         real(timeout, "timeout", above=0, hint=" It is in seconds.")
+        check_chunked(layout, exchange, head_size)
+        if layout == "chunked" and self.shards_parameters:
+            raise ValueError(
+                f"layout='chunked' is not offered by {type(self).__name__}, which would gather all weights for every chunk. "
+                "Take RingDilatedStrategy, whose ranks hold all weights."
+            )
         self._requested_sizes = sequence_size, head_size
         self._exchange_settings = {
             "exchange": check_exchange(exchange),

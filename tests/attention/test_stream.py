@@ -11,60 +11,16 @@ from hypothesis import strategies as st
 from lightning_dilated import DilatedPattern
 from lightning_dilated.attention.functional import op_arguments
 from lightning_dilated.attention.stream import Stream
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_bounds, chunk_problem
+from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
+from lightning_dilated.sequence.shard import ChunkShard
 
 from ..examples import examples
 from ..pattern.strategies import patterns
+from .chunks import Chunks
 from .strategies import cases
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
-
-
-class Chunks:
-    """A causal case computed in chunks of C tokens, first in rising and then in falling order."""
-
-    def __init__(self, case, chunk, dropout=0.0, windows=((0, None),)):
-        self.case, self.stream, self.windows = case, Stream(), windows
-        self.options = {**case.options(), "dropout": dropout}
-        self.seed = torch.randint(2**62, (), dtype=torch.int64)
-        self.stream.begin(case.seq_len, chunk, store=True)
-        self.rows = []
-
-    def attend(self, tensors, i):
-        """out of chunk i, whose keys and values are overwritten afterwards: nothing but carried rows may be read later."""
-        case, (layer,) = self.case, self.stream.layers(i, [self.seed])
-        parts = []
-        for first, stop in self.windows:
-            stop, group = stop or case.heads, case.heads // case.kv_heads
-            q, *kv = tensors
-            q, kv = q[:, :, first:stop], [x[:, :, first // group : stop // group] for x in kv]
-            window = (first, case.heads, case.kv_heads) if len(self.windows) > 1 else ()
-            arguments = op_arguments(q, *kv, case.pattern, **self.options, window=window, chunk=layer)
-            parts.append(torch.ops.lightning_dilated.attention(*arguments)[0])
-        return torch.cat(parts, 2)
-
-    def run(self, q, k, v, grad):
-        """(out, dq, dk, dv)."""
-        cut = lambda x, i: x[:, self.stream.tokens(i).start : self.stream.tokens(i).stop].detach().clone()  # noqa: E731
-        outs, grads, last = {}, {}, self.stream.chunks - 1
-        with torch.no_grad():
-            for i in range(last):
-                chunk = [cut(x, i) for x in (q, k, v)]
-                outs[i] = self.attend(chunk, i)
-                for x in chunk:
-                    x.fill_(torch.nan)
-        self.stream.descend()
-        for i in range(last, -1, -1):
-            chunk = [cut(x, i).requires_grad_() for x in (q, k, v)]
-            out = self.attend(chunk, i)
-            if i < last:
-                assert torch.equal(out, outs[i]), "the two passes differ"
-            outs[i] = out.detach()
-            grads[i] = torch.autograd.grad(out, chunk, cut(grad, i))
-            self.rows.append(self.stream.rows_of(0, self.windows[0][0]).rows.shape[0])
-        joined = [torch.cat([grads[i][j] for i in range(last + 1)], 1) for j in range(3)]
-        return torch.cat([outs[i] for i in range(last + 1)], 1), *joined
 
 
 def compare(case, chunk, dropout=0.0, windows=((0, None),)):
@@ -112,8 +68,8 @@ def test_carried_rows_are_the_plan(case, chunk):
     bounds = case.documents or (0, case.seq_len)
     samples = (0, case.batch)
     documents = [Document(*samples, a, b) for a, b in pairwise(bounds) if b > a]
-    cuts = chunk_bounds(case.seq_len, chunk)
-    plan = CarryPlan(chunk_problem(case.pattern, case.heads, case.kv_heads, documents, cuts, (0, case.heads)), cuts)
+    shard = ChunkShard(0, case.seq_len, chunk)
+    plan = CarryPlan(chunk_problem(case.pattern, case.heads, case.kv_heads, documents, shard, (0, case.heads)))
     live = [sum(x.count for x in plan.live(i)) for i in range(plan.chunks)]
     assert chunks.rows == live[::-1]
     assert plan.most_live() == max(live)

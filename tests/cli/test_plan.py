@@ -302,8 +302,12 @@ def test_streams(cli):
     assert result.code == 0, result.err
     assert "stream=65536" in result.out and "16 chunks; one, forward and backward:" in result.out
     assert "          stream: 65536" in result.out
-    result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K")
-    assert result.code and "is planned for one GPU" in result.err
+    result = cli("plan", *sizes, "--gpu", "H200", "--gpus", "2", "--tokens", "1M", "--stream", "64K")
+    assert result.code == 0, result.err
+    assert "exchange gather, a rank on the mean, of all 2 layers and all chunks:" in result.out
+    assert "      layout: chunked" in result.out and "the GPUs share every chunk of a stream" in result.out
+    result = cli("plan", *sizes, "--gpus", "2", "--stream", "64K", "--strategy", "ring_dilated_fsdp")
+    assert result.code and "--stream 65536 is not offered with ring_dilated_fsdp" in result.err
 
 
 def test_data_of_streams(cli, tmp_path):

@@ -42,10 +42,11 @@ class Sharded:
     ranks_per_node: int | None = None
     engine: str = "auto"
     nested: bool = False
+    stream: int | None = None
 
     def settings(self) -> dict[str, Any]:
         """What `SequenceGroup` takes."""
-        names = ("layout", "exchange", "head_size", "ranks_per_node")
+        names = ("layout", "exchange", "head_size", "ranks_per_node", "stream")
         return {name: getattr(self, name) for name in names}
 
     @property

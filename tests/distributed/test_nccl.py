@@ -10,14 +10,19 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from lightning_dilated import LongNetLM
 from lightning_dilated.attention import dilated_attention
+from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceGroup
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange import row_ops as rows
+from lightning_dilated.sequence.exchange.transport import TrafficLog
+from lightning_dilated.sequence.planner import moved
 
 pytestmark = pytest.mark.gpu
 
+DEVICE = "cuda"
 N, H, D = 16384, 8, 64
 NESTED = DilatedPattern.geometric(512, N)
 RAGGED = DilatedPattern([(700, 1), Branch(3000, 3, shift=900), (10000, 6), (None, 12)], offsets="blocked")
@@ -104,6 +109,61 @@ def recomputed(rank, ranks):
     return [torch.equal(grads["plain"], g) for g in grads.values()], str(error.value), sent
 
 
+def text_model(pattern):
+    """The same weights on every rank, large enough for attention to matter."""
+    torch.manual_seed(0)
+    model = LongNetLM(pattern, 32, 64, 3, 4, max_seq_len=16384, kv_conv=4)
+    model.configure_model()
+    for p in model.parameters():
+        if p.ndim >= 2:
+            torch.nn.init.normal_(p, std=0.3)
+    return model.to(DEVICE)
+
+
+def one_step(model, batch, settings, dtype):
+    """(sum of losses, gradients)."""
+    model.transformer.memory = settings
+    model.zero_grad()
+    with torch.autocast(DEVICE, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        total, _ = model.loss_terms(batch)
+    total.backward()
+    return total.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def streamed(rank, ranks):
+    """[(what, error of ranks that share chunks, allowed)], against one GPU that streams in fp32."""
+    torch.backends.cuda.matmul.allow_tf32, found = False, []
+    geometric = DilatedPattern.geometric(64, 16384)
+    for name, pattern in {"geometric": geometric, "shifted": [geometric, geometric.shifted()]}.items():
+        model = text_model(pattern)
+        tokens = torch.randint(0, 32, (1, 15000), generator=torch.Generator().manual_seed(1))
+        batch = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
+        exact, wanted = one_step(model, batch, MemorySettings("block", stream=2048), torch.float32)
+        for dtype, policy in ((torch.float32, "block"), (torch.bfloat16, "attention-kept"), (torch.bfloat16, "none")):
+            settings = MemorySettings(policy, stream=2048)
+            own = one_step(model, batch, settings, dtype)
+            group = SequenceGroup(layout="chunked", stream=2048)
+            group.watch(log := TrafficLog())
+            with group.active(), group.trusting():
+                total, grads = one_step(model, model.sequence_spec.cut(batch, group.place), settings, dtype)
+                group.settle()
+            planned = [
+                moved(x.problem, x.exchange, x.rank, x.per_node, x.head_dim, x.element_size) for x in log.planned
+            ]
+            planned = sum(p[x.run == "backward"].received for p, x in zip(planned, log.planned, strict=True))
+            rows = sum(x.received for x in log.flights if x.what != "halo")
+            found.append((f"bytes of {name}, {policy}", float(rows != planned or not rows), 0.0))
+            for x in (total, *grads.values()):
+                dist.all_reduce(x)
+            limit = abs(own[0] / exact - 1).item()
+            found.append((f"loss of {name}, {policy}", abs(total / exact - 1).item(), 2 * limit + 1e-5))
+            for key, want in wanted.items():
+                error, limit = ((x[key] - want).norm().item() for x in (grads, own[1]))
+                found.append((f"{key} of {name}, {policy}", error, 2 * limit + 1e-4 * want.norm().item()))
+            group.close()
+    return found
+
+
 def work(rank, ranks, port, queue, function):
     """One rank; the first one answers."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
@@ -125,6 +185,13 @@ def on_gpus(ranks, function):
     queue = mp.get_context("spawn").SimpleQueue()
     mp.spawn(work, args=(ranks, port, queue, function), nprocs=ranks)
     return queue.get()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_share_the_chunks_of_a_stream(ranks):
+    """Rows of earlier chunks and of the same one, halos of kv_conv, checks deferred: errors of at most twice one GPU's."""
+    for what, error, allowed in on_gpus(ranks, streamed):
+        assert error <= allowed, f"{what}: {error:.2e}, allowed {allowed:.2e}"
 
 
 def test_recomputation():

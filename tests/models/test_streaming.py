@@ -113,18 +113,18 @@ def test_evaluation_equals_one_pass():
 def test_hidden_dropout_has_the_same_masks_in_both_passes():
     """Each chunk's sum is equal in both, chunks differ, and the generator ends where one rising pass would end."""
     model, batch, sums = lm(dropout=0.3), text(), {}
-    run = lambda at, layers: model._losses(*model._chunk(batch, at, layers), summed=True)  # noqa: E731
+    run = lambda i, layers: model._losses(*model._chunk(batch, i, layers), summed=True)  # noqa: E731
 
-    def watched(at, layers):
-        out = run(at, layers)
-        sums.setdefault(at.start, []).append(float(out.detach()))
+    def watched(i, layers):
+        out = run(i, layers)
+        sums.setdefault(i, []).append(float(out.detach()))
         return out
 
     model.transformer.memory = MemorySettings(stream=16)
     torch.manual_seed(0)
     streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
     ended = torch.get_rng_state()
-    assert all(a == b for a, b in (sums[at] for at in (0, 16, 32))) and len(sums[48]) == 1
+    assert all(a == b for a, b in (sums[i] for i in range(3))) and len(sums[3]) == 1
     torch.manual_seed(0)
     with torch.no_grad():
         streamed_sum(model.transformer.stream, watched, model._chunks(batch), [model], model.head.weight)
@@ -234,7 +234,7 @@ def test_a_failed_fit_leaves_no_settings_behind():
             broken, loader
         )
     lengths, run = [], model._chunk
-    model._chunk = lambda *args: (lengths.append(len(args[1])), run(*args))[1]
+    model._chunk = lambda *args: (lengths.append(len(model.transformer.stream.tokens(args[1]))), run(*args))[1]
     pl.Trainer(accelerator="cpu", callbacks=[recompute], precision="64-true", **quiet).validate(
         model, loader, verbose=False
     )

@@ -9,8 +9,9 @@ from lightning_dilated.planning.estimate import Case, in_words, recommended, str
 from lightning_dilated.planning.gpus import find_gpu
 from lightning_dilated.planning.memory import Setup
 from lightning_dilated.planning.streams import carried_rows
-from lightning_dilated.sequence.chunks import CarryPlan, chunk_bounds, chunk_problem
+from lightning_dilated.sequence.chunks import CarryPlan, chunk_problem
 from lightning_dilated.sequence.requirements import Document
+from lightning_dilated.sequence.shard import ChunkShard
 
 from ..attention.peak import printed
 
@@ -28,9 +29,8 @@ PATTERNS = {
 @pytest.mark.parametrize(("tokens", "chunk"), [(4096, 256), (4000, 192)])
 def test_one_head_stands_for_those_like_it(name, tokens, chunk):
     """As many rows as the plan of all heads has, but for the ends of segments."""
-    bounds = chunk_bounds(tokens, chunk)
-    problem = chunk_problem(PATTERNS[name], 4, 4, [Document(0, 1, 0, tokens)], bounds, (0, 4))
-    plan = CarryPlan(problem, bounds)
+    problem = chunk_problem(PATTERNS[name], 4, 4, [Document(0, 1, 0, tokens)], ChunkShard(0, tokens, chunk), (0, 4))
+    plan = CarryPlan(problem)
     stored, live = carried_rows(PATTERNS[name], 4, 4, tokens, chunk)
     assert stored == pytest.approx(plan.stored(), rel=0.02, abs=8)
     assert live == pytest.approx(plan.most_live(), rel=0.02, abs=8)

@@ -97,6 +97,10 @@ def member_of(shard: Shard, position: int) -> int:
         return position % total
     if shard.layout == "contiguous":
         return position // ((shard.seq_len + total - 1) // total)
+    if shard.layout == "chunked":
+        start = position - position % shard.stream
+        tokens = min(shard.stream, shard.seq_len - start)
+        return (position - start) // ((tokens + total - 1) // total)
     chunk = position // ((shard.seq_len + 2 * total - 1) // (2 * total))
     return chunk if chunk < total else 2 * total - 1 - chunk
 
@@ -124,7 +128,8 @@ def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LA
     # hypothesis likes small numbers, and few tokens cross few cuts
     n = draw(st.one_of(st.integers(longest // 2, longest), st.integers(0, longest)))
     r, m = draw(st.integers(fewest, ranks)), draw(st.integers(1, members))
-    return Shard(n, r, draw(st.sampled_from(layouts)), m)
+    layout = draw(st.sampled_from(layouts))
+    return Shard(n, r, layout, m, draw(st.integers(1, longest + 5)) if layout == "chunked" else None)
 
 
 @st.composite

@@ -13,10 +13,10 @@ from lightning_dilated.sequence.shard import LAYOUTS
 SPEC = SequenceSpec({"tokens": 1, "features": -2}, whole=["index"])
 
 
-@given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(LAYOUTS))
-def test_parts_make_the_whole(n, ranks, layout):
+@given(st.integers(0, 20), st.integers(1, 5), st.sampled_from(LAYOUTS), st.integers(1, 25))
+def test_parts_make_the_whole(n, ranks, layout, stream):
     batch = {"tokens": torch.arange(2 * n).view(2, n), "features": torch.randn(2, n, 3), "index": [4, 5]}
-    places = [Place(ranks, rank, layout) for rank in range(ranks)]
+    places = [Place(ranks, rank, layout, stream if layout == "chunked" else None) for rank in range(ranks)]
     parts = [SPEC.cut(batch, place) for place in places]
     order = torch.tensor([p for place in places for r in place.ranges(n) for p in r], dtype=torch.int64)
     for name, dim in (("tokens", 1), ("features", 1)):

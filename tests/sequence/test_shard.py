@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.sequence.shard import LAYOUTS, Shard, check_layout
+from lightning_dilated.sequence.shard import LAYOUTS, ChunkShard, Shard, check_layout
 
 from ..examples import examples
 from .cases import member_of, shards
@@ -65,6 +65,34 @@ def test_holders(shard, data):
     assert shard.holders(start, stop) == sorted({member_of(shard, p) // shard.members for p in inside})
 
 
+@given(st.integers(0, 9), st.integers(1, 40), st.integers(1, 20), st.integers(1, 5))
+@settings(max_examples=examples(100))
+def test_pieces_of_chunks(start, seq_len, stream, ranks):
+    """A rank's pieces are its positions in the chunked layout; what a chunk exchanges is named by its own pieces."""
+    chunks, whole = ChunkShard(start, start + seq_len, stream, ranks), Shard(seq_len, ranks, "chunked", stream=stream)
+    held = [positions(whole, rank) for rank in range(ranks)]
+    assert chunks.ranks == ranks * chunks.chunks
+    made = [[] for _ in range(ranks)]
+    for number in range(chunks.ranks):
+        chunk, rank = divmod(number, ranks)
+        piece = chunks.piece(number)
+        assert all(p // stream == chunk for p in range(piece.start - start, piece.stop - start))
+        assert held[rank][chunks.local(number)] == [p - start for p in piece]
+        assert list(chunks.peers(number)) == [chunk * ranks + r for r in range(ranks)]
+        assert chunks.ranges(number) == ((piece,) if piece else ())
+        made[rank] += piece
+        assert [p for x in chunks.held(number) for p in x] == made[rank]
+        for position in range(start, chunks.positions(chunk).stop):
+            owner, _ = whole.owner(position - start)
+            peer, index = chunks.carrier(number, position)
+            assert peer == chunk * ranks + owner
+            assert held[owner][chunks.local(peer).start + index] == position - start
+    assert [[p - start for p in x] for x in made] == held
+    numbers = [u for u in range(chunks.ranks) for _ in chunks.piece(u)]
+    around = range(start - 2, start + seq_len + 2)
+    assert [chunks.number(p) for p in around] == [-1, -1, *numbers, chunks.ranks, chunks.ranks]
+
+
 def test_empty_ranks():
     nine = Shard(9, 4)
     assert [nine.length(rank) for rank in range(4)] == [3, 3, 3, 0]
@@ -74,7 +102,7 @@ def test_empty_ranks():
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_no_tokens(layout):
-    shard = Shard(0, 3, layout)
+    shard = Shard(0, 3, layout, stream=4 if layout == "chunked" else None)
     assert [shard.ranges(rank) for rank in range(3)] == [(), (), ()]
     assert shard.longest == 0 and shard.holders(0, 5) == []
     with pytest.raises(IndexError, match="position 0"):
@@ -113,6 +141,12 @@ ERRORS = {
     "length of a rank beyond": (lambda: Shard(8, 2).length(5), IndexError, "rank 5"),
     "position beyond": (lambda: Shard(8, 2).owner(8), IndexError, "position 8.*8 tokens"),
     "position negative": (lambda: Shard(8, 2).owner(-1), IndexError, "position -1"),
+    "chunked without chunks": (
+        lambda: Shard(8, 2, "chunked"),
+        ValueError,
+        "stream must be at least 1.*layout='chunked'",
+    ),
+    "chunks of another layout": (lambda: Shard(8, 2, stream=4), ValueError, "stream=4 goes with layout='chunked', not"),
     "not its position": (lambda: Shard(8, 2).local(1, 3), IndexError, "position 3 lies on rank 0, not on rank 1"),
 }
 

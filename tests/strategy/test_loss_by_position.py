@@ -20,13 +20,16 @@ def rows(rank, group, run, folder):
 
 
 @pytest.mark.parametrize("kind", ["whole", "lengths", "documents"])
-@pytest.mark.parametrize("ranks, strategy", [(2, {}), (4, {"sequence_size": 2}), (2, {"layout": "zigzag"})])
+@pytest.mark.parametrize(
+    "ranks, strategy", [(2, {}), (4, {"sequence_size": 2}), (2, {"layout": "zigzag"}), (2, {"layout": "chunked"})]
+)
 def test_ranks_equal_one(pools, tmp_path, kind, ranks, strategy):
     if kind == "documents":  # one row a batch, so no data ranks
         strategy = {k: v for k, v in strategy.items() if k != "sequence_size"}
     run = Run(kind=kind, batch_size=2 if "sequence_size" in strategy else 1, masked=0.3)
     want = pools(1).run(1, rows, run, str(tmp_path / "one"))[0]
-    found = pools(ranks).run(ranks, rows, run.but(strategy=strategy), str(tmp_path / "many"))
+    memory = {"stream": 11} if strategy.get("layout") == "chunked" else None
+    found = pools(ranks).run(ranks, rows, run.but(strategy=strategy, memory=memory), str(tmp_path / "many"))
     for got in found:
         assert [{k: v for k, v in r.items() if k != "bits"} for r in got] == [
             {k: v for k, v in r.items() if k != "bits"} for r in want

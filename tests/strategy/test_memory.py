@@ -20,19 +20,43 @@ WAYS = {
 
 
 STREAM = {**EVERYTHING, "stream": 16}
+#: ranks that compute every chunk together
+SHARED = {"layout": "chunked"}
+CONVOLVED = {"num_kv_heads": 2, "kv_conv": 4}
+COMPILED = {"depth": 1, "kv_conv": 3, "compile_blocks": True}
+SHIFTED = {"num_kv_heads": 2, "kv_conv": 3, "shift_layers": "odd"}
 STREAMS = {
     "one rank": (1, RUN.but(memory=STREAM)),
     "ddp": (2, RUN.but(memory=STREAM, strategy={"sequence_size": 1})),
     "ddp, documents": (2, RUN.but(memory={"stream": 7}, kind="documents", batch_size=2, strategy={"sequence_size": 1})),
+    "shared": (2, RUN.but(memory=STREAM, strategy=SHARED)),
+    "shared, documents": (3, RUN.but(memory={"stream": 7}, kind="documents", batch_size=1, strategy=SHARED)),
+    "shared, lengths": (2, RUN.but(memory={"stream": 11, "policy": "attention-kept"}, kind="lengths", strategy=SHARED)),
+    "shared, data 2": (4, RUN.but(memory=STREAM, strategy={**SHARED, "sequence_size": 2})),
+    "shared, empty pieces": (4, RUN.but(memory={"stream": 2}, seq_len=13, model=CONVOLVED, strategy=SHARED)),
+    "shared, shifted": (2, RUN.but(memory={"stream": 9}, model=SHIFTED, workers=2, strategy=SHARED)),
+    "shared, one chunk": (2, RUN.but(memory={"stream": 40}, strategy=SHARED)),
+    "shared, first batch": (2, RUN.but(memory={"stream": 15}, strategy={**SHARED, "check_first_batch": True})),
+    "shared, compiled": (2, RUN.but(memory={"stream": 16}, model=COMPILED, steps=1, strategy=SHARED)),
 }
 
 
-@pytest.mark.parametrize("way", STREAMS)
+#: in CI only those that show what tests/distributed/test_streamed_model.py cannot
+QUICK = ("shared, data 2", "shared, one chunk")
+RUNS = [
+    pytest.param(way, marks=pytest.mark.slow) if run.strategy.get("layout") and way not in QUICK else way
+    for way, (_, run) in STREAMS.items()
+]
+
+
+@pytest.mark.parametrize("way", RUNS)
 def test_streams(pools, way):
-    """Ranks stream sequences of their own: validation, too; hooks of DDP run once a micro-batch."""
+    """Ranks stream sequences of their own, or share chunks: validation, too; hooks of DDP run once a micro-batch."""
     ranks, run = STREAMS[way]
     # packed documents are one sample, and one rank would have to hold two
-    plain, of = (run.but(memory=None), 2) if run.kind == "documents" else (RUN, 1)
+    plain, of = run.but(memory=None, strategy={}, workers=0), 1
+    if run.kind == "documents" and run.strategy.get("sequence_size") == 1:
+        plain, of = run.but(memory=None), 2
     want = pools(of).run(of, fit, plain)[0]
     assert min(want["norms"]) > 0
     check(pools(ranks).run(ranks, fit, run), want, 1e-9)
@@ -41,14 +65,27 @@ def test_streams(pools, way):
 def refused(rank, group, changes):
     """The message of a fit that is refused."""
     try:
-        fit(rank, group, RUN.but(memory={"stream": 16}, **changes))
+        fit(rank, group, RUN.but(**{"memory": {"stream": 16}, **changes}))
     except ValueError as error:
         return str(error)
 
 
 def test_streams_are_refused_where_ranks_share(pools):
     for got in pools(2).run(2, refused, {}):
-        assert "2 ranks share one. Set sequence_size=1" in got
+        assert "with layout='contiguous' the ranks that share it hold" in got and "Set layout='chunked'" in got
+    chunked = "layout='chunked' "
+    for changes, why in (
+        (
+            {"strategy": SHARED, "memory": None},
+            chunked + "has ranks share every chunk of a stream, and no callback streams",
+        ),
+        ({"strategy": {**SHARED, "exchange": "ring"}}, chunked + "exchanges rows by gather, not by exchange='ring'"),
+        ({"strategy": {**SHARED, "head_size": 2}}, chunked + "is not offered with head_size=2: set head_size=1"),
+        ({"strategy": SHARED, "fsdp": True, "double": True}, chunked + "is not offered by RingDilatedFSDPStrategy"),
+        ({"strategy": {"layout": "zigzag"}}, "with layout='zigzag' the ranks that share it hold other parts"),
+    ):
+        for got in pools(2).run(2, refused, changes):
+            assert why in got
     for got in pools(2).run(2, refused, {"fsdp": True, "double": True, "strategy": {"sequence_size": 1}}):
         assert "not offered with RingDilatedFSDPStrategy" in got
 

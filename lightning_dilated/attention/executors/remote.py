@@ -101,32 +101,41 @@ class RowExchange:
     Attributes:
         local: the executor of the rank's own blocks.
         route: which rows go where.
-        wires: of the forward and of the backward.
+        wires: of the forward and of the backward; None where no rows move.
     """
 
     call: Call
     local: Executor
     route: Compiled
-    wires: tuple[Wire, Wire]
+    wires: tuple[Wire, Wire] | tuple[None, None]
 
     def masked(self, mask: Dropout) -> RowExchange:
         return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
 
     @with_room
-    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, inputs: Sequence[Tensor], final: bool, carried: Tensor | None = None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """As `Executor`; `carried` (n, 2, D) are rows that the rank holds besides those of k and v."""
         q, k, v = inputs
         reached = self.route.queries
-        with Run(self.route, self.wires[0], k, v) as run:
+        with Run(self.route, self.wires[0], k, v, carried=carried) as run:
             out, lse, _ = self.local.forward(inputs, reached is not None)
             _merge_requests(self.call, reached, (q, out, lse), ((x.batches, x.rows) for x in run.arrivals()))
-        return out, lse, run.rows.flatten(0, 1)
+        return out, lse, run.received
 
     @with_room
     def backward(
-        self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
+        self,
+        tensors: Sequence[Tensor],
+        lse: Tensor,
+        received: Tensor | None,
+        total: list[Tensor] | None = None,
+        carried: tuple[Tensor, Tensor] | None = None,
     ) -> list[Tensor]:
+        """As `Executor`; `carried` are the rows of the forward, and their gradients, which are added to."""
         grad, q, k, v, out = tensors
-        with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype) as run:
+        with BackwardRun(self.route, self.wires[1], k, v, received, lse.dtype, carried) as run:
             arrivals = ((x.batches, x.rows, x.grads) for x in run.arrivals())
             dq = _add_requests(self.call, self.route.queries, (grad, q, out, lse), arrivals)
             total = self.local.backward(tensors, lse, None, total)
@@ -143,6 +152,10 @@ def _merge_requests(
 ) -> None:
     """Merge batches and the rows that they read into out and lse, in place; `tensors` are q, out and lse."""
     q, out, lse = tensors
+    if reached is not None and not len(reached.flat):  # what arrives is nobody's, but others wait for the exchange
+        for _ in arrivals:
+            pass
+        return
     queries, state = _picked(reached, q), (_picked(reached, out).to(lse.dtype), _picked_lse(reached, lse))
     for batches, rows in arrivals:
         for batch in batches:
@@ -292,49 +305,40 @@ class HeadParallel:
 
 @dataclass(frozen=True)
 class Chunked:
-    """Local blocks are computed, then the requests for rows of earlier chunks are merged.
+    """A chunk of a stream, or a rank's piece of it: an exchange in which the rank also holds rows of earlier chunks.
 
     Attributes:
-        local: the executor of the chunk's own blocks.
-        route: which carried rows it reads, and which rows it leaves.
-        carried: the layer's rows.
+        exchange: merges these rows, and where ranks share the chunk, those of others.
+        route: which rows are carried on.
+        carried: the layer's rows of earlier chunks.
         chunk: its number.
         leaves: whether the forward leaves rows for later chunks.
     """
 
-    call: Call
-    local: Executor
+    exchange: RowExchange
     route: ChunkRoute
     carried: LayerRows
     chunk: int
     leaves: bool
 
     def masked(self, mask: Dropout) -> Chunked:
-        return replace(self, call=replace(self.call, mask=mask), local=self.local.masked(mask))
+        return replace(self, exchange=self.exchange.masked(mask))
 
     @with_room
-    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:
-        q, k, v = inputs
-        route, reached = self.route, self.route.queries
-        self.carried.enter(self.chunk, route, k)
-        out, lse, _ = self.local.forward(inputs, reached is not None or (final and not route.batches))
-        if route.batches:
-            _merge_requests(self.call, reached, (q, out, lse), [(route.batches, self.carried.rows)])
+    def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        _, k, v = inputs
+        self.carried.enter(self.chunk, self.route, k)
+        results = self.exchange.forward(inputs, final, self.carried.rows)
         if self.leaves:
             self.carried.leave(k, v)
-        return out, lse, None
+        return results
 
     @with_room
     def backward(
         self, tensors: Sequence[Tensor], lse: Tensor, received: Tensor | None, total: list[Tensor] | None = None
     ) -> list[Tensor]:
-        grad, q, k, _, out = tensors
-        route, carried = self.route, self.carried
-        carried.enter(self.chunk, route, k)
-        total = self.local.backward(tensors, lse, None, total)
-        if route.batches:
-            grads = carried.read_grads(lse.dtype)
-            arrivals = [(route.batches, carried.rows, grads)]
-            add_rows(route.queries, total[0], _add_requests(self.call, route.queries, (grad, q, out, lse), arrivals))
+        carried = self.carried
+        carried.enter(self.chunk, self.route, tensors[2])
+        total = self.exchange.backward(tensors, lse, received, total, (carried.rows, carried.read_grads(lse.dtype)))
         carried.add_own_grads(*total[1:])
         return total

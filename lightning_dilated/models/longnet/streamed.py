@@ -1,6 +1,6 @@
 """StreamedLosses: a language model's losses over sequences chunk by chunk, and over endless ones call by call.
 
-Shape letters: B batch, N tokens, n tokens of a call, E embedding dim.
+Shape letters: B batch, N tokens, L tokens of this rank, n tokens of a call, C tokens of a chunk, R ranks, E embedding dim.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from lightning_dilated.attention.stream import ChunkLayer, StreamState
 from lightning_dilated.attention.views import spans
 from lightning_dilated.checkpoint.ranks import Peers
 from lightning_dilated.memory.chunked_loss import IGNORE
-from lightning_dilated.memory.streaming import Chunks, check_streamed, streamed, streamed_sum
+from lightning_dilated.memory.streaming import Chunks, check_streamed, sharing, streamed, streamed_sum
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.longnet.carried_streams import CarriedStreams
 from lightning_dilated.models.module import DilatedModule
-from lightning_dilated.sequence.chunks import chunk_bounds
 from lightning_dilated.sequence.exchange.switch import windows
+from lightning_dilated.sequence.shard import ChunkShard
 
 #: tokens of a call that are computed at a time
 CHUNK = 1 << 16
@@ -52,31 +52,42 @@ class StreamedLosses(DilatedModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """As `DilatedModule`; sequences that are computed chunk by chunk stay on the CPU, and each chunk is copied."""
-        if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys() and self._in_chunks(batch):
+        if isinstance(batch, Mapping) and {"tokens", "labels"} <= batch.keys() and self._stays_on_host(batch):
             return batch
         return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     # -- a batch chunk by chunk ----------------------------------------------------------------------------------------
     def _in_chunks(self, batch: Mapping[str, Any]) -> bool:
-        """Whether the batch's sequences are longer than the chunks of `memory.stream`."""
+        """Whether the batch's sequences are longer than the chunks of `memory.stream`; a collective call."""
         self.configure_model()
         chunk = self.transformer.memory.stream
-        return chunk is not None and self._checked(batch)[0].shape[1] > chunk
+        return chunk is not None and _seq_len(self._checked(batch)[0]) > chunk
+
+    def _stays_on_host(self, batch: Mapping[str, Any]) -> bool:
+        """Whether it is certain that `_in_chunks`: by this rank's tokens, more than its piece of a chunk has."""
+        self.configure_model()
+        chunk = self.transformer.memory.stream
+        return chunk is not None and self._checked(batch)[0].shape[1] > -(-chunk // self._sharing_ranks())
+
+    def _sharing_ranks(self) -> int:
+        """How many ranks of the Trainer's strategy share a sequence."""
+        group = getattr(getattr(attached_trainer(self), "strategy", None), "sequence", None)
+        return 1 if group is None else group.ranks
 
     def _chunks(self, batch: Mapping[str, Any]) -> Chunks:
-        """How the batch is streamed, after the checks."""
-        tokens, truncate = batch["tokens"], self.transformer.memory.truncate
+        """How the batch is streamed, after the checks; a collective call."""
+        truncate = self.transformer.memory.truncate
         chunk = integer(self.transformer.memory.stream, "stream", 1)
         check_streamed([self], self._product_dtype(), chunk)
         drops = self.training and self.options.attention_dropout > 0
-        return Chunks(tokens.shape[1], chunk, self.depth, drops, truncate)
+        return Chunks(_seq_len(batch["tokens"]), chunk, self.depth, drops, truncate, group=sharing())
 
-    def _chunk(
-        self, batch: Mapping[str, Any], at: range, layers: list[ChunkLayer], first: int = 0
-    ) -> tuple[Tensor, Tensor]:
-        """`_states` of the tokens at positions `at`, which may wait on the host; `first` is that of the batch's first."""
+    def _chunk(self, batch: Mapping[str, Any], number: int, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
+        """`_states` of this rank's tokens of a chunk; the batch (B, L) may wait on the host."""
+        stream = self.transformer.stream
+        at, local = stream.tokens(number), stream.local(number)
         device, entries = self.head.weight.device, (batch["tokens"], batch["labels"])
-        tokens, labels = (x[:, at.start - first : at.stop - first].to(device, non_blocking=True) for x in entries)
+        tokens, labels = (x[:, local].to(device, non_blocking=True) for x in entries)
         positions = torch.arange(at.start, at.stop, device=device)
         documents = {name: batch.get(name) for name in ("lengths", "cu_seqlens")}
         return self._hidden(tokens, positions=positions, chunk=layers, **documents), labels
@@ -99,7 +110,7 @@ class StreamedLosses(DilatedModule):
             )
         count = (batch["labels"] != IGNORE).sum()
         if self.watch_losses is None and self.watch_predictions is None:
-            run = lambda at, layers: self._losses(*self._chunk(batch, at, layers), summed=True)  # noqa: E731
+            run = lambda i, layers: self._losses(*self._chunk(batch, i, layers), summed=True)  # noqa: E731
             return streamed_sum(self.transformer.stream, run, self._chunks(batch), [self], self.head.weight), count
         losses, likeliest, device = [], [], batch["labels"].device
         for states in self._chunk_states(batch):
@@ -148,10 +159,15 @@ class StreamedLosses(DilatedModule):
             (sum of nats, or (B, n); the new state). The old state stays as it was.
 
         Raises:
-            ValueError: for shapes that do not fit, without labels where gradients are enabled, and for a state of other
-                `head_chunks`.
+            ValueError: for shapes that do not fit, without labels where gradients are enabled, for a state of other
+                `head_chunks`, and where ranks share sequences.
         """
         self.configure_model()
+        if sharing() is not None:
+            raise ValueError(
+                "endless streams are computed on one rank each, and here ranks share sequences: set sequence_size=1, so "
+                "that every rank has streams of its own."
+            )
         own = self._stream_owner()
         state = state or StreamState(starts=[0] * len(tokens), owner=own)
         if state.position and state.owner != own:
@@ -167,13 +183,13 @@ class StreamedLosses(DilatedModule):
         batch = {"tokens": tokens, "labels": _following(tokens, starts) if labels is None else labels}
         last: list[Tensor] = []
 
-        def run(at: range, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
-            x, y = self._chunk(batch, at, layers, state.position)
+        def run(number: int, layers: list[ChunkLayer]) -> tuple[Tensor, Tensor]:
+            x, y = self._chunk(batch, number, layers)
             last[:] = [x[:, -1:].detach()]
             return x, y
 
         if trains:
-            summed = lambda at, layers: self._losses(*run(at, layers), summed=True)  # noqa: E731
+            summed = lambda i, layers: self._losses(*run(i, layers), summed=True)  # noqa: E731
             nats = streamed_sum(self.transformer.stream, summed, chunks, [self], self.head.weight)
         else:
             nats = torch.cat([self._losses(*states) for states in streamed(self.transformer.stream, run, chunks)], 1)
@@ -261,6 +277,7 @@ class StreamedLosses(DilatedModule):
         """The tokens of the batch computed last, in the parts at whose bounds gradients end, as positions in their document.
 
         None where gradients reach whole documents: for a batch that is none of streams, unless the memory settings truncate.
+        Where ranks share chunks it is None as well, so that FLOPs of truncated training are counted too high there.
         """
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return None
@@ -269,12 +286,13 @@ class StreamedLosses(DilatedModule):
             position, started = self._carried_here().begun
             begins = _begins(position, started, batch["starts"].cpu())
             every = [x for at in begins for x in itertools.pairwise([*at, position + n])]
-        elif memory.truncate and self._in_chunks(batch):
+        elif memory.truncate and self._sharing_ranks() == 1 and self._in_chunks(batch):
             alike = spans(len(batch["tokens"]), n, batch.get("lengths"), batch.get("cu_seqlens"))
             position, every = 0, [(x.start, x.start + x.length) for x in alike for _ in range(x.batches)]
         else:
             return None
-        bounds = chunk_bounds(n, memory.stream or n, position)
+        shard = ChunkShard(position, position + n, memory.stream or n)
+        bounds = [shard.begin(chunk) for chunk in range(shard.chunks + 1)]
         inner = lambda a, b: bounds[bisect.bisect_right(bounds, a) : bisect.bisect_left(bounds, b)]  # noqa: E731
         cuts = [[x - a for x in (max(a, position), *inner(max(a, position), b), b)] for a, b in every]
         return [range(*part) for at in cuts for part in itertools.pairwise(at)]
@@ -351,6 +369,12 @@ class StreamedLosses(DilatedModule):
 
     def on_predict_epoch_end(self) -> None:
         self.carried_in_evaluation.clear()
+
+
+def _seq_len(tokens: Tensor) -> int:
+    """N of this rank's tokens (B, L); a collective call where ranks share the sequence."""
+    group = sharing()
+    return tokens.shape[1] if group is None else group.agree({"call": "stream"}, tokens.shape[1]).seq_len
 
 
 def _following(tokens: Tensor, starts: Tensor | None) -> Tensor:

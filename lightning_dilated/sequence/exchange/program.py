@@ -90,7 +90,7 @@ def strided_message(rows: strided.HeldRows) -> Message:
 
 def rows_held_by(problem: Problem, needs: RowsByHead, source: int) -> Message:
     """Those of `needs` that a source rank holds."""
-    held = problem.shard.ranges(source)
+    held = problem.shard.held(source)
     both = ((key, intersect(rows, piece)) for key, pieces in needs.items() for rows in pieces for piece in held)
     return [RowSet(*key, rows) for key, rows in both if rows]
 
@@ -184,7 +184,7 @@ def _strided_origins(problem: Problem, readers: frozenset[int]) -> tuple[int, ..
 
 def _held_count(problem: Problem, needs: RowsByHead, ranks: Iterable[int]) -> int:
     """How many rows of `needs` the given ranks hold."""
-    held = [piece for rank in ranks for piece in problem.shard.ranges(rank)]
+    held = [piece for rank in ranks for piece in problem.shard.held(rank)]
     return sum(
         document.samples * len(intersect(rows, piece))
         for (document, _), pieces in needs.items()

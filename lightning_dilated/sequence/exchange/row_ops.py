@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from types import ModuleType
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -147,20 +148,14 @@ class Packing:
     def of(cls, sets: Iterable[RowSet], own: LocalRows, store: ReceivedRows) -> Packing:
         """For the rows of all messages of a round, in the order of the peers."""
         runs: dict[str, list[Progression]] = {"own": [], "own_at": [], "store": [], "store_at": []}
-        base = 0
+        base, located = 0, {}
         for rows in sets:
-            relayed = remove([rows.rows], own.pieces)
-            for sample in range(rows.document.samples):
-                missing = len(rows.rows)
-                for name, source, parts in (("own", own, [rows.rows]), ("store", store, relayed)):
-                    for part in parts:
-                        begin, stride = (part.start - rows.rows.start) // rows.rows.step, part.step // rows.rows.step
-                        for (first, step, n), numbers in source.find(rows.document, rows.head, part, sample):
-                            runs[f"{name}_at"].append((base + begin + stride * first, stride * step, n))
-                            runs[name].append(numbers)
-                            missing -= n
-                assert missing == 0, f"{missing} rows of {rows} are not held where they are sent from"
-                base += len(rows.rows)
+            if rows not in located:  # the same rows often go to several ranks
+                located[rows] = _located(rows, own, store)
+            for name, (first, step, n), numbers in located[rows]:
+                runs[f"{name}_at"].append((base + first, step, n))
+                runs[name].append(numbers)
+            base += len(rows)
         indices = {name: expand(x) for name, x in runs.items()}
         if torch.equal(indices["own_at"], torch.arange(base)):
             indices["own_at"] = None
@@ -169,6 +164,24 @@ class Packing:
     def to(self, device: torch.device) -> Packing:
         at = None if self.own_at is None else self.own_at.to(device)
         return Packing(self.own.to(device), at, self.store.to(device), self.store_at.to(device))
+
+
+def _located(
+    rows: RowSet, own: LocalRows, store: ReceivedRows
+) -> list[tuple[Literal["own", "store"], Progression, Progression]]:
+    """[(where rows lie, their indices in the set, numbers there)]: among a rank's own rows, else among received ones."""
+    found, at, relayed = [], 0, remove([rows.rows], own.pieces)
+    for sample in range(rows.document.samples):
+        missing = len(rows.rows)
+        for name, source, parts in (("own", own, [rows.rows]), ("store", store, relayed)):
+            for part in parts:
+                begin, stride = (part.start - rows.rows.start) // rows.rows.step, part.step // rows.rows.step
+                for (first, step, n), numbers in source.find(rows.document, rows.head, part, sample):
+                    found.append((name, (at + begin + stride * first, stride * step, n), numbers))
+                    missing -= n
+        assert missing == 0, f"{missing} rows of {rows} are not held where they are sent from"
+        at += len(rows.rows)
+    return found
 
 
 @dataclass

@@ -1,5 +1,8 @@
 """Running a program: rows leave and arrive, and their gradients travel back the same way.
 
+A rank may hold rows besides those of its k and v: those of earlier chunks, which it carries. Requests and messages take
+them from the beginning of the store of rows.
+
 The attention op drives a run: it starts it, computes what needs no other rank, then takes arrivals in turn. An arrival holds
 the batches of requests that have become computable and the rows they read; no backend is imported here.
 
@@ -8,14 +11,14 @@ Shape letters: B samples, L local tokens, K kv heads, D head dim; a row is (2, D
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
 from torch import Tensor
 
-from lightning_dilated.sequence.exchange.program import Program, Round
+from lightning_dilated.sequence.exchange.program import Program, Round, RowSet
 from lightning_dilated.sequence.exchange.row_ops import (
     Batch,
     LocalRows,
@@ -66,9 +69,12 @@ class CompiledRound:
 
 @dataclass
 class Compiled:
-    """A program with its indices on a device; `size` rows are saved for the backward.
+    """A program with its indices on a device; its store has `size` rows, of which those that arrive are saved for the
+    backward.
 
     Attributes:
+        carried: rows that the store begins with.
+        ready: batches that read no others; of a program without rounds.
         queries: the rows of q that batches number; None: all, by their flat numbers.
         keys: the rank's own rows of K and V that receive gradients, likewise.
     """
@@ -78,14 +84,22 @@ class Compiled:
     keep: bool
     queries: Rows | None = None
     keys: Rows | None = None
+    carried: int = 0
+    ready: list[Batch] = field(default_factory=list)
 
 
-def compile_program(problem: Problem, rank: int, program: Program, device: torch.device) -> Compiled:
-    """The indices of a rank's program, with its requests assigned to the rounds after which they can be computed."""
+def compile_program(
+    problem: Problem, rank: int, program: Program, device: torch.device, carried: Sequence[RowSet] = ()
+) -> Compiled:
+    """The indices of a rank's program, with its requests assigned to the rounds after which they can be computed.
+
+    `carried`: rows that the rank holds besides its own.
+    """
     pieces = problem.shard.ranges(rank)
     queries, own, store = LocalRows(pieces, problem.heads), LocalRows(pieces, problem.kv_heads), ReceivedRows()
-    waiting = list(row_requests(problem, rank))
-    rounds = []
+    store.add(list(carried))
+    held, waiting, rounds = store.size, list(row_requests(problem, rank)), []
+    first = [] if program.rounds else batches(problem, waiting, queries, store)
     for number, step in enumerate(program.rounds):
         packing = Packing.of([rows for message in step.sends.values() for rows in message], own, store)
         store = store if program.keep else ReceivedRows()
@@ -93,7 +107,8 @@ def compile_program(problem: Problem, rank: int, program: Program, device: torch
         for message in step.receives.values():
             store.add(message)
         if program.keep:
-            ready = {x: None for x in waiting if _covered(problem, x, store)}
+            last = number == len(program.rounds) - 1
+            ready = {x: None for x in waiting if last or _covered(problem, x, store)}
             waiting = [x for x in waiting if x not in ready]
             gradients = GradientReturn(slice(start, store.size), *step.counts[::-1], packing)
         else:
@@ -101,8 +116,7 @@ def compile_program(problem: Problem, rank: int, program: Program, device: torch
             gradients = _direct_return(program.returns[number], own, store)
         joined = batches(problem, ready, queries, store)
         rounds.append(CompiledRound(packing, *step.counts, start, store.size, joined, gradients))
-    assert not program.keep or not waiting, f"rank {rank} never received the rows of {waiting[0]}"
-    compiled = Compiled(rounds, store.size if program.keep else 0, program.keep)
+    compiled = Compiled(rounds, store.size if program.keep else 0, program.keep, carried=held, ready=first)
     return _renumbered(compiled, problem, queries, own, device)
 
 
@@ -112,15 +126,17 @@ def _renumbered(
     """The same on a device, with rows numbered among those that are used, where these are few."""
     samples = max((d.sample + d.samples for d in problem.documents), default=0)
     sizes = lambda x: (samples * x.length * (x.heads[1] - x.heads[0]), x.length, x.heads[1] - x.heads[0])  # noqa: E731
-    query_rows, numbers = select_rows([b.queries for x in compiled.rounds for b in x.batches], *sizes(queries))
+    every = [*compiled.ready, *(b for x in compiled.rounds for b in x.batches)]
+    query_rows, numbers = select_rows([b.queries for b in every], *sizes(queries))
     key_rows, key_numbers = select_rows([x.gradients.packing.own for x in compiled.rounds], *sizes(own))
     query_numbers, rounds = iter(numbers), []
+    ready = [replace(batch, queries=next(query_numbers)).to(device) for batch in compiled.ready]
     for step, keys in zip(compiled.rounds, key_numbers, strict=True):
         moved = [replace(batch, queries=next(query_numbers)) for batch in step.batches]
         gradients = replace(step.gradients, packing=replace(step.gradients.packing, own=keys))
         rounds.append(replace(step, batches=moved, gradients=gradients).to(device))
     selected = [None if x is None else x.to(device) for x in (query_rows, key_rows)]
-    return replace(compiled, rounds=rounds, queries=selected[0], keys=selected[1])
+    return replace(compiled, rounds=rounds, ready=ready, queries=selected[0], keys=selected[1])
 
 
 def _direct_return(step: Round, own: LocalRows, store: ReceivedRows) -> GradientReturn:
@@ -169,22 +185,53 @@ class Run:
 
     Args:
         k, v: (B, L, K, D), whose rows the other ranks need.
+        wire: None for a program without rounds.
         kept: the rows that the forward saved, in the backward of a program that saves them; nothing is then moved again.
+        carried: (n, 2, D), the rows that the store begins with.
     """
 
-    def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor | None = None):
+    def __init__(
+        self,
+        compiled: Compiled,
+        wire: Wire | None,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor | None = None,
+        carried: Tensor | None = None,
+    ):
         self.compiled, self.wire, self.k, self.v = compiled, wire, k, v
-        self.rows = k.new_empty(compiled.size, 2, k.shape[3]) if kept is None else kept.view(-1, 2, k.shape[3])
+        arrived = None if kept is None else kept.view(-1, 2, k.shape[3])
+        self.rows = self._store(k.new_empty, carried, arrived)
         self._posted: list[Posted | None] = []
         self._ahead = compiled.keep and k.device.type == "cuda"
         if kept is None and compiled.rounds:
             self._begin()
 
+    def _store(self, make: Callable[..., Tensor], carried: Tensor | None, arrived: Tensor | None = None) -> Tensor:
+        """(size, 2, D): carried rows, or their gradients, and room for what arrives, or what did; of one alone no copy."""
+        if carried is None:
+            return make((self.compiled.size, 2, self.k.shape[3])) if arrived is None else arrived
+        if self.compiled.size == len(carried):
+            return carried
+        store = make((self.compiled.size, 2, self.k.shape[3]))
+        store[: len(carried)] = carried
+        if arrived is not None:
+            store[len(carried) :] = arrived
+        return store
+
+    @property
+    def received(self) -> Tensor | None:
+        """(n, D): the rows that arrived, for the backward; None without rounds."""
+        if not self.compiled.rounds:
+            return None
+        rows = self.rows[self.compiled.carried :]
+        return (rows.clone() if self.compiled.carried else rows).flatten(0, 1)
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *about: object) -> None:
-        if kind is not None:
+        if kind is not None and self.compiled.rounds:
             abandon(self.k.device, self._in_flight())
 
     def _in_flight(self) -> list[Posted]:
@@ -218,7 +265,9 @@ class Run:
         self._posted.append(self.wire.post(buffer, step.sends, step.receives, into))
 
     def arrivals(self) -> Iterator[Arrival]:
-        """The rounds in order; while the caller computes with one, the next is in transit."""
+        """What needs no arrival, then the rounds in order; while the caller computes with one, the next is in transit."""
+        if self.compiled.ready:
+            yield Arrival(self.compiled.ready, self.rows)
         for number, step in enumerate(self.compiled.rounds):
             arrived = self._posted[number].wait()
             rows = self.rows if self.compiled.keep else arrived
@@ -234,10 +283,21 @@ class BackwardRun(Run):
 
     Args:
         wide: the dtype of gradients in transit and of their sums.
+        carried: the rows that the store begins with, and their gradients, to which `finish` adds.
     """
 
-    def __init__(self, compiled: Compiled, wire: Wire, k: Tensor, v: Tensor, kept: Tensor, wide: torch.dtype):
-        super().__init__(compiled, wire, k, v, kept if compiled.keep else None)
+    def __init__(
+        self,
+        compiled: Compiled,
+        wire: Wire | None,
+        k: Tensor,
+        v: Tensor,
+        kept: Tensor | None,
+        wide: torch.dtype,
+        carried: tuple[Tensor, Tensor] | None = None,
+    ):
+        rows, self._carried = (None, None) if carried is None else carried
+        super().__init__(compiled, wire, k, v, kept if compiled.keep and compiled.rounds else None, rows)
         self._wide = wide
         self._returning: list[tuple[int, Posted]] = []
         self._grads: Tensor | None = None
@@ -247,9 +307,11 @@ class BackwardRun(Run):
     def arrivals(self) -> Iterator[Arrival]:
         """All batches at once where the rows were saved; else (ring) round by round as the rows pass again."""
         if self.compiled.keep:
-            self._grads = self._zeros(self.rows)
-            yield Arrival([batch for step in self.compiled.rounds for batch in step.batches], self.rows, self._grads)
-            self._return_all()
+            self._grads = self._store(self._sum.new_zeros, self._carried)
+            later = (batch for step in self.compiled.rounds for batch in step.batches)
+            yield Arrival([*self.compiled.ready, *later], self.rows, self._grads)
+            if self.compiled.rounds:
+                self._return_all()
             return
         for number, arrival in enumerate(super().arrivals()):
             arrival.grads = self._zeros(arrival.rows)
@@ -271,8 +333,7 @@ class BackwardRun(Run):
         rounds = range(len(self.compiled.rounds))
         self._buffers = [self._receive_buffer(number) for number in (rounds if self._ahead else rounds[-1:])]
         with side_stream(self.k.device):
-            if rounds:
-                self._return(rounds[-1], self._grads, self._buffers[-1])
+            self._return(rounds[-1], self._grads, self._buffers[-1])
             if self._ahead:
                 self._collect()
 
@@ -297,11 +358,15 @@ class BackwardRun(Run):
                 self._return(number - 1, self._grads, buffer)
 
     def finish(self, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of this rank's rows to dk and dv."""
+        """Add the gradients of this rank's rows to dk and dv, and those of carried rows to theirs."""
+        if not self.compiled.rounds:  # then carried rows alone were read
+            return
         self._collect()
         rejoin(self.k.device, self.wire.traffic, "gradients")
         add_rows(self.compiled.keys, dk, self._sum[:, 0])
         add_rows(self.compiled.keys, dv, self._sum[:, 1])
+        if self._carried is not None:
+            self._carried.copy_(self._grads[: len(self._carried)])
 
 
 def _halves(rows: Tensor) -> tuple[Tensor, ...]:

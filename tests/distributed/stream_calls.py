@@ -1,0 +1,34 @@
+"""Calls of attention chunk by chunk on workers that share every chunk: what a rank computes, and the bytes that it moves."""
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dilated.sequence.exchange.transport import TrafficLog
+from lightning_dilated.sequence.planner import moved
+
+from ..attention.chunks import Chunks
+from .calls import SEED, Result, positions, sequence
+
+NAMES = ("out", "dq", "dk", "dv")
+
+
+def attend(rank, group, case, chunk, dropout=0.0, windows=((0, None),)):
+    """This rank's pieces of a causal case, both passes. Other ranks than 0 get another random state, on purpose."""
+    torch.manual_seed(SEED + 1000 * rank)
+    with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
+        ours.watch(log := TrafficLog())
+        chunks = Chunks(case, chunk, dropout, windows, ours)
+        with FlopCounterMode(display=False) as counter:
+            found = chunks.run(*case.tensors())
+        tensors = {name: x.detach() for name, x in zip(NAMES, found, strict=True)}
+        shares = ours.forward_traffic, ours.backward_traffic
+        result = Result(
+            tensors, positions(ours, case.seq_len), *zip(*((t.sent, t.received) for t in shares), strict=True)
+        )
+        planned = [0, 0, 0, 0]
+        for x in log.planned:
+            backward = x.run == "backward"
+            want = moved(x.problem, x.exchange, x.rank, x.per_node, x.head_dim, x.element_size)[backward]
+            planned[backward] += want.sent
+            planned[2 + backward] += want.received
+        return result, (tuple(planned[:2]), tuple(planned[2:])), counter.get_total_flops()

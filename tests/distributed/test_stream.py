@@ -1,0 +1,96 @@
+"""Ranks that share every chunk of a stream give what one rank gives in one pass, and move the bytes that are planned."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, seed, settings
+from hypothesis import strategies as st
+
+from ..attention.strategies import cases
+from ..examples import examples
+from .calls import SEED, alone, compare, together
+from .calls import attend as attend_at_once
+from .strategies import Sharded
+from .stream_calls import NAMES, attend
+
+TOL = {"rtol": 1e-10, "atol": 1e-10}
+dropouts = st.sampled_from([0.0, 0.0, 0.3])
+
+
+def check(pool, ranks, case, chunk, dropout, windows=((0, None),)):
+    """Assert that the ranks equal one pass of one rank; returns the bytes that all of them sent."""
+    results, planned, flops = zip(*pool.run(ranks, attend, case, chunk, dropout, windows), strict=True)
+    q, k, v, grad = case.tensors()
+    torch.manual_seed(SEED)
+    out = case.run(q, k, v, dropout=dropout)
+    wanted = dict(zip(NAMES, (out, *torch.autograd.grad(out, (q, k, v), grad)), strict=True))
+    got = together(results, wanted)
+    for name, want in wanted.items():
+        torch.testing.assert_close(got[name], want, **TOL, msg=lambda m, name=name: f"{name} of {case}, {chunk}: {m}")
+    last = case.seq_len - (case.seq_len - 1) // chunk * chunk  # tokens of the chunk that runs forward once
+    forward, whole = (4 * case.head_dim * int(x.sum()) for x in (case.counts()[0][:, :, :-last], case.counts()[0]))
+    assert sum(flops) == forward + whole + 10 * whole // 4
+    for result, plan in zip(results, planned, strict=True):
+        assert (result.sent, result.received) == plan, f"other bytes than planned: {case}, {chunk}"
+    return sum(sum(x.sent) for x in results)
+
+
+def random_cases(ranks, number, count):
+    """Any pattern, shift, documents, lengths and grouped heads, in chunks below and above every segment."""
+
+    def decorate(function):
+        chunks = st.one_of(st.integers(1, 16), st.integers(1, 50))
+        drawn = given(cases(longest=48), chunks, dropouts)(function)
+        return seed(ranks + number)(
+            settings(max_examples=examples(count), suppress_health_check=list(HealthCheck))(drawn)
+        )
+
+    return decorate
+
+
+@pytest.mark.parametrize("count", [16, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_equals_one_pass_of_one_rank(pool, ranks, count):
+    seen = Counter()
+
+    @random_cases(ranks, count, count)
+    def random(case, chunk, dropout):
+        assume(case.seq_len and case.batch)
+        case = replace(case, causal=True, layout="contiguous")
+        sent = check(pool, ranks, case, chunk, dropout)
+        seen["moved"] += sent > 0
+        seen["empty pieces"] += -(-min(chunk, case.seq_len) // ranks) * (ranks - 1) >= min(chunk, case.seq_len)
+        seen["short last chunk"] += case.seq_len % chunk > 0
+        seen["fewer heads"] += case.heads < ranks
+        seen["documents"] += case.documents is not None and sent > 0
+        seen["several chunks"] += case.seq_len > 2 * chunk
+
+    random()
+    wanted = {"moved", "several chunks"} | ({"short last chunk", "documents", "fewer heads"} if count > 100 else set())
+    wanted |= {"empty pieces"} if ranks > 2 else set()
+    assert all(seen[x] for x in wanted), seen
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_windows_of_heads(pool, ranks):
+    """Each window of heads carries and exchanges rows of its own."""
+
+    @random_cases(ranks, 1000, 4)
+    def random(case, chunk, dropout):
+        assume(case.seq_len and case.batch and case.kv_heads > 1)
+        group = case.heads // case.kv_heads
+        windows = tuple((h, h + group) for h in range(0, case.heads, group))
+        check(pool, ranks, replace(case, causal=True, layout="contiguous"), chunk, 0.0, windows)
+
+    random()
+
+
+@given(cases(longest=48), st.integers(1, 50))
+@settings(max_examples=examples(15), suppress_health_check=list(HealthCheck))
+def test_a_whole_call_in_the_layout_of_chunks(pool, case, chunk):
+    """Without a stream the pieces are shards as those of any layout."""
+    assume(case.seq_len and case.batch and not case.refused())
+    call = Sharded(case, 3, "chunked", stream=chunk)
+    compare(call, pool.run(3, attend_at_once, call), alone(call), 1e-10)

@@ -1,0 +1,115 @@
+"""LongNetLM whose ranks share every chunk: losses and gradients are those of one pass of one rank, bytes those planned."""
+
+import re
+
+import pytest
+import torch
+
+from lightning_dilated.memory.settings import MemorySettings
+from lightning_dilated.planning.counting.workspace import OpCall
+from lightning_dilated.planning.streams import Exchange
+
+from ..models.test_streaming import CASES, GEOMETRIC, gradients, lm, text
+from .calls import positions, sequence
+
+TOL = {"rtol": 1e-10, "atol": 1e-10}
+
+
+def step(rank, group, options, settings, batch, chunk):
+    """(sum of losses, labels, gradients, (positions, each token's loss), bytes received forward and backward) of a rank."""
+    model = lm(**options)
+    with sequence(group, layout="chunked", stream=chunk) as ours, ours.active():
+        part = model.sequence_spec.cut(batch, ours.place)
+        model.transformer.memory = MemorySettings(stream=chunk, **settings)
+        torch.manual_seed(3 + 1000 * rank)
+        total, count = model.loss_terms(part)
+        total.backward()
+        received = ours.forward_traffic.received, ours.backward_traffic.received
+        with torch.no_grad():
+            losses = model.eval().token_losses(part)
+        grads = {name: p.grad for name, p in model.named_parameters()}
+        return total.detach(), int(count), grads, (positions(ours, batch["tokens"].shape[1]), losses), received
+
+
+def compare(pool, ranks, name, want, wanted):
+    """All ranks together leave `want` and the gradients `wanted` of the mean loss."""
+    found = pool.run(ranks, step, *CASES[name])
+    count = sum(x[1] for x in found)
+    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in wanted.items():
+        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+    return found
+
+
+#: more ranks where pieces are short
+RANKS = {"convolution, short chunks": 3, "chunks of one token": 3, "packed": 4, "dense heads": 4, "not a multiple": 3}
+
+
+#: the others show the same in less time
+SLOW = ("heads, dropout", "block", "chunks of one token")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(x, marks=pytest.mark.slow) if x in SLOW else x for x in CASES if x != "frozen embedding"],
+)
+def test_equals_one_pass_of_one_rank(pool, name):
+    options, _, batch, _ = CASES[name]
+    found = compare(pool, RANKS.get(name, 2), name, *gradients(lm(**options), batch))
+    with torch.no_grad():
+        wanted = lm(**options).eval().token_losses(batch)
+    at = torch.cat([torch.tensor(x[3][0], dtype=torch.int64) for x in found])
+    losses = torch.cat([x[3][1] for x in found], 1)
+    torch.testing.assert_close(losses, wanted[:, at], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
+    """They end at the same bounds."""
+    options, batch = {"kv_conv": 3}, text(61)
+    want, wanted = gradients(lm(**options), batch, stream=16, truncate=True, policy="block")
+    found = pool.run(ranks, step, options, {"truncate": True, "policy": "block"}, batch, 16)
+    count = sum(x[1] for x in found)
+    torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
+    for key, grad in wanted.items():
+        torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def refused(rank, group, layout, stream, endless):
+    """The message of a refusal."""
+    model, batch = lm(), text()
+    with sequence(group, layout=layout, stream=stream) as ours, ours.active():
+        model.transformer.memory = MemorySettings(stream=16)
+        try:
+            part = model.sequence_spec.cut(batch, ours.place)
+            _ = model.stream(part["tokens"], part["labels"]) if endless else model.loss_terms(part)
+        except ValueError as error:
+            return str(error)
+
+
+def test_refusals(pool):
+    for arguments, why in (
+        (("contiguous", None, False), r"with layout='contiguous' the ranks .* Set layout='chunked'"),
+        (("chunked", 8, False), "streams chunks of 16 tokens, and its ranks share chunks of 8: take one"),
+        (("chunked", 16, True), "endless streams are computed on one rank each.*set sequence_size=1"),
+    ):
+        for got in pool.run(2, refused, *arguments):
+            assert re.search(why, got), got
+
+
+SETTINGS = ({}, {"policy": "block"}, {"truncate": True}, {"policy": "attention-kept"})
+SHAPES = ((3, 64, 16), (4, 40, 5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "shape"), [*((x, (2, 61, 13)) for x in SETTINGS), *(({}, x) for x in SHAPES)], ids=str
+)
+def test_bytes_are_planned(pool, settings, shape):
+    """A rank receives on the mean what `plan` says, of all layers, chunks and passes."""
+    ranks, tokens, chunk = shape
+    patterns = [GEOMETRIC, GEOMETRIC.shifted()]
+    found = pool.run(ranks, step, {"pattern": patterns, "num_kv_heads": 2}, settings, text(tokens), chunk)
+    call = OpCall(patterns[0], 4, 2, 4, True, tokens, torch.float64, others=(patterns[1],))
+    plan = Exchange.of(call, 3, tokens, MemorySettings(stream=chunk, **settings), ranks)
+    forward, backward = (sum(x[4][i] for x in found) / ranks for i in range(2))
+    assert (plan.forward, plan.backward) == pytest.approx((forward, backward)) and backward > 0
