@@ -282,13 +282,13 @@ def chunk_convolution(
     owner = find_stream(stream)
     tails = owner.tails_of(layer)
     before = tails.before(chunk, x, left)
-    made = torch.cat([before, x], 1)  # by this rank
+    own = torch.cat([before, x], 1)  # rows that this rank computed
     if owner.rising:
-        tails.leave(chunk, made[:, x.shape[1] :])
+        tails.leave(chunk, own[:, x.shape[1] :])
     route = _halo_route(owner, x, weight, layer, chunk, "forward")
     if route is not None:
         wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.forward_traffic)
-        before = route.fetch(_flat(made), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
+        before = route.fetch(_flat(own), wire).view(left, x.shape[0], x.shape[2]).movedim(1, 0)
     same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
     return _convolved(torch.cat([before, x], 1), weight, left, same), before.clone(
         memory_format=torch.contiguous_format
@@ -312,7 +312,7 @@ def chunk_convolution_backward(
     same = _same_in_stream(owner, chunk, left, cu_seqlens, x.device)
     d_made, d_weight = _gradients(grad, torch.cat([before, x], 1), weight, left, same)
     route = _halo_route(owner, x, weight, layer, chunk, "backward")
-    if route is not None:  # the rows before x were made by several ranks
+    if route is not None:  # several ranks computed the rows before x
         d_before, d_x = d_made.split([left, x.shape[1]], 1)
         total = _flat(torch.cat([torch.zeros_like(d_before), d_x], 1))
         wire = chunk_wire(owner.group, owner.shard, owner.number(chunk), owner.group.backward_traffic)

@@ -134,11 +134,11 @@ def record(
         out = compute(x, lengths, drops)
     grad = torch.zeros_like(out)
     with torch.cuda.graph(backward, **options):
-        found = torch.autograd.grad(out, trained, grad, allow_unused=True)
-        of_parameters = found[len(found) - len(parameters) :]
+        gradients = torch.autograd.grad(out, trained, grad, allow_unused=True)
+        of_parameters = gradients[len(gradients) - len(parameters) :]
         pairs = [(to, value) for to, value in zip(shared.grads, of_parameters, strict=True) if value is not None]
         copy_all([to for to, _ in pairs], [value for _, value in pairs])
-    x_grad = found[0] if x.requires_grad else None
+    x_grad = gradients[0] if x.requires_grad else None
     used = tuple(value is not None for value in of_parameters)
     return Recorded(x, lengths, drops, out.detach(), grad, x_grad, used, forward.replay, backward.replay)
 
@@ -162,6 +162,7 @@ class CudaGraphs:
         #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
         self._turn, self._open = 0, lambda: None
         self._said: set[str] = set()
+        self._refused: dict[tuple[int, int], str] = {}
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
         """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
@@ -190,12 +191,20 @@ class CudaGraphs:
         self._check_weights(blocks, parameters)
         batch, tokens, width = x.shape
         length = tokens if lengths is None else padded_length(tokens, self.padding)
+        if (batch, length) in self._refused:
+            return compute(x, lengths, drops)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
         cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
         options = x.dtype, x.requires_grad, lengths is None, drops is None, blocks.training
         key = batch, length, *options, *cast
         if key not in self._records:
-            self._records[key] = self._record(compute, blocks, x, (batch, length, width), lengths is not None, drops)
+            try:
+                recorded = self._record(compute, blocks, x, (batch, length, width), lengths is not None, drops)
+            except ValueError as error:  # no kernel that can be recorded serves the call
+                self._refused[batch, length] = str(error)
+                self.say(f"{batch} x {length} tokens cannot be recorded: {error}")
+                return compute(x, lengths, drops)
+            self._records[key] = recorded
             if len(self._records) > KEPT:
                 self._records.popitem(last=False)
             _log.info("recorded CUDA graphs of %d x %d tokens (%d of them)", batch, length, len(self._records))
@@ -224,6 +233,7 @@ class CudaGraphs:
         weights = tuple((p.data_ptr(), p.dtype, p.requires_grad) for p in blocks.parameters())
         if weights != self._weights:
             self._records.clear()
+            self._refused.clear()
             self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
     def begin(self, token: Any) -> int:

@@ -1,4 +1,4 @@
-"""Linear layers in float8, by torchao: products of wide models at up to twice the speed of bf16 on an H100 and later."""
+"""Linear layers in float8, by torchao: for wide models on an H100 and later."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def to_float8(module: nn.Module) -> None:
         ) from None
     on_gpu = torch.cuda.is_available()
     if on_gpu and torch.cuda.get_device_capability() < CAPABILITY:
-        found = ".".join(map(str, torch.cuda.get_device_capability()))
+        capability = ".".join(map(str, torch.cuda.get_device_capability()))
         raise ValueError(
             f"linear_dtype='float8' needs a GPU of compute capability {CAPABILITY[0]}.{CAPABILITY[1]} or more, and this one "
-            f"has {found}: leave linear_dtype out."
+            f"has {capability}: leave linear_dtype out."
         )
     config = Float8LinearConfig(emulate=not on_gpu)
     convert_to_float8_training(module, module_filter_fn=_serves, config=config)

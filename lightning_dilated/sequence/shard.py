@@ -263,9 +263,9 @@ class ChunkShard:
 
         The position is one of the reader's chunk, or of an earlier one, whose indices are below 0.
         """
-        made = self.number(position)
-        peer = self.peers(reader)[made % self.each]
-        return peer, self.local(made).start + self.piece(made).index(position) - self.local(peer).start
+        owner = self.number(position)
+        peer = self.peers(reader)[owner % self.each]
+        return peer, self.local(owner).start + self.piece(owner).index(position) - self.local(peer).start
 
 
 @dataclass(frozen=True)

@@ -144,8 +144,8 @@ def chunk_of(trainer: pl.Trainer, layout: str) -> int | None:
     """
     if layout != "chunked":
         return None
-    told = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
-    sizes = [x.stream for x in told if isinstance(x, MemorySettings) and x.stream is not None]
+    settings = (getattr(callback, "settings", None) for callback in trainer.callbacks)  # type: ignore[attr-defined]
+    sizes = [x.stream for x in settings if isinstance(x, MemorySettings) and x.stream is not None]
     if not sizes:
         raise ValueError(
             "layout='chunked' has ranks share every chunk of a stream, and no callback streams: add "

@@ -201,6 +201,26 @@ def test_where_nothing_is_replayed(replayed, caplog):
     assert "a module of it has hooks" in said[2]
 
 
+def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
+    """It is computed plainly, and said once; others are recorded."""
+    recording = cuda_graphs.record
+
+    def record(compute, x, *rest):
+        if x.shape[1] == 128:
+            raise ValueError("no kernel reads these lengths")
+        return recording(compute, x, *rest)
+
+    monkeypatch.setattr(cuda_graphs, "record", record)
+    made = stack()
+    with caplog.at_level(logging.WARNING):
+        for tokens in (100, 40, 101):
+            same(*both(made, (tokens, tokens - 1), tokens))
+    assert replayed == [(2, 64, 16)]
+    assert [r.getMessage() for r in caplog.records] == [
+        "CUDA graphs are not used for a stack, since 2 x 128 tokens cannot be recorded: no kernel reads these lengths."
+    ]
+
+
 def test_ranks_that_share_a_sequence(replayed, monkeypatch):
     group = type("Group", (), {"ranks": 2})()
     monkeypatch.setattr(cuda_graphs, "active_sequence", lambda: group)

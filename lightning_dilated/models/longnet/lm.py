@@ -114,8 +114,8 @@ class TokenModel(TransformerModel):
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
-        bounds, given = options.get("cu_seqlens"), options.get("positions") is not None
-        if bounds is not None and not given and self.options.position_encoding != "none":
+        bounds, has_positions = options.get("cu_seqlens"), options.get("positions") is not None
+        if bounds is not None and not has_positions and self.options.position_encoding != "none":
             options["positions"] = Documents.of(bounds, x.shape[1]).position  # they begin anew with each document
         return self.transformer(x, normed=False, **options)
 
