@@ -129,6 +129,8 @@ def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _numbers(values: list[Any]) -> torch.Tensor:
+    if all(isinstance(x, torch.Tensor) for x in values):
+        return torch.stack(values)
     whole = all(isinstance(x, int | np.integer) for x in values)
     return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
 

@@ -167,7 +167,7 @@ def captured(monkeypatch):
     """Steps as on a GPU, but for what a replay is: the same Python once more. The list of all that were captured."""
     steps, real = [], token_step.TokenStep._captured
     monkeypatch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
-    monkeypatch.setattr(token_step, "capture", lambda run, generator: torch.no_grad()(run))
+    monkeypatch.setattr(token_step, "capture", lambda run, generator, device: torch.no_grad()(run))
     monkeypatch.setattr(token_step.TokenStep, "_captured", lambda step, model: steps.append(step) or real(step, model))
     return steps
 
@@ -284,6 +284,80 @@ def test_a_model_is_not_kept(captured):
     assert alive() is None and step() is None
 
 
+def test_weights_that_are_replaced_while_tokens_are_drawn(captured):
+    model = lively()
+    stream = model.generate_stream(PROMPT, 20)
+    next(stream), next(stream)
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    with pytest.raises(RuntimeError, match=r"or were replaced while tokens were drawn"):
+        next(stream)
+
+
+def between(model, own):
+    """(tokens, numbers that the caller draws in between, one more) of a stream that is left after 12 tokens."""
+    torch.manual_seed(3)
+    tokens, drawn, generator = [], [], torch.Generator().manual_seed(4) if own else None
+    for token in model.generate_stream(PROMPT, 30, stop=[9], generator=generator):
+        tokens.append(token.tolist())
+        token.fill_(0)
+        drawn.append(float(torch.rand(1)))
+        if len(tokens) == 12:
+            break
+    assert len(set(drawn)) == len(drawn)
+    return tokens, drawn, float(torch.rand(1))
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_what_a_caller_does_between_tokens(captured, own):
+    """Draws of its own, a change of the tokens, leaving early: neither side takes anything from the other."""
+    model = lively()
+    got = between(model, own)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_step, "why_not", lambda model, device: "plain")
+        assert between(model, own) == got
+    assert len(captured) == 1
+
+
+def test_a_step_that_is_not_kept_is_freed(captured, monkeypatch):
+    """Before the next call takes its own caches."""
+    monkeypatch.setattr(token_step, "KEPT_BYTES", 1)
+    model = lively()
+    generate(model)
+    first = weakref.ref(captured.pop())
+    first()._replay = None  # of this test, and holds the step
+    gc.collect()
+    stream = model.generate_stream(PROMPT, 20, top_k=3)
+    next(stream)
+    gc.collect()
+    assert first() is None
+
+
+def test_short_memory_is_no_reason_for_ever(captured, monkeypatch):
+    def short(run, generator, device):
+        raise torch.OutOfMemoryError("no memory")
+
+    model = lively()
+    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="could not be captured"):
+        patch.setattr(token_step, "capture", short)
+        want = generate(model)
+    captured.clear()
+    assert torch.equal(generate(model), want) and len(captured) == 1
+
+
+@pytest.mark.full
+def test_memory_is_freed_before_training(captured):
+    model, kept = tiny(dtype=torch.float32), []
+    generate(model)
+    assert model in token_step._steps
+
+    class Looks(pl.Callback):
+        def on_train_batch_start(self, *unused):
+            kept.append(model in token_step._steps)
+
+    trainer(max_epochs=1, callbacks=[Looks()]).fit(model, loader(batch(2, 8)))
+    assert kept and not any(kept)
+
+
 def test_kept_steps_are_few(captured, monkeypatch):
     model = tiny()
     for k in range(1, 8):
@@ -334,7 +408,7 @@ def test_a_capture_that_fails(captured, monkeypatch):
     model = lively()
     want = generate(model)
     token_step.forget(model)
-    monkeypatch.setattr(token_step, "capture", lambda run, generator: 1 / 0)
+    monkeypatch.setattr(token_step, "capture", lambda run, generator, device: 1 / 0)
     with pytest.warns(UserWarning, match="LongNetLM could not be captured .* division by zero"):
         assert torch.equal(generate(model), want)
     assert torch.equal(generate(model), want)  # and is not tried again
@@ -481,10 +555,95 @@ def test_int8_weights(way, request):
     assert len(steps) == (way == "captured")
     with torch.no_grad():
         model.head.weight.normal_()
-    assert int8.rounded_weights(model) is not rounded
+    assert_rounded_anew(model, rounded)
+
+
+def assert_rounded_anew(model, rounded):
+    """The same tensors, which graphs read, hold what the weights are now, as if they were rounded for the first time."""
+    again = int8.rounded_weights(model)
+    int8.forget_rounded(model)
+    fresh = int8.rounded_weights(model)
+    assert again is rounded and fresh is not rounded
+    assert all(torch.equal(w.dequantize(), fresh[name].dequantize()) for name, w in rounded.items())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_int8_weights_after_training(captured, fused):
+    """Fused optimizers and `.data` change weights without a trace."""
+    pytest.importorskip("torchao.quantization", reason="needs the extra eightbit")
+    model = lively(dtype=torch.float32)
+    generate(model, temperature=0, int8_weights=True)
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused).step()
+    got = generate(model, temperature=0, int8_weights=True)
+    token_step.forget(model)
+    int8.forget_rounded(model)
+    assert torch.equal(got, generate(model, temperature=0, int8_weights=True))
+    rounded = int8.rounded_weights(model)
+    model.transformer.blocks[0].ffn.fc1.weight.data.normal_()
+    assert_rounded_anew(model, rounded)
+
+
+def test_int8_weights_of_float8_layers():
+    pytest.importorskip("torchao.float8")
+    model = tiny(linear_dtype="float8")
+    with pytest.raises(ValueError, match=r"this one has linear_dtype='float8': leave one of them out"):
+        model.generate_stream(PROMPT, 3, int8_weights=True)
 
 
 def test_int8_weights_without_torchao(monkeypatch):
     monkeypatch.setitem(sys.modules, "torchao.quantization", None)
     with pytest.raises(ImportError, match="int8_weights=True needs torchao: pip install"):
         tiny().generate_stream(PROMPT, 1, int8_weights=True)
+
+
+# -- prompts and options at the edge -----------------------------------------------------------------------------------
+def test_padding_may_hold_anything():
+    model = lively()
+    want = model.generate(torch.tensor([[1, 2, 3], [7, 0, 0]]), 5, temperature=0, lengths=[3, 1])
+    padded = torch.tensor([[1, 2, 3], [7, -100, 99]])
+    assert torch.equal(model.generate(padded, 5, temperature=0, lengths=[3, 1]), want)
+    with pytest.raises(ValueError, match="holds token -100 at position 1 of row 1"):
+        model.generate(padded, 5)
+
+
+def test_bytes_are_tokens():
+    model = lively()
+    assert torch.equal(model.generate(PROMPT.byte(), 5, temperature=0), model.generate(PROMPT, 5, temperature=0))
+
+
+def test_a_temperature_below_all_numbers_is_none():
+    model = lively()
+    assert torch.equal(model.generate(PROMPT, 5, temperature=1e-46), model.generate(PROMPT, 5, temperature=0))
+
+
+@pytest.mark.parametrize(
+    "prompt, options, error, text",
+    [
+        (PROMPT[:0], {}, ValueError, "at least one token, got .0, 3."),
+        (PROMPT, {"lengths": 3}, TypeError, "lengths must hold a number for each prompt, got 3"),
+        (PROMPT, {"generator": 3}, TypeError, "generator must be a torch.Generator or None, got 3"),
+        (PROMPT, {"bogus": 3}, TypeError, r"generate_stream\(\) got an unexpected keyword argument 'bogus'"),
+    ],
+)
+def test_misuse(prompt, options, error, text):
+    with pytest.raises(error, match=text):
+        tiny().generate(prompt, 5, **options)
+
+
+def test_weights_that_are_nan():
+    model = tiny()
+    with torch.no_grad():
+        model.head.weight[0, 0] = torch.nan
+    with pytest.raises(ValueError, match="logits after the prompt are NaN"):
+        model.generate(PROMPT, 5)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_modes_of_all_modules_come_back(training):
+    model = tiny().train(training)
+    model.transformer.blocks[0].train(not training)
+    before = [m.training for m in model.modules()]
+    model.generate(PROMPT, 2)
+    assert [m.training for m in model.modules()] == before

@@ -53,6 +53,8 @@ class LongNetClassifier(PooledModule):
         ValueError, TypeError: naming the argument.
     """
 
+    #: coordinates are looked at, to tell blank rows; reading them from a GPU would wait for it
+    host_entries = (*PooledModule.host_entries, "coords")
     sequence_spec = SequenceSpec(
         {"features": 1, "tokens": 1}, whole=["label", "lengths", "cu_seqlens", "index", "slide_id"]
     )

@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens of a prompt, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +17,9 @@ from torch import Tensor
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.kv_cache import KVCache
-from lightning_dilated.models.longnet.int8 import call, check_int8, rounded_weights
+from lightning_dilated.models.longnet.int8 import call, check_int8, forget_rounded, rounded_weights
 from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
-from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, refuse, token_step
+from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
 
 #: tokens of a prompt that are processed at once
 PROMPT_CHUNK = 1 << 16
@@ -27,12 +27,22 @@ PROMPT_CHUNK = 1 << 16
 AHEAD = 16
 
 
-def check_prompt(tokens: Tensor, vocab_size: int) -> None:
-    """Raise unless these are (B, N >= 1) integers from 0 to V - 1."""
-    if tokens.ndim != 2 or tokens.shape[1] == 0:
+def checked_prompt(
+    tokens: Tensor, lengths: Tensor | Sequence[int] | None, vocab_size: int
+) -> tuple[Tensor, tuple[int, ...] | None]:
+    """(int64 tokens (B, N) from 0 to V - 1, with 0 in the padding; tokens of each prompt, None where none is padded).
+
+    Raises:
+        TypeError, ValueError: for what is no prompt.
+    """
+    if tokens.ndim != 2 or 0 in tokens.shape:
         raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
     if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
         raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
+    sizes, tokens = prompt_lengths(lengths, tokens), tokens.long()
+    if sizes is not None:
+        number = torch.arange(tokens.shape[1], device=tokens.device)
+        tokens = tokens.masked_fill(number >= send(torch.tensor(sizes)[:, None], tokens.device), 0)
     wrong = ((tokens < 0) | (tokens >= vocab_size)).nonzero()
     if len(wrong):
         row, at = wrong[0].tolist()
@@ -40,14 +50,17 @@ def check_prompt(tokens: Tensor, vocab_size: int) -> None:
             f"the prompt holds token {int(tokens[row, at])} at position {at} of row {row}, but vocab_size={vocab_size} "
             f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
         )
+    return tokens, sizes
 
 
 def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
     """Tokens of each prompt of (B, N), None where none is padded; raises for what cannot be."""
     if lengths is None:
         return None
-    values = lengths.tolist() if isinstance(lengths, Tensor) else list(lengths)
-    batch, most = tokens.shape
+    values = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"lengths must hold a number for each prompt, got {lengths!r}.")
+    values, (batch, most) = list(values), tokens.shape
     if len(values) != batch:
         raise ValueError(f"lengths must hold a number for each of the {batch} prompts, got {len(values)}.")
     values = [integer(x, "each of lengths", 1) for x in values]
@@ -97,7 +110,7 @@ def generate_stream(
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
     int8_weights: bool = False,
-) -> Iterator[Tensor]:
+) -> Continuation:
     """Continue a prompt (B, N >= 1), and yield each step's (B,) tokens as soon as they are drawn.
 
     The model is in eval mode while it computes, and in its former mode between tokens. On a GPU the step from a token to the
@@ -122,38 +135,50 @@ def generate_stream(
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
             no distribution.
     """
-    options = temperature, top_k, top_p, generator, stop, prompt_chunk, lengths, max_length, int8_weights
-    return _stream(model, _request(model, tokens, max_new_tokens, *options), 1)
-
-
-def _request(
-    model: CausalModel,
-    tokens: Tensor,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
-    prompt_chunk: int = PROMPT_CHUNK,
-    lengths: Tensor | Sequence[int] | None = None,
-    max_length: int | None = None,
-    int8_weights: bool = False,
-) -> _Request:
-    check_prompt(tokens, model.vocab_size)
     count = integer(max_new_tokens, "max_new_tokens", 0)
     chunk = integer(prompt_chunk, "prompt_chunk", 1)
     sampling = Sampling(temperature, top_k, top_p)
-    ends, sizes = stop_tokens(stop, model.vocab_size), prompt_lengths(lengths, tokens)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
+    ends = stop_tokens(stop, model.vocab_size)
     if flag(int8_weights, "int8_weights"):
-        check_int8()
+        check_int8(model)
     request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights)
     if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
         raise ValueError(
             f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
             f"Set it to {request.longest + count} at least, or leave it out."
         )
-    return request
+    return Continuation(model, request)
+
+
+class Continuation(Iterator[Tensor]):
+    """The tokens that continue prompts, one step after another; nothing is computed before the first is asked for."""
+
+    def __init__(self, model: CausalModel, request: _Request) -> None:
+        self._model, self._request = model, request
+        # a caller may draw numbers of its own in between, or leave: only what draws none may be ahead of it
+        self._drawn = _stream(model, request, 1 if request.sampling.temperature == 0 else 0)
+
+    def __next__(self) -> Tensor:
+        return next(self._drawn)
+
+    def close(self) -> None:
+        """Free what is held for further tokens."""
+        self._drawn.close()
+
+    def joined(self) -> Tensor:
+        """(B, N + new): the prompts and all that continues them."""
+        request, tokens = self._request, self._request.tokens
+        drawn = list(_stream(self._model, request, AHEAD))
+        if request.lengths is None:
+            return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
+        new = torch.stack([request.last(), *drawn], 1)
+        number = torch.arange(tokens.shape[1] + len(drawn), device=tokens.device)
+        past = number - send(torch.tensor(request.lengths)[:, None] - 1, tokens.device)
+        continued = new.gather(1, past.clamp(0, len(drawn)))
+        return torch.where(past > 0, continued, torch.nn.functional.pad(tokens, (0, len(drawn))))
 
 
 @torch.no_grad()
@@ -165,13 +190,13 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     longest = request.max_length or request.longest + request.count
     rounded = rounded_weights(model) if request.int8_weights else None
     with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
-        if step is not None:
-            with _evaluating(model):
-                step = _started(model, request, step)
-        if step is None:
-            yield from _one_by_one(model, request, rounded)
-        else:
+        with _evaluating(model):
+            started = step is not None and _started(model, request, step)
+        if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
+            return
+    del step  # with its caches
+    yield from _one_by_one(model, request, rounded)
 
 
 def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
@@ -189,13 +214,13 @@ def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor
         last = torch.where(ended, last, drawn)
         if len(ends):
             ended = ended | torch.isin(last, ends)
-        yield last
+        yield last.clone()  # the caller may change it
         if len(ends) and bool(ended.all()):
             return
 
 
-def _started(model: CausalModel, request: _Request, step: TokenStep) -> TokenStep | None:
-    """The step after the first token; None where it cannot be captured."""
+def _started(model: CausalModel, request: _Request, step: TokenStep) -> bool:
+    """Whether the step has drawn the first token; it has not where it cannot be captured."""
     step.begin(request.lengths, request.ends)
     logits = _read(model, request, step.caches)
     try:
@@ -203,9 +228,9 @@ def _started(model: CausalModel, request: _Request, step: TokenStep) -> TokenSte
             step.prepare(model)
     except Exception as error:  # whatever it is, the plain path does not capture
         refuse(model, error)
-        return None
+        return False
     step.start(logits, request.last(), request.generator)
-    return step
+    return True
 
 
 def _replayed(request: _Request, step: TokenStep, weights: Weights, ahead: int) -> Iterator[Tensor]:
@@ -240,7 +265,7 @@ class _Flag:
         if value.is_cuda:
             self._value = torch.empty((), dtype=torch.bool, pin_memory=True).copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(value.device))
 
     def read(self) -> bool:
         """The value, once it is there."""
@@ -250,7 +275,18 @@ class _Flag:
 
 
 def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
-    """(B, V) logits after the prompts, which the caches then hold."""
+    """(B, V) logits after the prompts, which the caches then hold.
+
+    Raises:
+        ValueError: where they are no numbers.
+    """
+    logits = _logits(model, request, caches)
+    if bool(logits.isnan().any()):
+        raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
+    return logits
+
+
+def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
     tokens, chunk = request.tokens[:, : request.longest], request.prompt_chunk
     if request.lengths is None:
         for part in tokens.split(chunk, 1):
@@ -266,14 +302,19 @@ def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tenso
 
 @contextmanager
 def _evaluating(model: CausalModel) -> Iterator[None]:
-    """The model in eval mode; afterwards in the mode it was in."""
-    was_training = model.training
-    model.eval()
+    """The model in eval mode; afterwards every module in the mode it was in, new ones in the model's."""
+    modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
+    before, mode = {id(m): m.training for m in modules()}, model.training
+    trains = any(before.values())
+    if trains:
+        model.eval()
     try:
         yield
     finally:
-        if was_training:
-            model.train()
+        if trains:
+            model.train(mode)
+            for module in modules():
+                module.training = before.get(id(module), module.training)
 
 
 def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
@@ -282,13 +323,10 @@ def generate(model: CausalModel, tokens: Tensor, max_new_tokens: int, **options:
     With `lengths` each row holds its own prompt, what continues it, and its last token again up to the end.
     Args and errors: those of `generate_stream`.
     """
-    request = _request(model, tokens, max_new_tokens, **options)
-    drawn = list(_stream(model, request, AHEAD))
-    if request.lengths is None:
-        return torch.cat([tokens, *(x[:, None] for x in drawn)], 1)
-    new = torch.stack([request.last(), *drawn], 1)
-    number = torch.arange(tokens.shape[1] + len(drawn), device=tokens.device)
-    past = number - send(torch.tensor(request.lengths)[:, None] - 1, tokens.device)
-    continued = new.gather(1, past.clamp(0, len(drawn)))
-    padded = torch.nn.functional.pad(tokens, (0, len(drawn)))
-    return torch.where(past > 0, continued, padded)
+    return generate_stream(model, tokens, max_new_tokens, **options).joined()
+
+
+def free_memory(model: CausalModel) -> None:
+    """Free what is kept of a model for later calls."""
+    forget(model)
+    forget_rounded(model)

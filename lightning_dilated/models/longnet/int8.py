@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import version_of
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 
-_made: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, dict[str, Tensor]]] = weakref.WeakKeyDictionary()
+#: of a model: where its weights lay, and these rounded
+_rounded: weakref.WeakKeyDictionary[nn.Module, tuple[tuple, dict[str, Tensor]]] = weakref.WeakKeyDictionary()
 
 
 def linear_weights(model: nn.Module) -> dict[str, Tensor]:
@@ -29,8 +29,13 @@ def linear_weights(model: nn.Module) -> dict[str, Tensor]:
     return weights
 
 
-def check_int8() -> None:
-    """Raise ImportError without torchao."""
+def check_int8(model: Any) -> None:
+    """Raise ImportError without torchao, and ValueError for a model whose products are in float8."""
+    if getattr(model, "linear_dtype", None) is not None:
+        raise ValueError(
+            f"int8_weights=True takes the model's own linear layers, and this one has linear_dtype={model.linear_dtype!r}: "
+            "leave one of them out."
+        )
     try:
         import torchao.quantization  # noqa: F401
     except ImportError as error:
@@ -41,28 +46,47 @@ def check_int8() -> None:
 
 @torch.no_grad()
 def rounded_weights(model: nn.Module) -> dict[str, Tensor]:
-    """`linear_weights` in int8; the same tensors again until the weights change.
+    """`linear_weights` in int8: the same tensors for the same weights, which every call fills anew.
+
+    A graph that reads them stays valid. Whether values have changed cannot be known: fused optimizers do not tell.
 
     Raises:
         ImportError: without torchao.
     """
-    check_int8()
+    check_int8(model)
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
     weights = linear_weights(model)
-    versions = tuple((x.data_ptr(), 0 if x.is_inference() else version_of(x)) for x in weights.values())
-    made = _made.get(model)
-    if made is not None and made[0] == versions:
-        return made[1]
+    places = tuple((x.data_ptr(), x.shape, x.dtype, x.device) for x in weights.values())
+    known = _rounded.get(model)
+    before = known[1] if known is not None and known[0] == places else {}
     rounded = {}
     for name, weight in weights.items():
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
         layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
         holder = nn.Sequential(layer)
         quantize_(holder, Int8WeightOnlyConfig())
-        rounded[name] = holder[0].weight.detach()
-    _made[model] = versions, rounded
-    return rounded
+        new = holder[0].weight.detach()
+        if name in before:
+            _fill(before[name], new)
+        rounded[name] = before.get(name, new)
+    if not before:
+        _rounded[model] = places, rounded
+    return before or rounded
+
+
+def _fill(to: Tensor, value: Tensor) -> None:
+    """Copy the numbers and the scales that a rounded weight is made of."""
+    if not hasattr(to, "__tensor_flatten__"):
+        to.copy_(value)
+        return
+    for part in to.__tensor_flatten__()[0]:
+        _fill(getattr(to, part), getattr(value, part))
+
+
+def forget_rounded(model: nn.Module) -> None:
+    """Free the rounded weights of a model."""
+    _rounded.pop(model, None)
 
 
 def call(model: Any, weights: dict[str, Tensor] | None, *args: Any, **options: Any) -> Tensor:

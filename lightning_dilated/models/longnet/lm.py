@@ -21,7 +21,7 @@ from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, 
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, sample_documents
-from lightning_dilated.models.longnet.generation import generate, generate_stream
+from lightning_dilated.models.longnet.generation import free_memory, generate, generate_stream
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
 from lightning_dilated.models.transformer import USUAL, init_weights
@@ -268,6 +268,15 @@ class LongNetLM(StreamedLosses, TokenModel):
     def generate_stream(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Iterator[Tensor]:
         """The continuation as it is drawn, (B,) tokens a step; the same tokens and options as of `generate`."""
         return generate_stream(self, tokens, max_new_tokens, **options)
+
+    def free_generation_memory(self) -> None:
+        """Free the caches, CUDA graphs and rounded weights that earlier calls of `generate` left for later ones."""
+        free_memory(self)
+
+    def on_fit_start(self) -> None:
+        """As `DilatedModule`; training needs the memory of generation."""
+        super().on_fit_start()
+        self.free_generation_memory()
 
     @classmethod
     def from_torchscale(

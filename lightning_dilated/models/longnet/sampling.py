@@ -13,6 +13,9 @@ from torch import Tensor
 
 from lightning_dilated._validation import integer, real
 
+#: a lower temperature is 0: logits divided by it are no numbers
+TINY = torch.finfo(torch.float32).tiny
+
 
 def check_sampling(temperature: float, top_k: int | None, top_p: float | None) -> None:
     """Raise ValueError for sampling options that define no distribution."""
@@ -51,7 +54,7 @@ def sample(
     A token is drawn as the first of exponential clocks that run at the probabilities: the numbers are those of
     `torch.multinomial`, which checks its input and so waits for the device.
     """
-    if temperature == 0:
+    if temperature < TINY:
         return logits.argmax(-1)
     logits = logits.float()
     logits = (logits - logits.amax(-1, keepdim=True)) / temperature  # the largest is 0, so no temperature overflows
@@ -71,6 +74,7 @@ def stop_tokens(stop: int | Sequence[int] | None, vocab_size: int) -> list[int]:
     """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
     if stop is None:
         return []
+    stop = stop.tolist() if hasattr(stop, "tolist") else stop
     if isinstance(stop, (str, bytes)) or not isinstance(stop, (int, Sequence)):
         raise TypeError(f"stop must be a token, a list of tokens or None, got {stop!r}.")
     ends = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]

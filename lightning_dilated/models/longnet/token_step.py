@@ -87,12 +87,13 @@ def room(model: CausalModel, length: int) -> int:
     return rounded if None in widths else min(rounded, max(w for w in widths if w is not None))
 
 
-def capture(run: Callable[[], None], generator: torch.Generator | None) -> Callable[[], None]:
-    """The replay of a graph of `run`, which draws from `generator`."""
+def capture(run: Callable[[], None], generator: torch.Generator | None, device: torch.device) -> Callable[[], None]:
+    """The replay of a graph of `run` on a device, which draws from `generator`."""
     graph = torch.cuda.CUDAGraph()
     if generator is not None:
         graph.register_generator_state(generator)
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # loaders may use the device meanwhile
+    # a stream of this device: torch's own is that of the first device that ever captured; loaders may use the GPU meanwhile
+    with torch.cuda.graph(graph, stream=torch.cuda.Stream(device), capture_error_mode="thread_local"):
         run()
     return graph.replay
 
@@ -232,7 +233,7 @@ class TokenStep:
                 for _ in range(2):
                     run()
                     put_back()
-            replay = capture(run, self.generator)
+            replay = capture(run, self.generator, device)
             put_back()
         return replay
 
@@ -271,18 +272,23 @@ class Weights:
     """Where the weights of a model lie, which a graph reads."""
 
     def __init__(self, model: CausalModel) -> None:
-        self._tensors = [*model.parameters(), *model.buffers()]
+        # by module and name, since a weight may be replaced
+        self._named = [
+            (module, name)
+            for module in model.modules()
+            for name, _ in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        ]
         self.addresses = self._addresses()
 
     def _addresses(self) -> tuple[int, ...]:
-        return tuple(x.data_ptr() for x in self._tensors)
+        return tuple(getattr(module, name).data_ptr() for module, name in self._named)
 
     def check(self) -> None:
-        """Raise where they have moved."""
+        """Raise where they have moved, or others are in their place."""
         if self._addresses() != self.addresses:
             raise RuntimeError(
-                "the model's weights moved (model.to, .cuda, .half, ...) while tokens were drawn. Draw all tokens before, "
-                "or begin anew with the tokens so far as the prompt."
+                "the model's weights moved (model.to, .cuda, .half, ...) or were replaced while tokens were drawn. Draw all "
+                "tokens before, or begin anew with the tokens so far as the prompt."
             )
 
 
@@ -292,8 +298,9 @@ _refused: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def forget(model: CausalModel) -> None:
-    """Free the graphs and caches that were kept for a model."""
+    """Free the graphs and caches that were kept for a model, and try again what could not be captured."""
     _steps.pop(model, None)
+    _refused.discard(model)
 
 
 @contextlib.contextmanager
@@ -309,10 +316,29 @@ def token_step(
 
     A step of an earlier call serves again, unless another call uses it now or the weights have moved since.
     """
-    device = tokens.device
-    if model in _refused or why_not(model, device) is not None:
+    step = _step_of(model, tokens, longest, sampling, ends, rounded)
+    if step is None:
         yield None
         return
+    step.busy = True
+    try:
+        yield step
+    finally:
+        step.busy = False
+
+
+def _step_of(
+    model: CausalModel,
+    tokens: Tensor,
+    longest: int,
+    sampling: Sampling,
+    ends: int,
+    rounded: dict[str, Tensor] | None,
+) -> TokenStep | None:
+    """One that is kept, or a new one, which is kept from now on."""
+    device = tokens.device
+    if model in _refused or why_not(model, device) is not None:
+        return None
     kind, weights = device.type, Weights(model).addresses
     cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     mode = torch.is_inference_mode_enabled()  # tensors made in it can be changed in it only
@@ -324,11 +350,7 @@ def token_step(
     if _stays(model):
         kept[key] = step
         _steps[model] = _few(kept)
-    step.busy = True
-    try:
-        yield step
-    finally:
-        step.busy = False
+    return step
 
 
 def _stays(model: CausalModel) -> bool:
@@ -348,9 +370,10 @@ def _few(steps: dict[tuple, TokenStep]) -> dict[tuple, TokenStep]:
 
 
 def refuse(model: CausalModel, error: Exception) -> None:
-    """Remember that a capture failed, and warn."""
-    _refused.add(model)
+    """Remember that a capture failed, unless memory was short, and warn."""
     forget(model)
+    if not isinstance(error, torch.OutOfMemoryError):
+        _refused.add(model)
     warnings.warn(
         f"a token step of {type(model).__name__} could not be captured as a CUDA graph, so every token costs the host's "
         f"time: {error}",

@@ -19,6 +19,7 @@ from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.rotary import token_positions
 from lightning_dilated.models.documents import Documents, check_documents
+from lightning_dilated.models.module import DilatedModule
 from lightning_dilated.models.pooled_model import checked_by_all
 from lightning_dilated.models.transformer_model import ReleasedModel, StackOptions
 from lightning_dilated.pattern import DilatedPattern
@@ -221,6 +222,8 @@ class SlideBackbone(ReleasedModel):
         if callable(check_places):
             check_places(self.tile_size, self.grid)
 
+    #: coordinates are checked on the CPU; reading them from a GPU would wait for it
+    host_entries = (*DilatedModule.host_entries, "coords")
     token_meaning: str | None = "a row of a slide: a tile, or the class token's"
     length_setting = "data.init_args.max_tiles: {}, less 1 for the class token's row"
 
