@@ -291,7 +291,8 @@ def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | 
             raise ValueError(
                 f"lengths must have one entry a sample, shape ({x.shape[0]},); got {tuple(lengths.shape)}."
             )
-        lengths = lengths if lengths.device == x.device else lengths.cpu()
+        # ranks that share the sequence compare its values
+        lengths = lengths if lengths.device == x.device and active_sequence() is None else lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
         if cu_seqlens.dtype != torch.int32 or cu_seqlens.device.type != "cpu":

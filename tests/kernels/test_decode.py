@@ -134,7 +134,7 @@ def frozen_steps(rank, group, options):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(token_step, "why_not", lambda model, device: token_step.why_not_captured(model))
-        patch.setattr(token_step, "capture", lambda run, generator: torch.no_grad()(run))
+        patch.setattr(token_step, "capture", lambda run, generator, device: torch.no_grad()(run))
         patch.setattr(token_step.TokenStep, "next", next_frozen)
         assert torch.equal(model.generate(prompts, 4, temperature=0, lengths=lengths), want)
         assert [step.replayed for step in token_step._steps[model].values()] == [3]
