@@ -109,8 +109,10 @@ def dilated_attention(
             0.0 outside training. The mask follows torch's CPU generator, so `torch.manual_seed` repeats it.
         lengths: (B,) integers, the real tokens of each right-padded sample; rows beyond give 0. On q's GPU they are read by
             the kernels, without waiting and in CUDA graphs: values beyond 0..N count as 0 and N, without an error.
-        cu_seqlens: int32 (documents + 1,) on the CPU, bounds of documents packed into one sample (B = 1); segments
-            restart at each document and nothing crosses one.
+        cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1); segments restart at each
+            document and nothing crosses one. On the CPU they rise from 0 to N. On q's GPU, with one rank, they are read by
+            the kernels as `lengths` are: one CUDA graph serves all rows of up to N tokens in as many documents, some of
+            them empty; rows beyond the last bound give 0, and values beyond 0..N count as 0 and N.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
         engine: "auto", "sdpa", or one engine's name; `engines.choose` says what "auto" picks and why.
         sequence: the ranks that share the sequence: q, k and v then hold this rank's tokens (N of them, 0 on an empty
@@ -295,10 +297,12 @@ def check_documents(x: Tensor, lengths: Any, cu_seqlens: Any) -> tuple[Tensor | 
         lengths = lengths if lengths.device == x.device and active_sequence() is None else lengths.cpu()
     if cu_seqlens is not None:
         cu_seqlens = _integers(cu_seqlens, "cu_seqlens")
-        if cu_seqlens.dtype != torch.int32 or cu_seqlens.device.type != "cpu":
+        beside = cu_seqlens.device == x.device and active_sequence() is None
+        if cu_seqlens.dtype != torch.int32 or not (cu_seqlens.device.type == "cpu" or beside):
             raise ValueError(
-                f"cu_seqlens must be an int32 tensor on the CPU, got {cu_seqlens.dtype} on {cu_seqlens.device}; "
-                "use cu_seqlens.to('cpu', torch.int32), outside the training step if it is on a GPU."
+                f"cu_seqlens must be an int32 tensor on the CPU, or for one rank on {x.device} as the tokens are; got "
+                f"{cu_seqlens.dtype} on {cu_seqlens.device}. Use cu_seqlens.to('cpu', torch.int32), outside a training "
+                "step if it is on a GPU."
             )
         if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 2:
             raise ValueError(

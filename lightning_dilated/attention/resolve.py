@@ -23,6 +23,7 @@ from lightning_dilated.attention.executors import Call, Executor, Layout, groupe
 from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.grouped import LIMIT, block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
+from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_stream
 from lightning_dilated.attention.views import Span, spans
@@ -77,12 +78,15 @@ def resolve(
     Raises:
         ValueError: for documents that do not fit the sequence, engines that cannot serve the call, and ranks that differ.
     """
-    if lengths is not None and lengths.device.type != "cpu":
+    limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
+    if limits:
         cut = _cut.__wrapped__ if captured(q.device) else _cut  # as below
-        whole = None if place is not None else cut(code, q.shape, k.shape[2], q.dtype, q.device, environment(q.device))
+        bits = 0 if cu_seqlens is None else bits_of(len(cu_seqlens) - 1)
+        of = code, q.shape, k.shape[2], q.dtype, q.device, bits, environment(q.device)
+        whole = None if place is not None else cut(*of)
         if whole is not None:
-            return _masked(Resolved(whole.cut(lengths)), decode(code), seed)
-        lengths = _read(lengths)
+            return _masked(Resolved(whole.cut(limits[0])), decode(code), seed)
+        lengths, cu_seqlens = (None if x is None else _read(x) for x in (lengths, cu_seqlens))
     documents = None if lengths is None else tuple(lengths.tolist())
     bounds = None if cu_seqlens is None else cu_seqlens.numpy().tobytes()
     key = code, q.shape, k.shape[2], q.dtype, q.device, documents, bounds, environment(q.device)
@@ -106,26 +110,27 @@ def _masked(resolved: Resolved, spec: CallSpec, seed: Tensor | int | None) -> Re
 
 
 def _read(lengths: Tensor) -> Tensor:
-    """Lengths on the host, for a call whose work follows from their values.
+    """Lengths or bounds of documents on the host, for a call whose work follows from their values.
 
     Raises:
         ValueError: while a CUDA graph records, which cannot wait for them.
     """
     if captured(lengths.device):
         raise ValueError(
-            "lengths on the GPU are read by the grouped Triton kernels alone, and these do not serve this call, so a CUDA "
-            f"graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples of up to "
-            f"{LIMIT:,} (token, head, feature) triples. Record the call without lengths, or call it without a graph."
+            "lengths and cu_seqlens on the GPU are read by the grouped Triton kernels alone, and these do not serve this "
+            "call, so a CUDA graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples (with "
+            f"cu_seqlens a row) of up to {LIMIT:,} (token, head, feature) triples. Record the call without lengths and "
+            "cu_seqlens, or call it without a graph."
         )
     return lengths.cpu()
 
 
 @functools.lru_cache(maxsize=16)
 def _cut(
-    code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, _: tuple
+    code: str, shape: torch.Size, kv_heads: int, dtype: torch.dtype, device: torch.device, bits: int, _: tuple
 ) -> grouped.Grouped | None:
-    """The executor of a call of one rank whose lengths stay on the device, which `cut` gives it; None where no kernel reads
-    them."""
+    """The executor of a call of one rank whose lengths stay on the device, or the bounds of up to 2**bits documents; `cut`
+    gives it these. None where no kernel reads them."""
     spec = decode(code)
     request = Request(device, dtype, shape[3], spec.dropout > 0, spec.scale)
     if spec.sequence or spec.engine not in ("auto", TRITON.name) or TRITON.why_not(request) or 0 in shape:
@@ -136,7 +141,7 @@ def _cut(
     except ValueError:  # not for every length
         return None
     call = Call(TRITON, spec.pattern, heads, all_kv_heads, (first, first + shape[2]), spec.causal, spec.scale)
-    layout = Layout(shape, dtype, device, spec.dropout > 0, lengths=True)
+    layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
     works = grouped.plan(call, spans(shape[0], shape[1], None, None), layout)
     return None if works is None else grouped.Grouped(call, works)
 

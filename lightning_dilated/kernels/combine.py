@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from lightning_dilated._device import send
-from lightning_dilated.kernels.grouped import Outputs, Work
+from lightning_dilated.kernels.grouped import Outputs, Work, bound
 from lightning_dilated.kernels.tiles import merge_part
 
 #: columns of the table of entries: part, head in it, first position, segments, width, rows, rate, rows of the part between
@@ -254,9 +254,11 @@ def sum_parts(
 
 
 @triton.jit
-def _span_program(spans, span_of, lengths, num_heads, LENGTHS: tl.constexpr, TOKENS: tl.constexpr):
+def _span_program(
+    spans, span_of, lengths, num_heads, LENGTHS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
     """(span and head, head, sample in the span, sample, first position, which are in the span, which in the sample, step,
-    start) of a program."""
+    start, document of each, where that begins) of a program."""
     head, tile = tl.program_id(0) % num_heads, tl.program_id(0) // num_heads
     number = tl.load(span_of + tile)
     span = spans + number.to(tl.int64) * 6
@@ -266,15 +268,45 @@ def _span_program(spans, span_of, lengths, num_heads, LENGTHS: tl.constexpr, TOK
     first = near // step * (step * TOKENS) + near % step
     inside = first + step * tl.arange(0, TOKENS) < tl.load(span + 2).to(tl.int32)
     start, batch, live = tl.load(span + 1), tl.load(span) + sample, inside
-    if LENGTHS:
+    document = tl.zeros([TOKENS], tl.int32)
+    begin = document
+    if BITS:
+        at, tokens = first + step * tl.arange(0, TOKENS), tl.load(span + 2).to(tl.int32)
+        for bit in tl.static_range(BITS):
+            later = document + (1 << (BITS - 1 - bit))
+            document = tl.where(bound(lengths, later, tokens) <= at, later, document)
+        begin = bound(lengths, document, tokens)
+        live = inside & (at >= begin) & (at < bound(lengths, document + 1, tokens))
+    elif LENGTHS:
         live = inside & (start + first + step * tl.arange(0, TOKENS) < tl.load(lengths + batch))
-    return number * num_heads + head, head.to(tl.int64), sample, batch, first, inside, live, step, start
+    head_number = number * num_heads + head
+    return head_number, head.to(tl.int64), sample, batch, first, inside, live, step, start, document, begin
 
 
 @triton.jit
-def _locate_job(jobs, entries, e, sample, first, inside, step, TOKENS: tl.constexpr):
+def _locate_in_document(job, first, live, step, document, begin, TOKENS: tl.constexpr):
+    """As `_locate_job`, of a job of all documents, in each of which positions have their own segments."""
+    width, shift = tl.load(job + 3).to(tl.int32), tl.load(job + 1).to(tl.int32)
+    rate, numbers = tl.load(job + 5).to(tl.int32), tl.load(job + 8).to(tl.int32)
+    at = first + step * tl.arange(0, TOKENS)
+    index = tl.maximum(at - begin, 0) + shift
+    segment = index // width
+    exists = live & ((index - segment * width) % rate == tl.load(job + 2).to(tl.int32))
+    more = at // rate
+    if numbers > 0:
+        more += begin // width + document * numbers + segment
+    return tl.load(job + 12), more, exists, tl.max(exists.to(tl.int32), 0) > 0
+
+
+@triton.jit
+def _locate_job(
+    jobs, entries, e, sample, first, inside, step, document, begin, BITS: tl.constexpr, TOKENS: tl.constexpr
+):  # fmt: skip
     """(row of the buffer, rows beyond it of each position, which exist, whether any can) of an entry; see `_locate`."""
     at = entries + e * 7
+    if BITS:
+        job = jobs + tl.load(at).to(tl.int64) * 16
+        return _locate_in_document(job, first, inside, step, document, begin, TOKENS)
     start, segments, width = tl.load(at + 2), tl.load(at + 3), tl.load(at + 4)
     rows, rate, job = tl.load(at + 5), tl.load(at + 6), jobs + tl.load(at).to(tl.int64) * 16
     heads, t = tl.load(job + 6), tl.arange(0, TOKENS)
@@ -312,17 +344,19 @@ def _job_rows(parts, row, more, exists, column, DIM: tl.constexpr, BLOCK: tl.con
 @triton.jit
 def _grouped_merge(
     out, out_sb, out_sn, out_sh, lse, lse_sb, lse_sh, lse_sn, parts, weights, jobs, spans, span_of, lengths, entries, starts,
-    num_heads, LENGTHS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    num_heads, LENGTHS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    number, head, sample, batch, first, inside, live, step, start = _span_program(
-        spans, span_of, lengths, num_heads, LENGTHS, TOKENS
+    number, head, sample, batch, first, inside, live, step, start, document, begin = _span_program(
+        spans, span_of, lengths, num_heads, LENGTHS, BITS, TOKENS
     )
     column = tl.arange(0, BLOCK)
     acc = tl.zeros([TOKENS, BLOCK], tl.float32)
     most = tl.full([TOKENS], float("-inf"), tl.float32)
     total = tl.zeros([TOKENS], tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, live, step, TOKENS)
+        row, more, exists, any_can = _locate_job(
+            jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
+        )
         if any_can:
             part_lse = tl.load(weights + row + more, mask=exists, other=float("-inf"))
             value = _job_rows(parts, row, more, exists, column, DIM, BLOCK)
@@ -339,10 +373,11 @@ def _grouped_merge(
 @triton.jit(do_not_specialize=["part_rows"])
 def _grouped_sum(
     out, second, out_sb, out_sn, out_sh, parts, part_rows, jobs, spans, span_of, lengths, entries, starts, num_heads,
-    ADD: tl.constexpr, LENGTHS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    ADD: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr, TOKENS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    number, head, sample, batch, first, inside, live, step, start = _span_program(
-        spans, span_of, lengths, num_heads, LENGTHS, TOKENS
+    number, head, sample, batch, first, inside, live, step, start, document, begin = _span_program(
+        spans, span_of, lengths, num_heads, LENGTHS, BITS, TOKENS
     )
     if tl.program_id(1) == 1:
         out = second
@@ -355,7 +390,9 @@ def _grouped_sum(
     if ADD:
         acc += tl.load(to, mask=mask, other=0.0).to(tl.float32)
     for e in range(tl.load(starts + number), tl.load(starts + number + 1)):
-        row, more, exists, any_can = _locate_job(jobs, entries, e, sample, first, live, step, TOKENS)
+        row, more, exists, any_can = _locate_job(
+            jobs, entries, e, sample, first, live, step, document, begin, BITS, TOKENS
+        )
         if any_can:
             acc += _job_rows(parts, row, more, exists, column, DIM, BLOCK)
     tl.store(to, acc.to(out.dtype.element_ty), mask=mask)
@@ -364,7 +401,13 @@ def _grouped_sum(
 def _tables(work: Work, outputs: Outputs, out: Tensor, lengths: Tensor | None) -> tuple[tuple, dict[str, int]]:
     """The last arguments of both kernels over the buffer, and their sizes."""
     block = triton.next_power_of_2(out.shape[3])
-    sizes = {"LENGTHS": lengths is not None, "TOKENS": work.tokens, "DIM": out.shape[3], "BLOCK": block}
+    sizes = {
+        "LENGTHS": lengths is not None,
+        "BITS": work.bits,
+        "TOKENS": work.tokens,
+        "DIM": out.shape[3],
+        "BLOCK": block,
+    }
     tables = work.jobs, work.spans, work.span, work.jobs if lengths is None else lengths
     return (*tables, outputs.entries, outputs.starts, out.shape[2]), {**sizes, "num_warps": CONFIG[1]}
 
@@ -374,7 +417,8 @@ def merge_jobs(
 ) -> None:
     """Write the merge of parts (rows, D) of log-sum-exp `weights` (rows,) to out (B, N, H, D) and lse (B, H, N).
 
-    At all positions of the spans: 0 and -inf where no job has a row, and beyond the `lengths` (B,) of samples.
+    At all positions of the spans: 0 and -inf where no job has a row, and beyond the `lengths` (B,) of samples; for a work of
+    documents these are their bounds.
     """
     tables, sizes = _tables(work, work.queries, out, lengths)
     _grouped_merge[(out.shape[2] * work.tiles,)](

@@ -4,6 +4,8 @@ A job is one block: G samples and segments, J heads, n rows. Its results lie in 
 of head j of group g at offset + (g * J + j) * n + i. Its inputs lie in (B, N, H, D) tensors, at position
 first + segment * segment_stride + j * position_step + i * rate.
 With lengths on the device the table is that of samples of N tokens, and programs leave out rows beyond a sample's length.
+With bounds of documents on the device a job is all blocks of a head and a branch in the row, and a program finds its
+document by bisection; there are as many programs as any documents of the row need, and those without rows end at once.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim, n rows of a block.
 """
 
@@ -34,8 +36,17 @@ JOB = (
     "sample", "segments", "first", "segment_stride", "rows", "rate", "heads", "head", "head_step", "kv_head",
     "kv_head_step", "position_step", "offset", "origin", "branch", "pads",
 )  # fmt: skip
+#: columns of the same table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, numbers of segments that a
+#: document adds to N / w of them (0: rows need no such number), kv head, _, _, first row of the buffer, 0, branch, segment
+#: length. Here w and r are at most N + t: larger ones mean the same positions
+DOCUMENT_JOB = (
+    "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
+    "origin", "branch", "pads",
+)  # fmt: skip
 #: rows of a program of the kernels that prepare delta, the log-sum-exp and the positions of rows
 PREPARED = 64
+#: a divisor that leaves nothing of a position
+NONE = 2**31 - 1
 #: (query rows, key rows, warps, stages) by columns of a tile, where the best are not those of `dense`: finding the job takes
 #: registers as well. The forward and the backward over query rows, not causal, are the best of ten tried on an H200
 OVER_KEYS = {128: (32, 64, 4, 2)}
@@ -62,7 +73,7 @@ class Grid:
     Attributes:
         programs: their number.
         job: (programs,) int32, the job of each program.
-        first: (jobs,) int32, the first program of each job.
+        first: (jobs,) int32, the first program of each job; for documents (jobs, 4) int32, it and `slots` of the job.
     """
 
     programs: int
@@ -92,7 +103,8 @@ class Work:
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
-        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length.
+        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length. For
+            documents as in `DOCUMENT_JOB`.
         grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
         tiles: number of programs that combine, for each head.
@@ -101,6 +113,7 @@ class Work:
         span: (tiles,) int32, the span of each tile.
         queries, keys: entries by query head, and by kv head.
         sent: on a GPU the stream that copied the tables, and the event after the copy.
+        bits: of the number of a document, where 2**bits + 1 bounds of documents are read on the device; else 0.
     """
 
     rows: int
@@ -116,6 +129,7 @@ class Work:
     queries: Outputs
     keys: Outputs
     sent: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+    bits: int = 0
 
     def wait(self) -> None:
         """Make the current stream wait for the tables, and keep their memory until it has read them."""
@@ -153,14 +167,77 @@ class GroupedDrop:
     first_head: int
 
 
+def slots(width: int, shift: int, rate: int, tile: int, tokens: int) -> tuple[int, int, int]:
+    """(a, b, c): the tiles of document d begin at bounds[d] // a + bounds[d] // b + c * d, and none overlap.
+
+    Of a job with these w, t, r and tiles of `tile` rows; documents lie within N = `tokens`.
+    """
+    together = rate * tile  # positions of a tile
+    if width - shift >= tokens or (width % together == 0 and shift % together == 0):
+        return together, NONE, 1  # ceil(L / together) tiles of a document of L tokens
+    if width <= together:
+        return width, NONE, 2 if shift else 1  # a tile of each segment
+    return together, width, 3
+
+
 @triton.jit
-def _find(jobs, job_of, first_of, lengths, TILE: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr):
-    """(job's row of the table, tile, tiles, rows, rate, first row of the buffer, sample, position, head, kv head) of a
-    program.
+def bound(bounds, i, tokens):
+    """Bound i of documents, within the row; 32 bits."""
+    return tl.minimum(tl.maximum(tl.load(bounds + i), 0), tokens)
+
+
+@triton.jit
+def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: tl.constexpr, BITS: tl.constexpr):
+    """As `_find`, where documents have 2**BITS + 1 bounds on the device."""
+    number = tl.load(job_of + tl.program_id(0))
+    job, slot = jobs + number.to(tl.int64) * 16, first_of + number * 4
+    at, a, b, c = tl.program_id(0) - tl.load(slot), tl.load(slot + 1), tl.load(slot + 2), tl.load(slot + 3)
+    tokens, width, shift = tl.load(job).to(tl.int32), tl.load(job + 3).to(tl.int32), tl.load(job + 1).to(tl.int32)
+    rate = tl.load(job + 5)
+    document = at * 0
+    for bit in tl.static_range(BITS):
+        later = document + (1 << (BITS - 1 - bit))
+        begin = bound(bounds, later, tokens)
+        document = tl.where(begin // a + begin // b + c * later <= at, later, document)
+    start, stop = bound(bounds, document, tokens), bound(bounds, document + 1, tokens)
+    at -= start // a + start // b + c * document
+    step = rate.to(tl.int32)
+    initial = tl.cdiv(tl.cdiv(tl.minimum(width - shift, tl.maximum(stop - start, 0)), step), TILE)
+    each = tl.cdiv(tl.cdiv(width, step), TILE)
+    segment, tile, residue = 0 * at, at, tl.load(job + 4)
+    if at >= initial:
+        segment, tile, residue = 1 + (at - initial) // each, (at - initial) % each, tl.load(job + 2)
+    first = start.to(tl.int64) - shift + segment.to(tl.int64) * width  # index 0 of the segment
+    position = tl.maximum(first, start.to(tl.int64)) + residue
+    left = tl.minimum(first + width, stop.to(tl.int64)) - position
+    n = tl.maximum((left + rate - 1) // rate, 0).to(tl.int32)
+    tiles = tl.cdiv(n, TILE)
+    if tile >= tiles:  # a slot that these documents do not need
+        n, tile, tiles = 0 * n, 0 * tile, 0 * tiles + 1
+    row = tl.load(job + 12) + position // rate
+    numbers = tl.load(job + 8)
+    if numbers > 0:
+        row += start // width + document * numbers + segment
+    extent = (stop - start).to(tl.int64)
+    head, kv_head = tl.load(job + 7), tl.load(job + 9)
+    if not FAR:
+        rate = rate.to(tl.int32)
+    return job, tile, tiles, n, rate, row, head * 0, position, head, kv_head, extent
+
+
+@triton.jit
+def _find(
+    jobs, job_of, first_of, lengths, TILE: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr
+):  # fmt: skip
+    """(job's row of the table, tile, tiles, rows, rate, first row of the buffer, sample, position, head, kv head, tokens of
+    the sample or document) of a program.
 
     The rate has 32 bits unless rows are FAR apart: its products with strides take registers in the inner loops. With LENGTHS
-    there may be fewer rows than tiles have, or none.
+    there may be fewer rows than tiles have, or none; only then the last is known. With BITS `lengths` are bounds of
+    documents.
     """
+    if BITS:
+        return _find_in_document(jobs, job_of, first_of, lengths, TILE, FAR, BITS)
     number = tl.load(job_of + tl.program_id(0))
     job = jobs + number.to(tl.int64) * 16
     n, heads = tl.load(job + 4).to(tl.int32), tl.load(job + 6).to(tl.int32)
@@ -172,12 +249,14 @@ def _find(jobs, job_of, first_of, lengths, TILE: tl.constexpr, FAR: tl.constexpr
     kv_head = tl.load(job + 9) + j * tl.load(job + 10)
     row = tl.load(job + 12) + (group * heads + j) * n
     sample, rate = tl.load(job) + group // segments, tl.load(job + 5)
+    extent = sample * 0
     if LENGTHS:
-        left = tl.load(lengths + sample).to(tl.int64) - position
+        extent = tl.load(lengths + sample).to(tl.int64)
+        left = extent - position
         n = tl.minimum(tl.maximum((left + rate - 1) // rate, 0), n.to(tl.int64)).to(tl.int32)
     if not FAR:
         rate = rate.to(tl.int32)
-    return job, at % tiles, tiles, n, rate, row, sample, position, head, kv_head
+    return job, at % tiles, tiles, n, rate, row, sample, position, head, kv_head, extent
 
 
 @triton.jit
@@ -196,20 +275,21 @@ def _drop_arguments(drop: GroupedDrop | None, positions: Tensor | None, q: Tenso
 
 
 @triton.jit
-def _positions(positions, jobs, job_of, first_of, ROWS: tl.constexpr):
+def _positions(positions, jobs, job_of, first_of, bounds, BITS: tl.constexpr, ROWS: tl.constexpr):
     """The global position of each row of the buffer."""
-    job, tile, _, n, rate, row, _, position, _, _ = _find(jobs, job_of, first_of, jobs, ROWS, False, False)
+    job, tile, _, n, rate, row, _, position, _, _, _ = _find(jobs, job_of, first_of, bounds, ROWS, False, False, BITS)
     i = tile * ROWS + tl.arange(0, ROWS)
     tl.store(positions + row + i, tl.load(job + 13) + position + i * rate, mask=i < n)
 
 
-def _positions_of(work: Work, drop: GroupedDrop | None) -> Tensor | None:
+def _positions_of(work: Work, drop: GroupedDrop | None, lengths: Tensor | None) -> Tensor | None:
     """(rows,) int64 global positions, by which pairs are dropped; None without dropout."""
     if drop is None:
         return None
     out = torch.empty(work.rows, dtype=torch.int64, device=work.jobs.device)
     if work.rows:
-        _positions[(work.grids[PREPARED].programs,)](out, *work.place(PREPARED, None)[:3], ROWS=PREPARED)
+        place = work.place(PREPARED, lengths)
+        _positions[(work.grids[PREPARED].programs,)](out, *place, BITS=work.bits, ROWS=PREPARED)
     return out
 
 
@@ -218,10 +298,11 @@ def _grouped_forward(
     out, lse, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, jobs, job_of, first_of,
     lengths, scale, states, threshold, keep, first_head, positions,
     CAUSAL: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
-    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, tiles, n, rate, row, sample, position, head, kv_head = _find(
-        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS
+    job, tile, tiles, n, rate, row, sample, position, head, kv_head, extent = _find(
+        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
     )
     if CAUSAL:
         tile = tiles - 1 - tile  # the longest first
@@ -246,7 +327,7 @@ def _grouped_forward(
     )  # fmt: skip
     if PADS:  # zero keys with zero values: scores of 0
         if LENGTHS:  # there the table has the segment length: a sample shorter than that is its segment
-            width = tl.minimum(tl.load(job + 15), tl.load(lengths + sample).to(tl.int64))
+            width = tl.minimum(tl.load(job + 15), extent)
             pads = ((width + rate - 1) // rate - n).to(tl.float32)
         else:
             pads = tl.load(job + 15).to(tl.float32)
@@ -274,7 +355,7 @@ def forward(
     """(rows (rows, D), natural log-sum-exp (rows,) fp32) of all jobs from q (B, N, H, D) and k, v (B, N, K, D).
 
     Any strides, but 1 along D. The log-sum-exp is that without dropout, and includes the zero pads of a job. With `lengths`
-    (B,) on the device rows beyond them are not written.
+    (B,) on the device rows beyond them are not written; for a work of documents these are their bounds (2**bits + 1,).
     """
     dim = q.shape[3]
     rows, keys, warps, stages = config(q.dtype, dim, causal)
@@ -283,9 +364,9 @@ def forward(
     if work.rows:
         _grouped_forward[(work.grids[rows].programs,)](
             out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *work.place(rows, lengths),
-            scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop), q), CAUSAL=causal,
-            PADS=work.pads and not causal, FAR=work.far(q, k, v), LENGTHS=lengths is not None, PRECISION=precision(q),
-            ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
+            scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop, lengths), q), CAUSAL=causal,
+            PADS=work.pads and not causal, FAR=work.far(q, k, v), LENGTHS=lengths is not None, BITS=work.bits,
+            PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return out, lse
 
@@ -293,10 +374,13 @@ def forward(
 @triton.jit
 def _grouped_delta(
     delta, row_lse, grad, g_sb, g_sn, g_sh, out, o_sb, o_sn, o_sh, lse, l_sb, l_sh, l_sn, jobs, job_of, first_of,
-    lengths, FAR: tl.constexpr, LENGTHS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    lengths, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     """delta = sum over D of grad * out, and the log-sum-exp, of each row of the buffer."""
-    _, tile, _, n, rate, row, sample, position, head, _ = _find(jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS)
+    _, tile, _, n, rate, row, sample, position, head, _, _ = _find(
+        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
+    )
     if LENGTHS and tile * ROWS >= n:
         return
     i, column = tile * ROWS + tl.arange(0, ROWS), tl.arange(0, BLOCK)
@@ -313,11 +397,11 @@ def _grouped_delta(
 def _grouped_keys(
     dk, dv, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
     jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, _, n, rate, row, sample, position, head, kv_head = _find(
-        jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS
+    job, tile, _, n, rate, row, sample, position, head, kv_head, _ = _find(
+        jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS, BITS
     )
     if LENGTHS and tile * KEYS >= n:
         return
@@ -342,7 +426,7 @@ def _grouped_keys(
         keep, CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()  # find the job again, so that the loops need not keep it in registers
-    _, tile, _, n, _, row, _, _, _, _ = _find(jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS)
+    _, tile, _, n, _, row, _, _, _, _, _ = _find(jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS, BITS)
     j = tile * KEYS + tl.arange(0, KEYS)
     rows = (row + j)[:, None] * DIM + column[None, :]
     mask = (j < n)[:, None] & (column < DIM)[None, :]
@@ -354,11 +438,11 @@ def _grouped_keys(
 def _grouped_rows(
     dq, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
     jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, PRECISION: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
+    PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    job, tile, tiles, n, rate, row, sample, position, head, kv_head = _find(
-        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS
+    job, tile, tiles, n, rate, row, sample, position, head, kv_head, _ = _find(
+        jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
     )
     if CAUSAL:
         tile = tiles - 1 - tile  # the longest first
@@ -396,7 +480,7 @@ class Backward:
         tensors: grad, q (B, N, H, D) and k, v (B, N, K, D).
         lse, delta: fp32 of each row, in the order of the buffer, since the loops read them without a stride.
         positions: (rows,) int64 with dropout, else None.
-        lengths: (B,) on the device, or None.
+        lengths: (B,) on the device, or bounds of documents, or None.
     """
 
     work: Work
@@ -427,10 +511,12 @@ class Backward:
         if work.rows:
             _grouped_delta[(work.grids[PREPARED].programs,)](
                 delta, row_lse, grad, *grad.stride()[:3], out, *out.stride()[:3], lse, *lse.stride(),
-                *work.place(PREPARED, lengths), FAR=work.far(grad, out), LENGTHS=lengths is not None,
+                *work.place(PREPARED, lengths), FAR=work.far(grad, out), LENGTHS=lengths is not None, BITS=work.bits,
                 ROWS=PREPARED, DIM=q.shape[3], BLOCK=block_dim(q.shape[3]),
             )  # fmt: skip
-        return cls(work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop), lengths)
+        return cls(
+            work, (grad, q, k, v), row_lse, delta, causal, scale, drop, _positions_of(work, drop, lengths), lengths
+        )
 
     def keys(self) -> Tensor:
         """dk and dv (2, rows, D), one for each query head."""
@@ -451,7 +537,8 @@ class Backward:
             kernel[(self.work.grids[tile].programs,)](
                 *out, *views, self.lse, self.delta, *self.work.place(tile, self.lengths), self.scale * LOG2E.value,
                 self.scale, **_drop_arguments(self.drop, self.positions, q), CAUSAL=self.causal,
-                FAR=self.work.far(*self.tensors), LENGTHS=self.lengths is not None, PRECISION=precision(q), ROWS=rows,
-                KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
+                FAR=self.work.far(*self.tensors), LENGTHS=self.lengths is not None, BITS=self.work.bits,
+                PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps,
+                num_stages=stages,
             )  # fmt: skip
         return out

@@ -10,6 +10,7 @@ import torch
 from lightning_dilated import DilatedPattern, dilated_attention
 from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import grouped
+from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.pattern.rows import check_padding
 from lightning_dilated.sequence import SequenceGroup
 
@@ -89,12 +90,17 @@ def test_random(interpreter, number, examples):
 
 
 def lengths_on_the_device(patch):
-    """Have every call with lengths take the kernels' way of lengths that the host does not know, as tensors of a GPU do."""
+    """Have every call with lengths or documents take the kernels' way of those that the host does not know, as tensors of a
+    GPU do."""
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
-        whole = resolve._cut(code, shape, kv_heads, dtype, device, environment)
-        assert whole is not None and bounds is None
-        return resolve.Resolved(whole.cut(torch.tensor(lengths, dtype=torch.int32)))
+        limits = torch.tensor(lengths or [], dtype=torch.int32)
+        if bounds is not None:
+            limits = torch.frombuffer(bytearray(bounds), dtype=torch.int32)
+        bits = 0 if bounds is None else bits_of(len(limits) - 1)
+        whole = resolve._cut(code, shape, kv_heads, dtype, device, bits, environment)
+        assert whole is not None
+        return resolve.Resolved(whole.cut(limits))
 
     patch.setattr(resolve, "_alone", alone)
 
@@ -125,6 +131,35 @@ def random_lengths(rank, group, number, examples):
 @pytest.mark.parametrize("number, examples", [(0, 2), pytest.param(1, 100, marks=pytest.mark.slow)])
 def test_lengths_on_the_device(interpreter, number, examples):
     assert interpreter.run(1, random_lengths, number, examples)[0] >= examples // 8
+
+
+@sizes_put_back()
+def random_documents(rank, group, number, examples):
+    """Packed documents of random sizes, empty ones too, in tables of whole rows."""
+    torch.use_deterministic_algorithms(True)
+    chosen, padded = random.Random(number), 0
+    for _ in range(examples):
+        small_tiles(chosen)
+        case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), batch=1, lengths=None)
+        if chosen.random() < 0.3:
+            branches = [replace(b, shift=0) for b in case.pattern.branches]
+            pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
+            with contextlib.suppress(ValueError):  # not for every length
+                check_padding(pattern, case.seq_len)
+                case, padded = replace(case, pattern=pattern), padded + 1
+        cuts = sorted(chosen.randint(0, case.seq_len) for _ in range(chosen.choice([0, 1, 3, 6])))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("lightning_dilated.attention.executors.fused.OVERLAP", 100)
+            lengths_on_the_device(patch)
+            if chosen.random() < 0.3:
+                patch.setattr("lightning_dilated.kernels.grouped.Work.far", lambda *given: True)
+            check(replace(case, documents=(0, *cuts, case.seq_len)), "triton", torch.float32, 1e-5)
+    return padded
+
+
+@pytest.mark.parametrize("number, examples", [(0, 3), pytest.param(1, 100, marks=pytest.mark.slow)])
+def test_documents_on_the_device(interpreter, number, examples):
+    assert interpreter.run(1, random_documents, number, examples)[0] >= examples // 10
 
 
 @sizes_put_back()

@@ -47,13 +47,15 @@ class Call:
 
 
 class Layout(NamedTuple):
-    """What is known of q (B, N, H, D) before it is there; whether weights are dropped, and lengths stay on the device."""
+    """What is known of q (B, N, H, D) before it is there; whether weights are dropped, and lengths stay on the device, or
+    the bounds of 2**bits documents."""
 
     shape: Sequence[int]
     dtype: torch.dtype
     device: torch.device
     dropout: bool = False
     lengths: bool = False
+    bits: int = 0
 
 
 class Executor(Protocol):

@@ -46,7 +46,7 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
         return None  # the hash's states are sent with every call
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
     try:
-        works = tuple(work_of(call, some, q.device, *sizes, q.lengths) for some in _launches(spans, q.shape))
+        works = tuple(work_of(call, some, q.device, *sizes, q.lengths, q.bits) for some in _launches(spans, q.shape))
     except LookupError:
         return None
     if captured:
@@ -161,7 +161,10 @@ def _sum(
 
 @dataclass(frozen=True)
 class Grouped:
-    """The executor: all blocks in the launches of `works`; with `lengths` (B,) on the device those of samples so long."""
+    """The executor: all blocks in the launches of `works`.
+
+    With `lengths` on the device those of samples so long, (B,), or of documents with these bounds, (2**bits + 1,) int32.
+    """
 
     call: Call
     works: tuple[Work, ...]
@@ -171,7 +174,10 @@ class Grouped:
         return replace(self, call=replace(self.call, mask=mask))
 
     def cut(self, lengths: Tensor) -> Grouped:
-        """The same for samples of these lengths; its works are made for them."""
+        """The same for samples of these lengths, or for documents of these bounds; its works are made for them."""
+        for work in self.works[:1]:
+            if work.bits and len(lengths) <= 2**work.bits:  # further documents are empty
+                lengths = torch.cat([lengths, lengths[-1:].expand(2**work.bits + 1 - len(lengths))])
         return replace(self, lengths=lengths.contiguous())
 
     def forward(self, inputs: Sequence[Tensor], final: bool) -> tuple[Tensor, Tensor, None]:

@@ -22,7 +22,7 @@ from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.pattern import LARGEST
-from lightning_dilated.pattern.rows import Block, blocks
+from lightning_dilated.pattern.rows import Block, blocks, segment_width
 
 if TYPE_CHECKING:
     from lightning_dilated.kernels.combine import Entries
@@ -110,27 +110,45 @@ class _Document:
 
 
 def work_of(
-    call: Call, spans: Sequence[Span], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool = False
+    call: Call,
+    spans: Sequence[Span],
+    device: torch.device,
+    sizes: tuple[int, ...],
+    tokens: int,
+    cut: bool = False,
+    bits: int = 0,
 ) -> Work:
     """The table of all blocks of a call, and the programs of tiles of `sizes` rows; programs that combine have `tokens`.
 
-    With `cut` lengths on the device say how much of each sample is there.
+    With `cut` lengths on the device say how much of each sample is there; with `bits` the bounds of 2**bits documents say
+    where these lie in the one span.
 
     Raises:
-        LookupError: while a CUDA graph records and the table is not there yet: it cannot be sent then.
+        LookupError: while a CUDA graph records and the table is not there yet (it cannot be sent then), and for documents
+            of positions that do not fit in 32 bits.
     """
     of = (call.pattern, call.num_heads, call.num_kv_heads, call.heads, call.whole)
-    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens, cut)
+    return _work(of, tuple(map(_fields, spans)), device, sizes, tokens, cut, bits)
 
 
 @functools.lru_cache(maxsize=64)
 def _work(
-    of: tuple, span_fields: tuple[tuple, ...], device: torch.device, sizes: tuple[int, ...], tokens: int, cut: bool
+    of: tuple,
+    span_fields: tuple[tuple, ...],
+    device: torch.device,
+    sizes: tuple[int, ...],
+    tokens: int,
+    cut: bool,
+    bits: int,
 ) -> Work:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise LookupError("no table yet")
     with torch.device("cpu"):
-        work = _build(of, [Span(*fields) for fields in span_fields], device, sizes, tokens, cut)
+        some = [Span(*fields) for fields in span_fields]
+        if bits:
+            work = _build_packed(*of[:4], some[0].length, device, sizes, tokens, bits)
+        else:
+            work = _build(of, some, device, sizes, tokens, cut)
     if device.type != "cuda":
         return work
     stream = torch.cuda.current_stream(device)
@@ -180,6 +198,104 @@ def _build(
         queries=_outputs([d.rows[0] for d in documents], each, to),
         keys=_outputs([d.rows[1] for d in documents], each, to),
     )
+
+
+def bits_of(documents: int) -> int:
+    """Of the number of a document among as many as 2**bits, at least 4: few tables serve all rows."""
+    return max(2, (documents - 1).bit_length())
+
+
+def packed_jobs(
+    pattern: DilatedPattern, num_heads: int, num_kv_heads: int, heads: tuple[int, int], tokens: int, documents: int
+) -> Tensor:
+    """(jobs + 1, 16) int64, columns as in `DOCUMENT_JOB`, of a row of N `tokens`: one of each head and branch that may have
+    positions there; a last line has only the size of the buffer, as its first row.
+
+    Raises:
+        LookupError: for positions that do not fit in 32 bits.
+    """
+    group, jobs, rows = num_heads // num_kv_heads, [], 0
+    for h in range(*heads):
+        for i, branch in enumerate(pattern.branches):
+            o, t, longest = pattern.offset(branch, h, num_heads, num_kv_heads), branch.shift, tokens + branch.shift
+            if longest >= 2**30:
+                raise LookupError("positions of more than 32 bits")
+            if not branch.serves(h) or o >= longest:
+                continue
+            w, r = segment_width(branch, tokens), min(branch.dilation_rate, longest)
+            numbers = 0 if r == 1 else 2 if t else 1  # without one, rows of two segments may be the same
+            numbered = tokens // w + numbers * documents if numbers else 0
+            head, kv_head = h - heads[0], h // group - heads[0] // group
+            length = branch.segment_length or LARGEST["segment_length"]
+            jobs.append((tokens, t, o, w, (o - t) % r, r, 1, head, numbers, kv_head, 0, 0, rows, 0, i, length))
+            rows += -(-tokens // r) + numbered
+    return torch.tensor([*jobs, (0,) * 12 + (rows,) + (0,) * 3], dtype=torch.int64)
+
+
+def _build_packed(
+    pattern: DilatedPattern,
+    num_heads: int,
+    num_kv_heads: int,
+    heads: tuple[int, int],
+    length: int,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    tokens: int,
+    bits: int,
+) -> Work:
+    """The table for a row of N = `length` tokens that holds up to 2**bits documents."""
+    from lightning_dilated.kernels.grouped import Work
+
+    jobs, to = (
+        packed_jobs(pattern, num_heads, num_kv_heads, heads, length, 2**bits),
+        functools.partial(send, device=device),
+    )
+    jobs, rows = jobs[:-1], int(jobs[-1, 12])
+    step = 1
+    for rate in sorted({r for r in jobs[:, 5].tolist()}):
+        together = math.lcm(step, rate)
+        step = together if together <= 64 and together * tokens <= length else step
+    tiles = -(-length // (tokens * step)) * step
+    kv_heads = -(-heads[1] * num_kv_heads // num_heads) - heads[0] * num_kv_heads // num_heads
+    return Work(
+        rows=rows,
+        positions=length,
+        pads=pattern.padding == "attended",
+        rate=int(jobs[:, 5].max()) if len(jobs) else 1,
+        jobs=to(jobs),
+        grids={size: _packed_grid(jobs, size, 2**bits, to) for size in set(sizes)},
+        tokens=tokens,
+        tiles=tiles,
+        spans=to(torch.tensor([[0, 0, length, step, 0, tiles]], dtype=torch.int64)),
+        span=to(torch.zeros(tiles, dtype=torch.int32)),
+        queries=_packed_outputs(jobs[:, 7], heads[1] - heads[0], to),
+        keys=_packed_outputs(jobs[:, 9], kv_heads, to),
+        bits=bits,
+    )
+
+
+def _packed_grid(jobs: Tensor, size: int, documents: int, to: functools.partial[Tensor]) -> Grid:
+    """As many programs as any documents need, the jobs with most rows in a segment first."""
+    from lightning_dilated.kernels.grouped import Grid, slots
+
+    columns = jobs[:, [3, 1, 5, 0]].tolist()
+    each = torch.tensor([slots(w, t, r, size, n) for w, t, r, n in columns], dtype=torch.int64).reshape(-1, 3)
+    programs = jobs[:, 0] // each[:, 0] + jobs[:, 0] // each[:, 1] + each[:, 2] * documents
+    order, first = (jobs[:, 3] // jobs[:, 5]).argsort(descending=True, stable=True), torch.empty_like(programs)
+    first[order] = programs[order].cumsum(0) - programs[order]
+    ordered = order.int().repeat_interleave(programs[order])
+    return Grid(int(programs.sum()), to(ordered), to(torch.cat([first[:, None], each], 1).int()))
+
+
+def _packed_outputs(head: Tensor, heads: int, to: functools.partial[Tensor]) -> Outputs:
+    """The jobs of each output head."""
+    from lightning_dilated.kernels.grouped import Outputs
+
+    order = head.argsort(stable=True)
+    entries = torch.zeros(len(head), 7, dtype=torch.int32)
+    entries[:, 0] = order
+    starts = torch.cat([torch.zeros(1, dtype=torch.int64), torch.bincount(head, minlength=heads).cumsum(0)])
+    return Outputs(to(entries), to(starts.int()))
 
 
 def _join(tables: list[Tensor], columns: int) -> Tensor:
