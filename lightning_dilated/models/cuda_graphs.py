@@ -1,8 +1,9 @@
 """CUDA graphs of a stack's training step: its blocks' forward and backward are recorded once a shape, and then replayed.
 
-A replay costs the host two calls for all kernels of all blocks. Ragged batches are padded to few lengths, so that few
-graphs serve them; the padding changes no result, since kernels read the lengths of samples on the device.
-Shape letters: B batch, N tokens, E embedding dim.
+A replay costs the host two calls for all kernels of all blocks. Ragged batches and packed rows are padded to few lengths, so
+that few graphs serve them; the padding changes no result, since kernels read the lengths of samples, or the bounds of
+documents, on the device.
+Shape letters: B batch, N tokens, D documents, E embedding dim.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +23,11 @@ from torch import Tensor, nn
 from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced, with_parameters
 from lightning_dilated._device import send
 from lightning_dilated._validation import real
+from lightning_dilated.attention.executors.tables import bits_of
+from lightning_dilated.attention.functional import check_documents
 from lightning_dilated.memory.recompute import forget_casts
+from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
-
-#: the blocks: hidden states (B, N, E), lengths (B,) or None, and factors of stochastic depth or None, to hidden states
-Compute = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 
 #: graphs that are kept; each has inputs and outputs of its own, while all share the memory between them
 KEPT = 64
@@ -34,6 +35,47 @@ KEPT = 64
 STEP = 64
 
 _log = logging.getLogger(__name__)
+
+
+class Inputs(NamedTuple):
+    """What blocks are called with.
+
+    Attributes:
+        x: hidden states (B, N, E).
+        lengths: (B,) of padded samples.
+        cu_seqlens: (D + 1,) bounds of documents packed into one row.
+        positions: (N,) or (B, N).
+        drops: factors of stochastic depth: (depth, 2, B, 1, 1), or (depth, 2, 1, N, 1) with documents.
+    """
+
+    x: Tensor
+    lengths: Tensor | None = None
+    cu_seqlens: Tensor | None = None
+    positions: Tensor | None = None
+    drops: Tensor | None = None
+
+    def padded_to(self, length: int) -> Inputs:
+        """On x's device, in the shapes of a record of so many tokens, but for those of x itself.
+
+        What is added to the row lies in no document, and further documents are empty.
+        """
+        device = self.x.device
+        lengths, bounds = (
+            None if x is None else send(x.to(torch.int32), device) for x in (self.lengths, self.cu_seqlens)
+        )
+        if bounds is not None:
+            more = 2 ** bits_of(len(bounds) - 1) + 1 - len(bounds)
+            bounds = torch.cat([bounds, bounds[-1:].expand(more)])
+        positions, drops = self.positions, self.drops
+        if positions is not None:
+            positions = nn.functional.pad(send(positions.to(torch.int64), device), (0, length - self.x.shape[1]))
+        if drops is not None and bounds is not None:
+            drops = nn.functional.pad(drops, (0, 0, 0, length - self.x.shape[1]))
+        return Inputs(self.x, lengths, bounds, positions, drops)
+
+
+#: the blocks, to hidden states (B, N, E)
+Compute = Callable[[Inputs], Tensor]
 
 
 @functools.lru_cache(maxsize=65536)
@@ -50,16 +92,14 @@ class Recorded:
     """One forward and its backward, as functions that read and write the same tensors each time.
 
     Attributes:
-        x, lengths, drops: inputs, see `Compute`.
+        inputs: of the blocks.
         out, grad: its result, and the gradient of that.
         x_grad: the gradient of x, None if x needs none.
         used: of each trained parameter, whether it has a gradient.
         forward, backward: write out; x_grad and the parameters' gradients.
     """
 
-    x: Tensor
-    lengths: Tensor | None
-    drops: Tensor | None
+    inputs: Inputs
     out: Tensor
     grad: Tensor
     x_grad: Tensor | None
@@ -67,12 +107,12 @@ class Recorded:
     forward: Callable[[], None]
     backward: Callable[[], None]
 
-    def fill(self, x: Tensor, lengths: Tensor | None, drops: Tensor | None) -> None:
+    def fill(self, inputs: Inputs) -> None:
         """Copy the inputs of a call, whose x may be shorter; what follows it is 0."""
-        for to, value in ((self.lengths, lengths), (self.drops, drops)):
+        for to, value in zip(self.inputs[1:], inputs[1:], strict=True):
             if to is not None and value is not None:
                 to.copy_(value)
-        _fill(self.x.detach(), x)
+        _fill(self.inputs.x.detach(), inputs.x)
 
 
 def _fill(to: Tensor, x: Tensor) -> None:
@@ -104,9 +144,7 @@ class Shared:
 
 def record(
     compute: Compute,
-    x: Tensor,
-    lengths: Tensor | None,
-    drops: Tensor | None,
+    inputs: Inputs,
     parameters: Sequence[Tensor],
     shared: Shared,
 ) -> Recorded:
@@ -116,6 +154,7 @@ def record(
         parameters: the trained ones. A node of autograd for one of them that lives already belongs to another stream, which
             must not wait for one that records: so they are leaves of this record only.
     """
+    x = inputs.x
     trained = [*([x] if x.requires_grad else []), *parameters]
     stream, current = shared.stream, torch.cuda.current_stream(x.device)
     # the cast of a weight that autocast keeps would be freed with the graph's memory
@@ -124,14 +163,14 @@ def record(
     stream.wait_stream(current)
     with torch.cuda.stream(stream), autocast():
         for _ in range(3):  # compiles kernels, sends tables, and libraries choose theirs
-            out = compute(x, lengths, drops)
+            out = compute(inputs)
             torch.autograd.grad(out, trained, torch.zeros_like(out), allow_unused=True)
             del out
     current.wait_stream(stream)
     forward, backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
     options = {"pool": shared.pool, "stream": stream, "capture_error_mode": "thread_local"}
     with autocast(), torch.cuda.graph(forward, **options):
-        out = compute(x, lengths, drops)
+        out = compute(inputs)
     grad = torch.zeros_like(out)
     with torch.cuda.graph(backward, **options):
         gradients = torch.autograd.grad(out, trained, grad, allow_unused=True)
@@ -140,14 +179,14 @@ def record(
         copy_all([to for to, _ in pairs], [value for _, value in pairs])
     x_grad = gradients[0] if x.requires_grad else None
     used = tuple(value is not None for value in of_parameters)
-    return Recorded(x, lengths, drops, out.detach(), grad, x_grad, used, forward.replay, backward.replay)
+    return Recorded(inputs, out.detach(), grad, x_grad, used, forward.replay, backward.replay)
 
 
 class CudaGraphs:
     """Records a stack of blocks when a shape first comes, and replays it from then on.
 
     Args:
-        padding: the most padding of a batch with lengths, as a share of its tokens.
+        padding: the most padding of a batch with lengths or documents, as a share of its tokens.
 
     Attributes:
         tokens, padded: of all calls so far: tokens of batches, and of the lengths that they were padded to.
@@ -162,7 +201,7 @@ class CudaGraphs:
         #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
         self._turn, self._open = 0, lambda: None
         self._said: set[str] = set()
-        self._refused: dict[tuple[int, int], str] = {}
+        self._refused: dict[tuple[int, ...], str] = {}
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
         """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
@@ -183,50 +222,54 @@ class CudaGraphs:
             self._said.add(reason)
             _log.warning("CUDA graphs are not used for a stack, since %s.", reason)
 
-    def __call__(
-        self, compute: Compute, blocks: nn.Module, x: Tensor, lengths: Tensor | None, drops: Tensor | None
-    ) -> Tensor:
-        """compute(x, lengths, drops) and its gradients, of x (B, N, E)."""
+    def __call__(self, compute: Compute, blocks: nn.Module, inputs: Inputs) -> Tensor:
+        """compute(inputs) and its gradients.
+
+        Raises:
+            ValueError: for `cu_seqlens` that are not bounds of documents of the row.
+        """
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         self._check_weights(blocks, parameters)
-        batch, tokens, width = x.shape
-        length = tokens if lengths is None else padded_length(tokens, self.padding)
-        if (batch, length) in self._refused:
-            return compute(x, lengths, drops)
+        x, ragged = inputs.x, inputs.lengths is not None or inputs.cu_seqlens is not None
+        batch, tokens = x.shape[:2]
+        length = padded_length(tokens, self.padding) if ragged else tokens
+        documents = 0 if inputs.cu_seqlens is None else _documents(inputs)
+        shape = batch, length, documents
+        if shape in self._refused:
+            return compute(inputs)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
         cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        options = x.dtype, x.requires_grad, lengths is None, drops is None, blocks.training
-        key = batch, length, *options, *cast
+        places = None if inputs.positions is None else inputs.positions.ndim
+        options = x.dtype, x.requires_grad, inputs.lengths is None, places, inputs.drops is None, blocks.training
+        key, padded = (*shape, *options, *cast), inputs.padded_to(length)
         if key not in self._records:
+            size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
-                recorded = self._record(compute, blocks, x, (batch, length, width), lengths is not None, drops)
+                recorded = self._record(compute, blocks, padded, length)
             except ValueError as error:  # no kernel that can be recorded serves the call
-                self._refused[batch, length] = str(error)
-                self.say(f"{batch} x {length} tokens cannot be recorded: {error}")
-                return compute(x, lengths, drops)
+                self._refused[shape] = str(error)
+                self.say(f"{size} cannot be recorded: {error}")
+                return compute(inputs)
             self._records[key] = recorded
             if len(self._records) > KEPT:
                 self._records.popitem(last=False)
-            _log.info("recorded CUDA graphs of %d x %d tokens (%d of them)", batch, length, len(self._records))
+            _log.info("recorded CUDA graphs of %s (%d of them)", size, len(self._records))
         self._records.move_to_end(key)
-        if lengths is not None:
-            lengths = send(lengths.to(torch.int32), x.device)
-        return _Replay.apply(self, self._records[key], x, lengths, drops, *parameters)
+        return _Replay.apply(self, self._records[key], padded, x, *parameters)
 
-    def _record(
-        self, compute: Compute, blocks: nn.Module, x: Tensor, shape: tuple[int, ...], ragged: bool, drops: Tensor | None
-    ) -> Recorded:
+    def _record(self, compute: Compute, blocks: nn.Module, inputs: Inputs, length: int) -> Recorded:
+        x = inputs.x
+        shape = x.shape[0], length, x.shape[2]
         own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        lengths = torch.full(shape[:1], shape[1], dtype=torch.int32, device=x.device) if ragged else None
         leaves = {name: nn.Parameter(p.detach()) for name, p in blocks.named_parameters() if p.requires_grad}
 
-        def alone(x: Tensor, lengths: Tensor | None, drops: Tensor | None) -> Tensor:
+        def alone(inputs: Inputs) -> Tensor:
             with no_sequence(), with_parameters(blocks, leaves):
-                return compute(x, lengths, drops)
+                return compute(inputs)
 
         forget_casts()
-        copied = None if drops is None else drops.clone()
-        return record(alone, own, lengths, copied, list(leaves.values()), self._shared)
+        copies = (None if value is None else value.clone() for value in inputs[1:])
+        return record(alone, Inputs(own, *copies), list(leaves.values()), self._shared)
 
     def _check_weights(self, blocks: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
         """Forget all records where the weights that they read are gone, or others are trained."""
@@ -268,17 +311,26 @@ class CudaGraphs:
         return CudaGraphs, (self.padding,)
 
 
+def _documents(inputs: Inputs) -> int:
+    """The most documents of a record that serves these, whose bounds are checked where the host has them."""
+    with no_sequence():
+        _, bounds = check_documents(inputs.x, None, inputs.cu_seqlens)
+    if bounds.device.type == "cpu":
+        check_bounds(bounds.tolist(), inputs.x.shape[1])
+    return 2 ** bits_of(len(bounds) - 1)
+
+
 class _Open:
     """Lives as long as the autograd graph of a replayed forward."""
 
 
 class _Replay(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, graphs, recorded, x, lengths, drops, *parameters):
+    def forward(ctx, graphs, recorded, inputs, x, *parameters):
         ctx.token = _Open()
         ctx.turn, ctx.graphs, ctx.recorded, ctx.tokens = graphs.begin(ctx.token), graphs, recorded, x.shape[1]
         ctx.save_for_backward(*parameters)  # torch then tells where one was changed in between
-        recorded.fill(x, lengths, drops)
+        recorded.fill(inputs)
         recorded.forward()
         return recorded.out[:, : ctx.tokens].clone()
 
@@ -290,5 +342,5 @@ class _Replay(torch.autograd.Function):
         _fill(recorded.grad, grad)
         recorded.backward()
         x_grad = recorded.x_grad
-        dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[2] else None
-        return *itertools.repeat(None, 2), dx, None, None, *graphs.gradients(recorded)
+        dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[3] else None
+        return *itertools.repeat(None, 3), dx, *graphs.gradients(recorded)

@@ -27,7 +27,7 @@ from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models.blocks import BlockOptions, TransformerBlock, default_hidden, drop_path_factors, make_norm
-from lightning_dilated.models.cuda_graphs import CudaGraphs
+from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs
 from lightning_dilated.models.documents import Documents
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.explain import explain, sight, sight_hints, walls
@@ -269,11 +269,15 @@ class DilatedTransformer(StackMemory):
         drops = None
         if caches is None:
             drops = self._drops(x, cu_seqlens)
-        others = {"cu_seqlens": cu_seqlens, "positions": positions, "caches": caches, "chunk": chunk, "watch": watch}
-        if self._replays(x, others):
-            x = self.graphs(self._compute, self.blocks, x, lengths, drops)
+        inputs, others = (
+            Inputs(x, lengths, cu_seqlens, positions, drops),
+            {"caches": caches, "chunk": chunk, "watch": watch},
+        )
+        if self._replays(inputs, others):
+            x = self.graphs(self._compute, self.blocks, inputs)
         else:
-            x = self._compute(x, lengths, drops, **others)
+            x = self._compute(inputs, **others)
+        del inputs  # the norm needs the memory
         return self.norm(x) if normed else x
 
     def _drops(self, x: Tensor, cu_seqlens: Tensor | None) -> Tensor | None:
@@ -285,30 +289,29 @@ class DilatedTransformer(StackMemory):
         drops = drop_path_factors(rate, len(self.blocks), x, len(documents))
         return drops[:, :, send(documents.number, x.device), 0][:, :, None]  # type: ignore[index]
 
-    def _replays(self, x: Tensor, others: Mapping[str, Any]) -> bool:
+    def _replays(self, inputs: Inputs, others: Mapping[str, Any]) -> bool:
         """Whether the blocks are replayed from CUDA graphs, in a call with these arguments."""
         if self.graphs is None:
             return False
         named = [name for name, value in others.items() if value is not None]
-        reason = self.graphs.why_not(self.blocks, x)
+        reason = self.graphs.why_not(self.blocks, inputs.x)
         if reason is None and (named or self.memory != MemorySettings()):
             reason = f"it is called with {named[0]}" if named else f"its memory settings are {self.memory}"
+        if reason is None and inputs.positions is not None and any(r and r.xpos_scale_base for r in self.rotaries):
+            reason = "xPos checks the range of the positions that it is called with on the host"
         if reason:
             self.graphs.say(reason)
         return reason is None
 
     def _compute(
         self,
-        x: Tensor,
-        lengths: Tensor | None,
-        drops: Tensor | None,
-        positions: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        inputs: Inputs,
         caches: Sequence[KVCache] | None = None,
         chunk: Sequence[ChunkLayer] | None = None,
         watch: Callable[[Tensor], None] | None = None,
     ) -> Tensor:
-        """The blocks; `drops`: see `drop_path_factors`."""
+        """The blocks."""
+        x, lengths, cu_seqlens, positions, drops = inputs
         tables = self._tables(x, positions, caches)
         shared = {"lengths": lengths, "cu_seqlens": cu_seqlens}
         if caches is None:

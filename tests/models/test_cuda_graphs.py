@@ -11,23 +11,33 @@ from torch import nn
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
 from lightning_dilated.models import cuda_graphs
-from lightning_dilated.models.cuda_graphs import CudaGraphs, Recorded, padded_length
+from lightning_dilated.models.cuda_graphs import CudaGraphs, Inputs, Recorded, padded_length
+from lightning_dilated.models.documents import Documents
 from lightning_dilated.models.transformer import DilatedTransformer
 
 PATTERN = ld.DilatedPattern([(16, 1), (40, 3)])
 
 
-def rerun(compute, x, lengths, drops, parameters, shared):
+def rerun(compute, inputs, parameters, shared):
     """A record whose replays compute anew, and write to the same tensors, as CUDA graphs do."""
+    x = inputs.x
+
+    def computed():
+        """On the CPU bounds end with the row, so there the padding is a document."""
+        copies = [None if value is None else value.clone() for value in inputs[1:]]
+        if copies[1] is not None:
+            copies[1] = torch.cat([copies[1], torch.tensor([x.shape[1]], dtype=torch.int32)])
+        return compute(Inputs(x, *copies))
+
     trained = [*([x] if x.requires_grad else []), *parameters]
     out = torch.full_like(x, torch.nan)
     grad, x_grad = torch.zeros_like(out), torch.full_like(out, torch.nan) if x.requires_grad else None
-    kept, found = [], torch.autograd.grad(compute(x, lengths, drops).sum(), trained, allow_unused=True)
+    kept, found = [], torch.autograd.grad(computed().sum(), trained, allow_unused=True)
     used = tuple(g is not None for g in found[len(found) - len(parameters) :])
 
     def forward():
         with torch.enable_grad():
-            kept[:] = [compute(x, None if lengths is None else lengths.clone(), drops)]
+            kept[:] = [computed()]
         out.copy_(kept[0].detach())
 
     def backward():
@@ -37,7 +47,12 @@ def rerun(compute, x, lengths, drops, parameters, shared):
         for to, value in zip(shared.grads, found[len(found) - len(parameters) :], strict=True):
             to.copy_(torch.nan if value is None else value)
 
-    return Recorded(x, lengths, drops, out, grad, x_grad, used, forward, backward)
+    return Recorded(inputs, out, grad, x_grad, used, forward, backward)
+
+
+def shape_of(inputs):
+    """Of the hidden states; and how many documents a record may have."""
+    return (*inputs.x.shape, *([] if inputs.cu_seqlens is None else [len(inputs.cu_seqlens) - 1]))
 
 
 @pytest.fixture
@@ -45,7 +60,9 @@ def replayed(monkeypatch):
     """Records are made on the CPU, too; their shapes."""
     shapes = []
     monkeypatch.setattr(
-        cuda_graphs, "record", lambda compute, x, *rest: shapes.append(tuple(x.shape)) or rerun(compute, x, *rest)
+        cuda_graphs,
+        "record",
+        lambda compute, inputs, *rest: shapes.append(shape_of(inputs)) or rerun(compute, inputs, *rest),
     )
     real = CudaGraphs.why_not
     monkeypatch.setattr(
@@ -66,13 +83,13 @@ def stack(causal=False, **options):
 def both(made, lengths, tokens, batch=2, **how):
     """The results and all gradients of a plain and of a replayed step."""
     x = torch.randn(batch, tokens, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(tokens))
-    lengths, found = None if lengths is None else torch.tensor(lengths), []
+    lengths, found, options = None if lengths is None else torch.tensor(lengths), [], how.get("options", {})
     for graphs in (None, made.__dict__.setdefault("_kept", CudaGraphs(0.125))):
         made.graphs = graphs
         made.zero_grad()
         leaf = x.clone().requires_grad_(how.get("input_grad", True))
         torch.manual_seed(1)
-        out = made(leaf, lengths=lengths)
+        out = made(leaf, lengths=lengths, **options)
         out.square().sum().backward()
         found.append(
             [out.detach(), *([leaf.grad] if leaf.requires_grad else []), *(p.grad.clone() for p in made.parameters())]
@@ -113,6 +130,48 @@ def test_sequences_without_lengths_are_not_padded(replayed):
 
 def test_stochastic_depth(replayed):
     same(*both(stack(drop_path=0.5), (40, 30), 40))
+
+
+PACKED = [(50, (0, 20, 50)), (64, (0, 0, 9, 30, 64)), (33, (0, 33)), (61, (0, 1, 2, 3, 61)), (90, (0, 5, 6, 7, 40, 90))]
+
+
+@pytest.mark.parametrize("options", [{"kv_conv": 3}, {"drop_path": 0.5}])
+def test_packed_rows(replayed, options):
+    """Rows of any documents by few records: with positions that begin anew, and documents dropped each by itself."""
+    made = stack(True, **options)
+    for tokens, bounds in PACKED:
+        bounds = torch.tensor(bounds, dtype=torch.int32)
+        packed = {"cu_seqlens": bounds, "positions": Documents.of(bounds, tokens).position}
+        same(*both(made, None, tokens, batch=1, options=packed))
+    assert replayed == [(1, 64, 16, 4), (1, 128, 16, 8)]
+
+
+def test_bounds_are_checked_before_a_replay(replayed):
+    made = stack()
+    made.graphs = CudaGraphs(0.1)
+    x = torch.ones(1, 20, 16, dtype=torch.float64)
+    made(x, cu_seqlens=torch.tensor([0, 7, 20], dtype=torch.int32)).sum().backward()
+    for bounds, what in (
+        ([0, 21], "rise from 0 to the number of tokens"),
+        ([0, 9, 8, 20], "rise from 0"),
+        ([0], r"\(documents \+ 1,\)"),
+    ):
+        with pytest.raises(ValueError, match=what):
+            made(x, cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    with pytest.raises(ValueError, match="a batch of 1, got B=2"):
+        made(x.expand(2, -1, -1), cu_seqlens=torch.tensor([0, 20], dtype=torch.int32))
+    assert replayed == [(1, 64, 16, 4)]
+
+
+def test_positions_of_each_sample(replayed):
+    made, places = stack(True), torch.arange(40).expand(2, -1) + torch.tensor([[0], [3]])
+    same(*both(made, None, 40, options={"positions": places}))
+    same(*both(made, (40, 7), 40, options={"positions": places}))
+    assert replayed == [(2, 40, 16), (2, 64, 16)]
+    xpos = stack(True, position_encoding="xpos")
+    xpos.graphs = CudaGraphs(0.1)
+    xpos(torch.ones(2, 40, 16, dtype=torch.float64), positions=places)
+    assert len(replayed) == 2 and "xPos" in next(iter(xpos.graphs._said))
 
 
 def test_gradients_accumulate(replayed):
@@ -188,7 +247,7 @@ def test_where_nothing_is_replayed(replayed, caplog):
         want = made(x)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            same([want], [made(x, positions=torch.arange(20))])
+            same([want], [made(x, watch=lambda x: None)])
         made.memory = MemorySettings("block")
         same([want], [made(x)])
         made.memory = MemorySettings()
@@ -197,7 +256,7 @@ def test_where_nothing_is_replayed(replayed, caplog):
         hook.remove()
     assert replayed == []
     said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 3 and "it is called with positions" in said[0] and "memory settings" in said[1]
+    assert len(said) == 3 and "it is called with watch" in said[0] and "memory settings" in said[1]
     assert "a module of it has hooks" in said[2]
 
 
@@ -205,10 +264,10 @@ def test_a_shape_that_cannot_be_recorded(replayed, monkeypatch, caplog):
     """It is computed plainly, and said once; others are recorded."""
     recording = cuda_graphs.record
 
-    def record(compute, x, *rest):
-        if x.shape[1] == 128:
+    def record(compute, inputs, *rest):
+        if inputs.x.shape[1] == 128:
             raise ValueError("no kernel reads these lengths")
-        return recording(compute, x, *rest)
+        return recording(compute, inputs, *rest)
 
     monkeypatch.setattr(cuda_graphs, "record", record)
     made = stack()
