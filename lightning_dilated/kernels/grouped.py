@@ -212,7 +212,7 @@ def _find_in_document(jobs, job_of, first_of, bounds, TILE: tl.constexpr, FAR: t
     left = tl.minimum(first + width, stop.to(tl.int64)) - position
     n = tl.maximum((left + rate - 1) // rate, 0).to(tl.int32)
     tiles = tl.cdiv(n, TILE)
-    if tile >= tiles:  # a slot that these documents do not need
+    if (tile >= tiles) | (tile < 0):  # a slot that these documents do not need, or before the first of them
         n, tile, tiles = 0 * n, 0 * tile, 0 * tiles + 1
     row = tl.load(job + 12) + position // rate
     numbers = tl.load(job + 8)

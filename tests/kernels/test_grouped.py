@@ -1,6 +1,7 @@
 """The grouped launches in Triton's interpreter: the op against the oracle, and how many launches a call takes."""
 
 import contextlib
+import itertools
 import random
 from dataclasses import replace
 
@@ -157,9 +158,129 @@ def random_documents(rank, group, number, examples):
     return padded
 
 
-@pytest.mark.parametrize("number, examples", [(0, 3), pytest.param(1, 100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number, examples", [(0, 2), pytest.param(1, 20, marks=pytest.mark.slow)])
 def test_documents_on_the_device(interpreter, number, examples):
     assert interpreter.run(1, random_documents, number, examples)[0] >= examples // 10
+
+
+@sizes_put_back()
+def beyond(rank, group):
+    """A row that goes on after its last document, in which nothing may be written but 0; and bounds that are no bounds."""
+    torch.use_deterministic_algorithms(True)
+    case = Case(DilatedPattern([(8, 1), (None, 3)]), 1, 24, 2, 1, 8, causal=True)
+    q, k, v, grad = case.tensors(torch.float32)
+
+    def run(bounds, n):
+        x = leaves(*(t[:, :n] for t in (q, k, v)))
+        out, lse = replace(case, documents=bounds).run(*x, engine="triton", return_lse=True)
+        return [lse.transpose(1, 2), out, *gradients(out, x, grad[:, :n])]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("lightning_dilated.attention.executors.fused.OVERLAP", 100)
+        lengths_on_the_device(patch)
+        (lse, *longer), (want_lse, *want) = run((0, 5, 5, 14), 24), run((0, 5, 5, 14), 14)
+        for a, b in zip((lse, *longer), (want_lse, *want), strict=True):
+            assert torch.equal(a[:, :14], b)
+        assert all((x[:, 14:] == 0).all() for x in longer) and (lse[:, 14:] == -torch.inf).all()
+        assert all(x.isfinite().all() for x in run((7, 9, 2**31 - 1), 24)[1:])
+        run((20, 3, 24, 5), 24)  # not defined, but no memory but the results' is touched
+
+
+def test_rows_beyond_the_last_document(interpreter):
+    interpreter.run(1, beyond)
+
+
+def test_slots_hold_the_tiles_of_any_documents():
+    """Thousands of random documents: as many programs as their tiles need, and never more than the bound of the row."""
+    from lightning_dilated.kernels.grouped import slots
+
+    chosen, tight = random.Random(0), 0
+    for _ in range(4000):
+        tokens, tile = chosen.randint(1, 200), chosen.choice([1, 4, 16])
+        t = chosen.choice([0, 0, chosen.randrange(40)])
+        w = min(chosen.choice([t + 1, 8, 16, 64, 500, chosen.randint(1, 60)]), tokens + t)
+        r, t = chosen.choice([1, 2, 4, chosen.randint(1, 70)]), t % w
+        a, b, c = slots(w, t, r, tile, tokens)
+        cuts = sorted(chosen.choice([0, tokens, chosen.randint(0, tokens)]) for _ in range(chosen.randint(0, 5)))
+        begins = [x // a + x // b + c * d for d, x in enumerate((0, *cuts, tokens))]
+        for (low, high), first, after in zip(itertools.pairwise((0, *cuts, tokens)), begins, begins[1:], strict=False):
+            # a program's segment follows from the most rows that any head has there
+            index = range(t, t + high - low)
+            most = [-(-len([i for i in index if i // w == s]) // r) for s in range(-(-(t + high - low) // w))]
+            tiles = sum(-(-rows // tile) for rows in most)
+            assert tiles <= after - first
+            tight += 0 < tiles == after - first
+    assert tight > 1000
+
+
+def rows_of_buffer(rank, group, number, examples):
+    """Every row of random documents has a place of its own in the buffer, and is computed once."""
+    from lightning_dilated.attention.executors.tables import packed_jobs, work_of
+    from lightning_dilated.attention.views import Span
+    from lightning_dilated.kernels import grouped as jobs
+    from lightning_dilated.pattern.rows import used_index
+
+    chosen = random.Random(number)
+    for _ in range(examples):
+        case = drawn(chosen)
+        n, cuts = case.seq_len, sorted(chosen.randint(0, case.seq_len) for _ in range(chosen.randint(0, 9)))
+        bits = bits_of(len(cuts) + 1)
+        bounds = torch.full((2**bits + 1,), n, dtype=torch.int32)
+        bounds[: len(cuts) + 1] = torch.tensor([0, *cuts])
+        call = grouped.Call(None, case.pattern, case.heads, case.kv_heads, (0, case.heads), False, 1.0)
+        work = work_of(call, [Span(0, 1, 0, n)], torch.device("cpu"), (jobs.PREPARED,), 16, True, bits)
+        found = torch.full((work.rows,), -1)
+        if work.rows:
+            place = work.place(jobs.PREPARED, bounds)
+            jobs._positions[(work.grids[jobs.PREPARED].programs,)](found, *place, BITS=bits, ROWS=jobs.PREPARED)
+        table = packed_jobs(case.pattern, case.heads, case.kv_heads, (0, case.heads), n, 2**bits)
+        want = {}
+        for start, stop in itertools.pairwise([0, *cuts, n]):
+            for branch in range(len(case.pattern.branches)):
+                used = used_index(case.pattern, branch, stop - start, case.heads, case.kv_heads)[1]
+                for head, place in used.nonzero().tolist():
+                    want.setdefault((head, branch), []).append(start + place)
+        got = {}
+        for job, after in itertools.pairwise(table.tolist()):
+            rows = found[job[12] : after[12]]
+            if (rows >= 0).any():
+                got[job[7], job[14]] = rows[rows >= 0].tolist()
+        assert got == want, case
+
+
+@pytest.mark.parametrize("number, examples", [(0, 4), pytest.param(1, 150, marks=pytest.mark.slow)])
+def test_rows_of_the_buffer(interpreter, number, examples):
+    interpreter.run(1, rows_of_buffer, number, examples)
+
+
+def test_compiles_without_a_gpu():
+    """What the interpreter does not see: variables that change their type between branches."""
+    triton = pytest.importorskip("triton")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lightning_dilated.kernels import combine
+    from lightning_dilated.kernels import grouped as jobs
+
+    kinds = dict.fromkeys(("scale", "plain_scale", "keep"), "fp32")
+    kinds |= dict.fromkeys(("jobs", "spans", "states", "positions"), "*i64")
+    kinds |= dict.fromkeys(("job_of", "first_of", "lengths", "bounds", "span_of", "entries", "starts"), "*i32")
+    kinds |= dict.fromkeys(("lse", "row_lse", "delta", "weights"), "*fp32")
+    kinds |= dict.fromkeys(("q", "k", "v", "out", "dq", "dk", "dv", "grad", "second", "parts"), "*bf16")
+    tile = {"FAR": False, "LENGTHS": True, "BITS": 5, "ROWS": 32, "DIM": 32, "BLOCK": 32}
+    dense = {**tile, "CAUSAL": True, "DROP": False, "PRECISION": "tf32", "KEYS": 32}
+    out = {"LENGTHS": True, "BITS": 5, "TOKENS": 32, "DIM": 32, "BLOCK": 32}
+    for kernel, options in (
+        (jobs._grouped_forward, {**dense, "CAUSAL": False, "PADS": True}),
+        (jobs._grouped_delta, tile),
+        (jobs._grouped_keys, dense),
+        (jobs._grouped_rows, dense),
+        (combine._grouped_merge, out),
+        (combine._grouped_sum, {**out, "ADD": False}),
+    ):
+        signature = {name: "constexpr" if name in options else kinds.get(name, "i32") for name in kernel.arg_names}
+        compiled = triton.compile(ASTSource(kernel, signature, options), target=GPUTarget("cuda", 90, 32))
+        assert len(compiled.asm["cubin"]) > 0
 
 
 @sizes_put_back()

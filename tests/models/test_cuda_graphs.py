@@ -432,6 +432,89 @@ def test_the_op_is_captured_with_lengths():
             assert (a - b).abs().max() < 2e-2 * a.abs().max().clamp(min=1)
 
 
+def packings(tokens, most, number):
+    """Bounds of up to `most` documents within so many tokens; some are empty, and some rows end before the tokens do."""
+    generator = torch.Generator().manual_seed(number)
+    stop = tokens if number % 2 else int(torch.randint(tokens // 2, tokens, (), generator=generator))
+    cuts = torch.randint(0, stop + 1, (int(torch.randint(0, most, (), generator=generator)),), generator=generator)
+    bounds = torch.cat([torch.tensor([0]), cuts.sort().values, torch.tensor([stop])])
+    return bounds.int()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        ld.DilatedPattern([(64, 1), (256, 4)], padding="attended"),
+        ld.DilatedPattern([ld.Branch(64, 1, 32), ld.Branch(300, 7, 11), (None, 3)]),
+    ],
+)
+def test_the_op_is_captured_with_documents(pattern, causal):
+    """One recorded forward and backward of the op, replayed with twenty packings, against the oracle and against the host's
+    bounds."""
+    from lightning_dilated.attention.oracle import oracle
+
+    tokens, heads = 500, (6, 2)
+    sizes = (heads[0], heads[1], heads[1], heads[0])
+    q, k, v, grad = (torch.randn(1, tokens, n, 32, device="cuda", requires_grad=i < 3) for i, n in enumerate(sizes))
+    bounds = torch.tensor([0, *[tokens] * 16], dtype=torch.int32, device="cuda")
+
+    def run():
+        out = ld.dilated_attention(q, k, v, pattern, causal=causal, cu_seqlens=bounds, engine="triton")
+        return *torch.autograd.grad(out, (q, k, v), grad), out
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        *found, out = run()
+    for i in range(20):
+        some = packings(tokens, 16, i)
+        n = int(some[-1])
+        bounds.copy_(torch.cat([some, some[-1:].expand(17 - len(some))]))
+        graph.replay()
+        got = [x.clone() for x in (out, *found)]
+        plain = [x.detach()[:, :n].requires_grad_() for x in (q, k, v)]
+        eager = ld.dilated_attention(*plain, pattern, causal=causal, cu_seqlens=some, engine="triton")
+        eager = (eager, *torch.autograd.grad(eager, plain, grad[:, :n]))
+        exact = [x.detach()[:, :n].double().requires_grad_() for x in (q, k, v)]
+        want, _ = oracle(*exact, pattern, causal=causal, cu_seqlens=some)
+        wanted = (want, *torch.autograd.grad(want, exact, grad[:, :n].double()))
+        for a, b, c in zip(wanted, eager, got, strict=True):
+            assert (a - c[:, :n]).abs().max() < 1e-4 * a.abs().max().clamp(min=1)
+            assert (b - c[:, :n]).abs().max() < 1e-4 * a.abs().max().clamp(min=1)
+            assert (c[:, n:] == 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiled", [False, True])
+def test_packed_rows_on_a_gpu(compiled):
+    """Twenty rows of documents by few records: losses and weights as without graphs."""
+    batches = []
+    for i in range(20):
+        bounds = packings(900 - 20 * i, 12, i)
+        text = torch.randint(0, 256, (1, int(bounds[-1])), generator=torch.Generator().manual_seed(i)).cuda()
+        batches.append({"tokens": text, "labels": text.roll(-1, 1), "cu_seqlens": bounds})
+    found = []
+    for graphs in (False, True):
+        torch.manual_seed(0)
+        model = ld.LongNetLM(
+            ld.DilatedPattern.geometric(64, 512), 256, 128, 3, 4, max_seq_len=1000, kv_conv=3,
+            compile_blocks=compiled, cuda_graphs=graphs,
+        )  # fmt: skip
+        model.configure_model()
+        torch.manual_seed(1)
+        found.append(losses_of(model.cuda(), batches))
+    records = model.transformer.graphs._records
+    assert 1 < len(records) < 20 and not model.transformer.graphs._said
+    assert found[0][0] == pytest.approx(found[1][0], abs=2e-2)
+    for a, b in zip(*(x[1] for x in found), strict=True):
+        assert (a - b).abs().max() < 2e-2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_overhead(whole):
