@@ -75,8 +75,14 @@ def resolve(
         number, backward: of the call whose backward this is.
 
     Raises:
-        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, and ranks that differ.
+        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, ranks that differ, and
+            dropout while a CUDA graph records.
     """
+    if seed is not None and captured(q.device):
+        raise ValueError(
+            "a CUDA graph cannot record dropout of attention: its mask follows a seed of the host, and would be the same in "
+            "each replay. Set dropout=0.0, or call it without a graph."
+        )
     if lengths is not None and lengths.device.type != "cpu":
         cut = _cut.__wrapped__ if captured(q.device) else _cut  # as below
         whole = None if place is not None else cut(code, q.shape, k.shape[2], q.dtype, q.device, environment(q.device))
@@ -172,14 +178,19 @@ def forget() -> None:
     _cut.cache_clear()
 
 
+def check_lengths(lengths: Tensor, seq_len: int) -> None:
+    """Raise ValueError for lengths (B,) on the CPU beyond N."""
+    low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    if low < 0 or high > seq_len:
+        raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
+
+
 def find_documents(
     batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec
 ) -> tuple[Span, ...]:
     """The documents of a sequence of N tokens, after the checks that need values and not only shapes."""
-    if lengths is not None and batch:
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > seq_len:
-            raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
+    if lengths is not None:
+        check_lengths(lengths, seq_len)
     if cu_seqlens is not None:
         check_bounds(cu_seqlens.tolist(), seq_len)
     documents = tuple(spans(batch, seq_len, lengths, cu_seqlens))
