@@ -265,7 +265,8 @@ def _chunked(
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is not None:
         turn = f"layer {layer}, chunk {chunk}" + ("" if number is None else f", backward of call {int(number)}")
-        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, chunk=True)
+        tokens = len(stream.shard.positions(chunk))
+        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
     # layers with the same pattern share a route, unless they carry rows of earlier calls
@@ -337,14 +338,15 @@ def _compared(
     seed: int,
     turn: str | None,
     backward: bool,
-    chunk: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Agreement, str]:
-    """The ranks' agreement on a call, and the name of an engine that serves it."""
+    """The ranks' agreement on a call (of a chunk of so many tokens), and the name of an engine that serves it."""
     request = Request.of(q, spec.dropout, spec.scale)
     # that some engine serves is seen before anything moves; which one is known better where the blocks are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
     facts = _facts(spec, q, k, documents, backward)
-    return group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad or chunk, chunk=chunk), engine.name
+    later = spec.needs_grad or chunk is not None
+    return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
 
 
 def _log(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:
