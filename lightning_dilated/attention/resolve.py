@@ -21,7 +21,7 @@ from lightning_dilated.attention.backends import TRITON, Engine, Request, chaine
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
-from lightning_dilated.attention.executors.grouped import LIMIT, block_flops
+from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 from lightning_dilated.attention.spec import CallSpec, decode
 from lightning_dilated.attention.stream import ChunkRoute, chunk_route, find_stream
@@ -121,7 +121,7 @@ def _read(lengths: Tensor) -> Tensor:
         raise ValueError(
             "lengths on the GPU are read by the grouped Triton kernels alone, and these do not serve this call, so a CUDA "
             f"graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples of up to "
-            f"{LIMIT:,} (token, head, feature) triples. Record the call without lengths, or call it without a graph."
+            f"{grouped.LIMIT:,} (token, head, feature) triples. Record the call without lengths, or call it without a graph."
         )
     return lengths.cpu()
 
@@ -143,7 +143,9 @@ def _cut(
         return None
     call = Call(TRITON, spec.pattern, heads, all_kv_heads, (first, first + shape[2]), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, lengths=True)
-    works = grouped.plan(call, spans(shape[0], shape[1], None, None), layout)
+    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # samples of a launch
+    samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
+    works = grouped.plan(call, samples, layout)
     return None if works is None else grouped.Grouped(call, works)
 
 
