@@ -265,6 +265,12 @@ class CudaGraphs:
             self._refused.clear()
             self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
+    def free(self) -> None:
+        """Forget all records: their memory serves no other call. No backward may be waiting."""
+        self._records.clear()
+        self._refused.clear()
+        self._weights, self._shared = (), Shared([])
+
     def begin(self, token: Any) -> int:
         """A replay of a forward: its number. Until the token dies or its `backward`, no other begins."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)

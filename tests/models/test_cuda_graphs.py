@@ -4,6 +4,7 @@ import copy
 import logging
 import pickle
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
@@ -235,6 +236,22 @@ def test_gradients_that_users_hold(replayed, by):
     same(*kept)
 
 
+def test_a_fit_frees_them(replayed):
+    """Their memory is there for what comes after it."""
+    model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
+    tokens = torch.arange(40)[None] % 16
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    data = [{"tokens": tokens, "labels": tokens}] * 2
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    graphs = model.transformer.graphs
+    assert replayed == [(1, 40, 16)] and graphs._turn == 2 and not graphs._records and not graphs._shared.grads
+    model.loss_terms(data[0])[0].backward()
+    assert len(graphs._records) == 1
+
+
 def test_lengths_are_checked(replayed):
     """As without graphs, though a recorded sequence has more tokens."""
     made, x = stack(), torch.randn(2, 20, 16, dtype=torch.float64)
@@ -394,8 +411,6 @@ def test_text_on_a_gpu(compiled):
 @pytest.mark.gpu
 def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     """Through the Trainer and the strategy of one device: it learns, and masks differ from step to step."""
-    import lightning.pytorch as pl
-
     torch.manual_seed(0)
     model = ld.LongNetLM(
         ld.DilatedPattern.geometric(64, 512),
@@ -416,7 +431,7 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
     assert float(trainer.callback_metrics["train_loss"]) < 1.5
     graphs = model.transformer.graphs
-    assert len(graphs._records) == 1 and graphs._turn == 40 and not graphs._said
+    assert graphs._turn == 40 and not graphs._said and not graphs._records  # a fit frees them
     x = torch.randn(1, 512, 64, device="cuda", requires_grad=True)
     model.cuda().train()
     outs = []
@@ -424,6 +439,26 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
         outs.append(model.transformer(x))
         outs[-1].sum().backward()
     assert not torch.equal(*outs)
+
+
+@pytest.mark.gpu
+def test_held_gradients_and_shared_weights_on_a_gpu():
+    made, kept = stack(), []
+    made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
+    made.float().cuda()
+    x, weights = torch.randn(1, 64, 16, device="cuda"), list(made.blocks.parameters())
+    for graphs in (None, CudaGraphs(0.1)):
+        made.graphs, found = graphs, []
+        for factor in (1.0, 3.0, 5.0):
+            found += torch.autograd.grad(made(factor * x).square().sum(), weights)
+        kept.append(found)
+    assert len(made.graphs._records) == 1 and made.graphs._turn == 3
+    for a, b in zip(*kept, strict=True):
+        assert (a - b).norm() <= 1e-3 * a.norm()
+    loss = made(x).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="comes a second time"):
+        loss.backward()
 
 
 @pytest.mark.gpu
