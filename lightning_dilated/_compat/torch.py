@@ -190,6 +190,17 @@ def has_backward_hooks(module: nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def packs_saved_tensors() -> bool:
+    """Whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def memory_users(x: Tensor) -> int:
+    """How many tensors lie in a tensor's memory, x among them: `torch._C._storage_Use_Count`. Known for 2.11 to 2.13."""
+    storage = x.untyped_storage()  # an object that counts as well
+    return torch._C._storage_Use_Count(storage._cdata) - 1
+
+
 @contextlib.contextmanager
 def hooks_paused(tensors: Sequence[Tensor]) -> Iterator[None]:
     """Within, hooks of these leaves do not run; uses `Tensor._backward_hooks`. Known to hold for torch 2.11 to 2.13."""

@@ -269,7 +269,8 @@ def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: in
         "dtype": x.dtype,
         "taps and channels": tuple(weight.shape),
     }
-    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=True)
+    tokens = len(stream.shard.positions(chunk))
+    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=tokens)
     return chunk_halo_route(stream.shard, stream.number(chunk), len(weight) - 1)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_dilated._validation import flag, integer, real
-from lightning_dilated.data.packing import PackedSamples, PackingSampler, collate_pack
+from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
@@ -47,6 +47,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
+    #: entries of a sample that run over its tokens, which packs join; of the others a pack has a value a sample
+    along: tuple[str, ...] = ALONG
     #: whether training samples come in an order of their own in each epoch, or as they lie
     shuffles = True
     #: of training sequences; None where all have the same length
@@ -179,7 +181,7 @@ class SplitDataModule(pl.LightningDataModule):
         dataset = self.dataset(split)
         if self.pack_tokens is None:
             return dataset, ResumableSampler(dataset, replicas, rank, **order)
-        packed = PackedSamples(dataset, self.pack_tokens)
+        packed = PackedSamples(dataset, self.pack_tokens, self.along)
         return packed, PackingSampler(packed, replicas, rank, **order)
 
     def _check_packs(self, sampler: PackingSampler) -> None:

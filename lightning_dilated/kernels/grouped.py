@@ -92,7 +92,8 @@ class Work:
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
-        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length.
+        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length,
+            N at most.
         grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
         tiles: number of programs that combine, for each head.

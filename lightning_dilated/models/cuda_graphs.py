@@ -19,9 +19,21 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced, with_parameters
+from lightning_dilated._compat.torch import (
+    copy_all,
+    has_hooks,
+    is_fake,
+    is_traced,
+    memory_users,
+    packs_saved_tensors,
+    with_parameters,
+)
 from lightning_dilated._device import send
 from lightning_dilated._validation import real
+from lightning_dilated.attention.backends import environment
+from lightning_dilated.attention.executors.fused import captured
+from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.resolve import check_lengths
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.sequence.group import active_sequence, no_sequence
 
@@ -32,6 +44,8 @@ Compute = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 KEPT = 64
 #: lengths of recorded sequences are multiples of this
 STEP = 64
+#: attributes of modules that users change while they train, and that a replay would not see
+SETTINGS = ("p", "pattern", "causal", "dropout", "scale", "engine")
 
 _log = logging.getLogger(__name__)
 
@@ -161,8 +175,10 @@ class CudaGraphs:
         self._shared = Shared([])
         #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
         self._turn, self._open = 0, lambda: None
+        #: the last replay whose backward has run
+        self._done = 0
         self._said: set[str] = set()
-        self._refused: dict[tuple[int, int], str] = {}
+        self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
         """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
@@ -175,6 +191,10 @@ class CudaGraphs:
             return "a module of it has hooks, which a replay would leave out"
         if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
             return ""  # tensors of the last replay wait for a backward; or there is no backward
+        if packs_saved_tensors():
+            return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
+        if captured(x.device):
+            return "another CUDA graph records it"
         return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
 
     def say(self, reason: str) -> None:
@@ -187,21 +207,25 @@ class CudaGraphs:
         self, compute: Compute, blocks: nn.Module, x: Tensor, lengths: Tensor | None, drops: Tensor | None
     ) -> Tensor:
         """compute(x, lengths, drops) and its gradients, of x (B, N, E)."""
+        lengths, _ = check_documents(x, lengths, None)
+        if lengths is not None and lengths.device.type == "cpu":
+            check_lengths(lengths, x.shape[1])  # against N: a replay has more tokens
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         self._check_weights(blocks, parameters)
         batch, tokens, width = x.shape
         length = tokens if lengths is None else padded_length(tokens, self.padding)
-        if (batch, length) in self._refused:
+        cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        modes = tuple(m.training for m in blocks.modules())
+        options = x.dtype, x.requires_grad, lengths is None, drops is None, modes, environment(x.device)
+        key = batch, length, *options, *cast
+        if key in self._refused:
             return compute(x, lengths, drops)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
-        cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        options = x.dtype, x.requires_grad, lengths is None, drops is None, blocks.training
-        key = batch, length, *options, *cast
         if key not in self._records:
             try:
                 recorded = self._record(compute, blocks, x, (batch, length, width), lengths is not None, drops)
             except ValueError as error:  # no kernel that can be recorded serves the call
-                self._refused[batch, length] = str(error)
+                self._refused.add(key)
                 self.say(f"{batch} x {length} tokens cannot be recorded: {error}")
                 return compute(x, lengths, drops)
             self._records[key] = recorded
@@ -210,7 +234,7 @@ class CudaGraphs:
             _log.info("recorded CUDA graphs of %d x %d tokens (%d of them)", batch, length, len(self._records))
         self._records.move_to_end(key)
         if lengths is not None:
-            lengths = send(lengths.to(torch.int32), x.device)
+            lengths = send(lengths.to(torch.int32), x.device).clamp(0, tokens)
         return _Replay.apply(self, self._records[key], x, lengths, drops, *parameters)
 
     def _record(
@@ -218,7 +242,9 @@ class CudaGraphs:
     ) -> Recorded:
         own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
         lengths = torch.full(shape[:1], shape[1], dtype=torch.int32, device=x.device) if ragged else None
-        leaves = {name: nn.Parameter(p.detach()) for name, p in blocks.named_parameters() if p.requires_grad}
+        own_leaf = {p: nn.Parameter(p.detach()) for p in blocks.parameters() if p.requires_grad}
+        every = blocks.named_parameters(remove_duplicate=False)  # a shared one by each of its names
+        leaves = {name: own_leaf[p] for name, p in every if p.requires_grad}
 
         def alone(x: Tensor, lengths: Tensor | None, drops: Tensor | None) -> Tensor:
             with no_sequence(), with_parameters(blocks, leaves):
@@ -226,40 +252,57 @@ class CudaGraphs:
 
         forget_casts()
         copied = None if drops is None else drops.clone()
-        return record(alone, own, lengths, copied, list(leaves.values()), self._shared)
+        return record(alone, own, lengths, copied, list(own_leaf.values()), self._shared)
 
     def _check_weights(self, blocks: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Forget all records where the weights that they read are gone, or others are trained."""
-        weights = tuple((p.data_ptr(), p.dtype, p.requires_grad) for p in blocks.parameters())
+        """Forget all records where the tensors that they read are gone, others are trained, or settings are others."""
+        tensors = itertools.chain(blocks.parameters(), blocks.buffers())
+        held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in tensors]
+        settings = [[m.__dict__.get(name) for name in SETTINGS] for m in blocks.modules()]
+        weights = held, settings
         if weights != self._weights:
             self._records.clear()
             self._refused.clear()
             self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
+    def free(self) -> None:
+        """Forget all records: their memory serves no other call. No backward may be waiting."""
+        self._records.clear()
+        self._refused.clear()
+        self._weights, self._shared = (), Shared([])
+
     def begin(self, token: Any) -> int:
-        """A replay of a forward: its number. Until the token dies or `end`, no other begins."""
+        """A replay of a forward: its number. Until the token dies or its `backward`, no other begins."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)
         return self._turn
 
-    def end(self, turn: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Before the replay of a backward: keep gradients of earlier ones that users have not taken yet.
+    def backward(
+        self, turn: int, recorded: Recorded, grad: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor | None]:
+        """Replay a backward with the gradient of the result: the gradients of the parameters.
+
+        They lie where the next backward writes its own; what is left of earlier ones then keeps its values.
 
         Raises:
-            RuntimeError: where another forward was replayed since.
+            RuntimeError: where another forward was replayed since, or this backward was.
         """
-        if turn != self._turn:
+        if turn != self._turn or turn == self._done:
             raise RuntimeError(
-                "this backward comes after another forward of the same stack, whose replay has overwritten what it needs. "
-                "Run each backward once and before the next forward, or set cuda_graphs=False."
+                "this backward comes a second time, or after another forward of the same stack, and a replay has "
+                "overwritten what it needs. Run each backward once and before the next forward, or set cuda_graphs=False."
             )
-        self._open = lambda: None
-        for p, grad in zip(parameters, self._shared.grads, strict=True):
-            if p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
-                p.grad = p.grad.clone()
-
-    def gradients(self, recorded: Recorded) -> list[Tensor | None]:
-        """Of the parameters, after the replay of a backward."""
-        return [grad.detach() if used else None for grad, used in zip(self._shared.grads, recorded.used, strict=True)]
+        self._open, self._done, shared = lambda: None, turn, self._shared.grads
+        for p, x in zip(parameters, shared, strict=True):
+            if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
+                p.grad.data = p.grad.clone()
+        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # by torch.autograd.grad, say
+        _fill(recorded.grad, grad)
+        recorded.backward()
+        grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]
+        for i, x in earlier.items():
+            grads[i] = None if grads[i] is None else shared[i].clone()
+            shared[i].copy_(x)
+        return grads
 
     def __deepcopy__(self, memo: Any) -> CudaGraphs:
         return CudaGraphs(self.padding)
@@ -285,10 +328,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        graphs, recorded = ctx.graphs, ctx.recorded
-        graphs.end(ctx.turn, ctx.saved_tensors)
-        _fill(recorded.grad, grad)
-        recorded.backward()
+        recorded = ctx.recorded
+        grads = ctx.graphs.backward(ctx.turn, recorded, grad, ctx.saved_tensors)
         x_grad = recorded.x_grad
         dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[2] else None
-        return *itertools.repeat(None, 2), dx, None, None, *graphs.gradients(recorded)
+        return *itertools.repeat(None, 2), dx, None, None, *grads

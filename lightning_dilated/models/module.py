@@ -34,6 +34,7 @@ from lightning_dilated._compat.lightning import (
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
 from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
@@ -356,8 +357,11 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self.train()
 
     def on_train_end(self) -> None:
-        """Show the last step's loss in the progress bar."""
+        """Show the last step's loss in the progress bar; free what only training steps need."""
         self._show(self._shown.last())
+        for module in self.modules():
+            if isinstance(graphs := getattr(module, "graphs", None), CudaGraphs):
+                graphs.free()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""

@@ -88,13 +88,16 @@ def test_random(interpreter, number, examples):
     assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
 
 
-def lengths_on_the_device(patch):
-    """Have every call with lengths take the kernels' way of lengths that the host does not know, as tensors of a GPU do."""
+def lengths_on_the_device(patch, others=None):
+    """Have every call with lengths take the kernels' way of lengths that the host does not know, as tensors of a GPU do.
+
+    `others`: what the device holds in their place.
+    """
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
         whole = resolve._cut(code, shape, kv_heads, dtype, device, environment)
         assert whole is not None and bounds is None
-        return resolve.Resolved(whole.cut(torch.tensor(lengths, dtype=torch.int32)))
+        return resolve.Resolved(whole.cut(torch.tensor(others or lengths, dtype=torch.int32)))
 
     patch.setattr(resolve, "_alone", alone)
 
@@ -125,6 +128,34 @@ def random_lengths(rank, group, number, examples):
 @pytest.mark.parametrize("number, examples", [(0, 2), pytest.param(1, 100, marks=pytest.mark.slow)])
 def test_lengths_on_the_device(interpreter, number, examples):
     assert interpreter.run(1, random_lengths, number, examples)[0] >= examples // 8
+
+
+@sizes_put_back()
+def beyond(rank, group):
+    """Lengths beyond 0..N on the device, with zero pads and dropout, against the math engine's of 0 and N.
+
+    A launch takes two of the three samples.
+    """
+    torch.use_deterministic_algorithms(True)
+    case = Case(DilatedPattern([(64, 3)], padding="attended"), 3, 11, 1, 1, 8)
+    q, k, v, grad = case.tensors(torch.float32)
+    results = []
+    for engine in ("triton", "math"):
+        with pytest.MonkeyPatch.context() as patch, counted() as (launches, _):
+            if engine == "triton":
+                patch.setattr(grouped, "LIMIT", 2 * q[0].numel())
+                lengths_on_the_device(patch, (300, -7, 7))
+            x = leaves(q, k, v)
+            torch.manual_seed(2)
+            out = dilated_attention(*x, case.pattern, lengths=torch.tensor([11, 0, 7]), engine=engine, dropout=0.3)
+            results.append([out, *gradients(out, x, grad)])
+        assert launches.count("_grouped_forward") == (2 if engine == "triton" else 0)
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
+        close(name, a, b, 1e-5, floor=1.0)
+
+
+def test_lengths_beyond_the_tokens_count_as_all(interpreter):
+    interpreter.run(1, beyond)
 
 
 @sizes_put_back()

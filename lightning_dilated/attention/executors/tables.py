@@ -21,7 +21,6 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import Block, blocks
 
 if TYPE_CHECKING:
@@ -159,7 +158,7 @@ def _build(
     pads = bool((column["pads"] > 0).any())
     if cut:  # how many pads follows from the length, the segment length and the rate, of jobs of one row, too
         pads, tokens_of = pattern.padding == "attended", max(1, max(s.length for s in spans))
-        widths = torch.tensor([b.segment_length or LARGEST["segment_length"] for b in pattern.branches])
+        widths = torch.tensor([min(b.segment_length or tokens_of, tokens_of) for b in pattern.branches])
         rates = torch.tensor([min(b.dilation_rate, tokens_of) for b in pattern.branches])
         column["pads"].copy_(widths[column["branch"]])
         column["rate"].copy_(rates[column["branch"]])

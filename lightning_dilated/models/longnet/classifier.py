@@ -145,11 +145,11 @@ class LongNetClassifier(PooledModule):
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
         check_documents(batch, len(batch[self.input]), 1, "a sample has at least one token")
-        x, coords = batch[self.input], batch.get("coords")
-        if isinstance(coords, Tensor) and coords.numel() and bool((coords[:, 0] == -1).all()):
+        x, blank = batch[self.input], _blank_in_front(batch.get("coords"), batch.get("cu_seqlens"))
+        if blank:
             raise ValueError(
-                "the batch has a blank row in front, for a class token that this model does not have: set "
-                "data.class_token to false."
+                f"sample {blank[0]} of the batch has a blank row in front, for a class token that this model does not have: "
+                "set data.class_token to false."
             )
         if self.input == "tokens":
             if x.ndim != 2 or x.is_floating_point():
@@ -158,3 +158,14 @@ class LongNetClassifier(PooledModule):
             raise ValueError(
                 f"features must be floating point (B, N, {self.width}), got {x.dtype} of shape {tuple(x.shape)}."
             )
+
+
+def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
+    """The samples, or of one row the documents, whose first row has no place: coordinates (B, N, 2) of -1."""
+    if not isinstance(coords, Tensor) or not coords.numel():
+        return []
+    first = coords[:, 0]
+    if cu_seqlens is not None:
+        starts = torch.as_tensor(cu_seqlens)[:-1].to(coords.device, torch.int64)
+        first = coords[0, starts[starts < coords.shape[1]]]  # attention refuses wrong bounds
+    return (first == -1).all(1).nonzero()[:, 0].tolist()

@@ -6,7 +6,7 @@ Shape letters: B batch, N tokens of a prompt, V vocabulary.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -105,7 +105,7 @@ def generate_stream(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
+    stop: int | Collection[int] | None = None,
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
@@ -122,7 +122,8 @@ def generate_stream(
         top_k: draw from the k likeliest tokens.
         top_p: draw from the likeliest tokens whose probabilities sum to top_p.
         generator: of random numbers, on the prompt's device; None: torch's default.
-        stop: token or tokens that end a row. A row that has ended repeats its last token; when all have, the stream ends.
+        stop: token or tokens, a list or a set, that end a row. A row that has ended repeats its last token; when all have,
+            the stream ends.
         prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
         lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
         max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
