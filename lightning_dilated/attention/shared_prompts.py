@@ -59,7 +59,7 @@ class SharedPrompts:
         return old, torch.cat([torch.zeros(0, dtype=torch.int64), *(numbers(self.dealt.local(x)) for x in kept)])
 
     def last_rows(self, x: Tensor, count: int) -> Tensor:
-        """(B, count, C): the last rows of each prompt, on every rank, of this rank's tokens' x (B, L, C). All ranks call it."""
+        """(B, count, C): each prompt's last rows, on every rank, of x (B, L, C) of this rank's tokens. All ranks call it."""
         last = x.new_zeros(len(x), count, x.shape[2])
         for sample, length in enumerate(self.lengths):
             for held in self.positions:
@@ -70,7 +70,7 @@ class SharedPrompts:
         return sequence_sum(last, self.group)
 
     def merged(self, out: Tensor, lse: Tensor) -> Tensor:
-        """Attention to the rows of all ranks, of that to this rank's (B, n, H, D) and its lse (B, n, H). All ranks call it."""
+        """Attention to all ranks' rows, of that to this rank's (B, n, H, D) and its lse (B, n, H). All ranks call it."""
         parts = stack_ranks(torch.cat([out, lse[..., None]], -1), self.group)
         outs, lses = parts[..., :-1], parts[..., -1]
         largest = lses.amax(0).clamp(min=torch.finfo(lses.dtype).min)  # -inf minus -inf would be NaN
