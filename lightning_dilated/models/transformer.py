@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import allow_recompiles
+from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
@@ -316,9 +316,9 @@ class DilatedTransformer(StackMemory):
             none = itertools.repeat(None)
             each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
             layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
-        else:  # `forward` is not compiled: each new token would have a length of its own
+        else:  # not compiled: each new token would have a length of its own
             each = zip(self.blocks, tables, caches, strict=True)
-            layers = [partial(block.forward, **shared, positions=t, cache=cache) for block, t, cache in each]
+            layers = [partial(uncompiled(block), **shared, positions=t, cache=cache) for block, t, cache in each]
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]

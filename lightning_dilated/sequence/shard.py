@@ -208,8 +208,7 @@ class DealtRows:
         """
         known = len(clip(rows, rows.start, prompt))
         held = [intersect(rows[:known], x) for x in self.shard.ranges(self.rank)]
-        turn = known + (self.rank - known) % self.shard.ranks
-        return [x for x in (*held, rows[turn :: self.shard.ranks]) if x]
+        return [x for x in (*held, rows[known + self.rank :: self.shard.ranks]) if x]
 
     def count(self, rows: range, prompt: int) -> int:
         """How many."""
