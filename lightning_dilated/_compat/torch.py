@@ -179,6 +179,14 @@ def saved_by_op(mode: Any) -> MutableMapping[Any, Any]:
     return mode.storage
 
 
+def uncompiled(module: nn.Module) -> Callable[..., Any]:
+    """A module's call with its hooks, FSDP's among them, whether `module.compile` compiled its forward or not.
+
+    It is `Module._call_impl`. Known to hold for torch 2.11 to 2.13.
+    """
+    return module._call_impl
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook runs around the module's forward or backward; uses its four dicts of hooks. Known for 2.11 to 2.13."""
     forward = module._forward_hooks or module._forward_pre_hooks
