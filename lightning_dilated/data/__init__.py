@@ -7,7 +7,8 @@ from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slides.coordinates import check_coordinates
 from lightning_dilated.data.slides.heat_maps import heat_map, write_attention
-from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
+from lightning_dilated.data.slides.module import SlideDataModule
+from lightning_dilated.data.slides.sequences import SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
