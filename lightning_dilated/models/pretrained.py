@@ -238,8 +238,8 @@ PACKAGE = __name__.partition(".")[0]
 class Pretrained:
     """Base of DilatedModule: `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and what a classifier learned of its data: its
-    classes and the order of tiles; model.safetensors holds every tensor of the state dict, shared ones once. The hub's
+    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and what a classifier learned of its data:
+    its classes and the order of tiles; model.safetensors holds every tensor of the state dict, shared ones once. The hub's
     libraries are imported on use.
     """
 

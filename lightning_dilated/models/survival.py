@@ -184,10 +184,10 @@ def cox_losses(risk: Tensor, time: Tensor, event: Tensor) -> Tensor:
         earlier = torch.arange(len(risk), device=risk.device)[None] < torch.arange(
             start, start + len(time[rows]), device=risk.device
         ).unsqueeze(1)
-        share = happened[rows] * (tied & earlier).sum(1) / tied.sum(1).clamp(min=1)
+        share = happened[rows] * (tied & earlier).sum(1).to(risk) / tied.sum(1).clamp(min=1)
         top = risk[None].detach().masked_fill(~at_risk, -torch.inf).amax(1)
         weights = (risk[None] - top[:, None]).masked_fill(~at_risk, -torch.inf).exp()
-        total = weights.sum(1) - share.to(risk) * (weights * tied).sum(1)
+        total = weights.sum(1) - share * (weights * tied).sum(1)
         # the row itself is at risk, and of d tied ones at most a share (d - 1) / d is taken off
         out.append(torch.where(happened[rows], total.log() + top - risk[rows], 0.0))
     return torch.cat(out) if out else risk
@@ -259,7 +259,7 @@ def quantile_edges(labels: Sequence[tuple[float, float]], bins: int) -> list[flo
     """
     times = np.array([time for time, event in labels if event], np.float64)
     edges = np.quantile(times, np.arange(1, bins) / bins) if len(times) else np.empty(0)
-    if len(edges) < bins - 1 or (np.diff(edges) <= 0).any() or edges[0] <= 0:
+    if len(np.unique(times)) < bins or (np.diff(edges) <= 0).any() or edges[0] <= 0:
         raise ValueError(
             f"{bins} bins of time need as many groups of events that differ in time, but the training slides have "
             f"{len(times)} events at {len(np.unique(times))} times: set a smaller num_classes, or time_bins, the "
