@@ -228,7 +228,7 @@ def test_predictions_of_slides(folder):
     assert found["embedding"].shape == (4, 16)
 
 
-def test_packed_patients(folder):
+def test_packed_slides(folder):
     model = SlideEncoder(**SIZES, num_classes=2)
     trainer(max_steps=2).fit(model, data(folder, batch_size=1, pack_tokens=64))
     assert len(model.time_bins) == 1
