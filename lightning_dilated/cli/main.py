@@ -21,6 +21,7 @@ OTHERS = {
     "verify": "lightning_dilated.cli.verify:run",
     "bench": "lightning_dilated.cli.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
+    "folds": "lightning_dilated.cli.slides.folds:run",
     "plan": "lightning_dilated.cli.plan:run",
 }
 
@@ -29,7 +30,7 @@ HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
 Train transformers with dilated attention on long sequences. Commands:
   fit        train; a checkpoint, config.yaml and plots go to the run folder
   validate   validation loss of a checkpoint
-  test       test loss of a checkpoint
+  test       test loss of a checkpoint; of slides, metrics with intervals
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
@@ -38,6 +39,7 @@ Train transformers with dilated attention on long sequences. Commands:
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
+  folds      mean and deviation of the tests of a cross-validation
   plan       memory, time, longest sequence: plan --config X.yaml --gpus 4
 
 start here:

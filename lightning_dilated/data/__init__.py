@@ -6,8 +6,9 @@ from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slides.coordinates import check_coordinates
-from lightning_dilated.data.slides.heat_maps import heat_map, write_attention
-from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
+from lightning_dilated.data.slides.heat_maps import heat_map, write_attention, write_heat_map
+from lightning_dilated.data.slides.module import SlideDataModule
+from lightning_dilated.data.slides.sequences import SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
@@ -39,6 +40,7 @@ __all__ = [
     "encode_files",
     "heat_map",
     "write_attention",
+    "write_heat_map",
     "write_synthetic_slides",
     "write_version_pairs",
 ]

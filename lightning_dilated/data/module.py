@@ -31,7 +31,8 @@ class SplitDataModule(pl.LightningDataModule):
     """Base of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
 
     Training order depends on `seed` and the epoch alone and is continued exactly from a checkpoint; validation and test
-    come in the dataset's order. No sample is served twice in an epoch.
+    come in the dataset's order. No sample is served twice in an epoch, unless training draws classes equally often
+    (`balanced_classes`).
 
     Args:
         batch_size: B, samples of a batch on each device.
@@ -91,6 +92,10 @@ class SplitDataModule(pl.LightningDataModule):
         """None if a split was requested, else the setting that left it out."""
         return None
 
+    def balanced_classes(self) -> list[int] | None:
+        """The class of each training sample, to draw all classes equally often; None draws each sample once an epoch."""
+        return None
+
     def per_rank(self, replicas: int) -> int:
         """Samples of a batch on each of so many data-parallel ranks."""
         return self.batch_size
@@ -113,7 +118,8 @@ class SplitDataModule(pl.LightningDataModule):
     def train_dataloader(self) -> ResumableLoader:
         """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
         rank, replicas = self._replica()
-        dataset, sampler = self._sampled("train", rank, replicas, shuffle=self.shuffles, seed=self.seed, drop_last=True)
+        order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
+        dataset, sampler = self._sampled("train", rank, replicas, **order)
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
         collate = self._collate
         if self.schedule is not None:

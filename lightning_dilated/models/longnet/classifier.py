@@ -43,8 +43,8 @@ class LongNetClassifier(PooledModule):
         pattern: see `TransformerModel`.
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. One of the two is set.
-        task: "classification", "regression" or "ordinal"; None makes embeddings only.
-        num_classes: classes; of a regression its targets, 1 if None.
+        task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
+        num_classes: classes; of a regression its targets, 1 if None; see `PooledModule`.
         pool: "mean" over the tokens, or "first", the first token's.
         drop_path: see `TransformerModel`.
         options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
@@ -66,7 +66,7 @@ class LongNetClassifier(PooledModule):
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
         feature_dim: int | None = None,
         vocab_size: int | None = None,
-        task: Literal["classification", "regression", "ordinal"] | None = "classification",
+        task: Literal["classification", "regression", "ordinal", "survival"] | None = "classification",
         num_classes: int | None = None,
         pool: Literal["mean", "first"] = "mean",
         *,

@@ -115,7 +115,7 @@ PRETRAINING = ("mask_ratio", "normalise", "decoder_dim", "decoder_depth", "mask_
 class SlideEncoderOptions(SlideOptions, PooledOptions, total=False):
     """Options of a SlideEncoder that are not its own."""
 
-    task: Literal["classification", "regression", "ordinal"] | None
+    task: Literal["classification", "regression", "ordinal", "survival"] | None
     num_classes: int | None
 
 
