@@ -15,7 +15,8 @@ from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
-from lightning_dilated.data.genome.files import LETTERS, N_CODE, Genome, Record
+from lightning_dilated.data.genome.bases import COMPLEMENTS, LETTERS, N_CODE
+from lightning_dilated.data.genome.files import Genome, Record
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
@@ -380,9 +381,8 @@ class GenomeWindows(Dataset):
         if flip:
             last = first + self.length_of(index)
             start, stop = last - end, last - begin
-        codes = self.genome.read(number, max(start, low), min(stop, high)).astype(np.int64)
+        codes = self.genome.read(number, max(start, low), min(stop, high))
         if flip:
-            codes = codes[::-1]
-            codes = np.where(codes == N_CODE, N_CODE, 3 - codes)
+            codes = np.take(COMPLEMENTS, codes[::-1])
         missing = end - begin - len(codes)  # one at most, behind the window's end
-        return np.concatenate([codes, np.full(missing, -100, dtype=np.int64)])
+        return np.concatenate([codes.astype(np.int64), np.full(missing, -100, dtype=np.int64)])

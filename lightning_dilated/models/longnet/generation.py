@@ -185,12 +185,12 @@ class Continuation(Iterator[Tensor]):
 def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tensor]:
     if request.count == 0:
         return
-    with _evaluating(model):
+    with evaluating(model):
         model.configure_model()
     longest = request.max_length or request.longest + request.count
     rounded = rounded_weights(model) if request.int8_weights else None
     with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
-        with _evaluating(model):
+        with evaluating(model):
             started = step is not None and _started(model, request, step)
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
@@ -205,7 +205,7 @@ def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
     caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
     for i in range(request.count):
-        with _evaluating(model):
+        with evaluating(model):
             if i:
                 logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
             else:
@@ -301,7 +301,7 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
 
 
 @contextmanager
-def _evaluating(model: CausalModel) -> Iterator[None]:
+def evaluating(model: CausalModel) -> Iterator[None]:
     """The model in eval mode; afterwards every module in the mode it was in, new ones in the model's."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
