@@ -14,6 +14,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
@@ -55,6 +56,26 @@ def plain_file(path: str, cache: Path) -> str:
             _decompress(path, target)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
+
+
+@contextlib.contextmanager
+def text_lines(path: str | Path, what: str) -> Iterator[Iterator[str]]:
+    """The lines of a text file without their ends, plain or compressed by gzip.
+
+    Raises:
+        FileNotFoundError, ValueError: for a file that is not there, cannot be decompressed, or is not text.
+    """
+    refuse_special(str(path))
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    opened: Any = gzip.open if packed else open
+    with opened(path, "rt", encoding="utf-8") as file_of_text:
+        try:
+            yield (line.rstrip("\r\n") for line in file_of_text)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed ({error}): it was cut off or damaged.") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not text: name {what}, plain or compressed by gzip.") from None
 
 
 def _decompress(path: str, target: Path) -> None:

@@ -5,22 +5,17 @@ Positions are counted from 0 here, and from 1 in the file. Shape letters: N base
 
 from __future__ import annotations
 
-import gzip
-import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer
-from lightning_dilated.data.files import refuse_special
 from lightning_dilated.data.genome.bases import CODES, ILLEGAL, decode_bases, encode_bases
-from lightning_dilated.data.genome.files import Genome
+from lightning_dilated.data.genome.files import Genome, text_lines
 
 
 @dataclass(frozen=True)
@@ -62,26 +57,6 @@ def read_variants(path: str | Path) -> list[Variant]:
     if not variants:
         raise ValueError(f"{path} holds no variant: a VCF file has a line for each, behind its header (lines with #).")
     return variants
-
-
-@contextmanager
-def text_lines(path: str | Path, what: str) -> Iterator[Iterator[str]]:
-    """The lines of a text file without their ends, plain or compressed by gzip.
-
-    Raises:
-        FileNotFoundError, ValueError: for a file that is not there, cannot be decompressed, or is not text.
-    """
-    refuse_special(str(path))
-    with open(path, "rb") as file:
-        packed = file.read(2) == b"\x1f\x8b"
-    opened: Any = gzip.open if packed else open
-    with opened(path, "rt", encoding="utf-8") as file_of_text:
-        try:
-            yield (line.rstrip("\r\n") for line in file_of_text)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ValueError(f"{path} cannot be decompressed ({error}): it was cut off or damaged.") from None
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not text: name {what}, plain or compressed by gzip.") from None
 
 
 def _alleles(where: str, number: int, line: str) -> list[Variant]:
