@@ -33,7 +33,7 @@ Train transformers with dilated attention on long sequences. Commands:
   test       test loss of a checkpoint
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
-  score      variants of a genome: --ckpt_path X.ckpt --vcf V --fasta F --out S
+  score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml

@@ -72,7 +72,10 @@ def test_wrong_files(tmp_path: Path) -> None:
     ("lines", "message"),
     [
         (["a 1 . T C"], r"v.vcf, line 3: REF is 'T' at a:1, and .*a.fa has 'A' there. Pass the FASTA"),
-        (["a 1 . A C", "a 2 . CGA C", "a 2 . A C"], r"line 4: REF is 'CGA' at a:2, .* 'CGT' there. So do 1 more lines"),
+        (
+            ["a 1 . A C", "a 2 . CGA C", "a 2 . A C"],
+            r"line 4: REF is 'CGA' at a:2, .* 'CGT' there. 1 more do not fit either",
+        ),
         (["chra 1 . A C"], r"line 3: CHROM is 'chra', and .*a.fa has no such record. It has: a, b"),
         (["a 0 . A C"], r"line 3: REF is 'A' at a:0, and the record has the bases 1 to 8"),
         (["a 8 . TT C"], r"line 3: REF is 'TT' at a:8, and the record has the bases 1 to 8"),

@@ -112,7 +112,7 @@ def check_references(variants: Sequence[Variant], genome: Genome, vcf: str | Pat
     if wrong:
         variant, problem = wrong[0]
         lines = len({variant.line for variant, _ in wrong})
-        more = f" So do {lines - 1:,} more lines." if lines > 1 else ""
+        more = f" {lines - 1:,} more do not fit either." if lines > 1 else ""
         raise ValueError(
             f"{vcf}, line {variant.line}: {problem.format(fasta=fasta)}{more} Pass the FASTA that the variants were called "
             "against, with the same names of records."
