@@ -15,6 +15,7 @@ from lightning_dilated.cli.lightning_cli import DilatedCLI, with_checkpoint, wit
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
     "generate": "lightning_dilated.cli.generate:run",
+    "score": "lightning_dilated.cli.genome.score:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
     "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
@@ -33,6 +34,7 @@ Train transformers with dilated attention on long sequences. Commands:
   test       test loss of a checkpoint; of slides, metrics with intervals
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
+  score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml

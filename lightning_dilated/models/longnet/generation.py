@@ -254,7 +254,7 @@ class Continuation(Iterator[Tensor]):
 def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tensor]:
     if request.count == 0:
         return
-    with _evaluating(model):
+    with evaluating(model):
         request.guarded(model.configure_model)
     if request.group is not None:
         yield from _one_by_one(model, request, request.guarded(_rounded, model, request))
@@ -262,7 +262,7 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     longest = request.max_length or request.longest + request.count
     rounded = _rounded(model, request)
     with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
-        with _evaluating(model):
+        with evaluating(model):
             started = step is not None and _started(model, request, step)
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
@@ -283,7 +283,7 @@ def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor
     for i in range(request.count):
         if request.group is not None:
             request.group.agree({"call": "generate"}, turn=f"token {i}")
-        with _evaluating(model):
+        with evaluating(model):
             if i:
                 logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
             else:
@@ -393,7 +393,7 @@ def _shared_logits(model: CausalModel, request: _Request, caches: list[KVCache])
 
 
 @contextmanager
-def _evaluating(model: CausalModel) -> Iterator[None]:
+def evaluating(model: CausalModel) -> Iterator[None]:
     """The model in eval mode, no sequence active; afterwards every module in the mode it was in, new ones in the model's."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
