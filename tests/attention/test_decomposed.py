@@ -62,7 +62,12 @@ def test_half_precision():
 
 @pytest.mark.parametrize(
     "options, word",
-    [({"dropout": 0.1}, "dropout"), ({"sequence": "x"}, "shared by ranks"), ({"stream": "x"}, "stream"), ({"window": (0, 1, 1)}, "heads")],
+    [
+        ({"dropout": 0.1}, "dropout"),
+        ({"sequence": "x"}, "shared by ranks"),
+        ({"stream": "x"}, "stream"),
+        ({"window": (0, 1, 1)}, "heads"),
+    ],
 )
 def test_refusals(options, word):
     q = torch.zeros(1, 4, 1, 8)

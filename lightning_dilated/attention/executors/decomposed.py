@@ -27,7 +27,9 @@ NOTHING = -1e30
 SCORES = 1 << 26
 
 
-def decomposed(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int) -> tuple[Tensor, Tensor]:
+def decomposed(
+    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int, known: dict[Any, Any] | None = None
+) -> tuple[Tensor, Tensor]:
     """(out (B, N, H, D) in q's dtype, lse (B, H, N), at least fp32), as the op's first two results.
 
     Args:
@@ -35,6 +37,8 @@ def decomposed(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int) ->
         k, v: (B, N, K, D).
         spec: of the call: one rank, the whole sequence, without dropout.
         longest: the most tokens that the graph is made for.
+        known: keeps where rows lie for later calls of one trace, whose graph then computes that once; their q and k have
+            equal shapes.
 
     Raises:
         ValueError: for a call that cannot be exported, and for padding="attended" where it is not defined.
@@ -47,14 +51,17 @@ def decomposed(q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int) ->
         raise ValueError(f"attention dropout {spec.dropout} cannot be exported: call model.eval() first.")
     check_padding(spec.pattern, longest)
     batch, tokens, heads, head_dim = q.shape
-    wide, group = torch.promote_types(q.dtype, torch.float32), heads // k.shape[2]
+    wide, known = torch.promote_types(q.dtype, torch.float32), {} if known is None else known
     flat = [x.to(wide).reshape(batch, -1, head_dim) for x in (q, k, v)]
     out, total, top = None, None, None
-    for branch in spec.pattern.branches:
-        rows = _Rows.of(spec, branch, q, k.shape[2], longest)
-        if not rows.offsets:
+    for i, branch in enumerate(spec.pattern.branches):
+        key = spec.pattern.code, i, spec.causal, heads, k.shape[2]
+        if key not in known:
+            rows = _Rows.of(spec, branch, q, k.shape[2], longest)
+            known[key] = rows.places(heads // k.shape[2], spec) if rows.offsets else None
+        if known[key] is None:
             continue
-        part, lse = rows.attend(*flat, group, spec)
+        part, lse = known[key].attend(*flat, spec)
         if out is None:
             out, total, top = part, torch.ones_like(lse), lse
             continue
@@ -83,6 +90,50 @@ def numbers(values: Sequence[int], device: torch.device) -> Tensor:
 
 def _over(x: Tensor, divisor: Any) -> Tensor:
     return torch.div(x, divisor, rounding_mode="floor")
+
+
+def _modulo(x: Tensor, divisor: Any) -> Tensor:
+    return x - _over(x, divisor) * divisor  # ONNX has no remainder of a symbolic divisor
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Index tensors of a branch.
+
+    Attributes:
+        rows: m.
+        parts: for heads that are computed at once, J of them: which of the N H queries and of the N K keys the rows are,
+            (S J m,) each; whether a row is a token (S J m,), None where all are; and zero keys next to them, (S J, 1, 1) or
+            None.
+        back: (N H,) the row of each token and head.
+        used: (N H,) whether the head uses the token; None where all do.
+    """
+
+    rows: Any
+    parts: tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]
+    back: Tensor
+    used: Tensor | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
+        """(out (B, N H, D), lse (B, N H)) of the branch, 0 and `NOTHING` where a head does not use a token.
+
+        Args:
+            q: (B, N H, D).
+            k, v: (B, N K, D).
+        """
+        batch, _, head_dim = q.shape
+        outs, lses = [], []
+        for of_query, of_key, seen, pads in self.parts:
+            indexed = (q, of_query), (k, of_key), (v, of_key)
+            rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
+            out, lse = _softmax(*rows, seen, pads, batch, spec)
+            outs.append(out.reshape(batch, -1, head_dim))
+            lses.append(lse.reshape(batch, -1))
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
+        out, lse = out.index_select(1, self.back), lse.index_select(1, self.back)
+        if self.used is None:
+            return out, lse
+        return torch.where(self.used[:, None], out, 0.0), torch.where(self.used, lse, NOTHING)
 
 
 @dataclass(frozen=True)
@@ -137,44 +188,30 @@ class _Rows:
         """Whether row i of a head is token i, without rows that are none."""
         return self.whole and self.branch.dilation_rate == 1 and not self.branch.shift
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, group: int, spec: CallSpec) -> tuple[Tensor, Tensor]:
-        """(out (B, N H, D), lse (B, N H)) of the branch, 0 and `NOTHING` where a head does not use a token.
-
-        Args:
-            q: (B, N H, D).
-            k, v: (B, N K, D).
-            group: H / K.
-        """
-        batch, _, head_dim = q.shape
-        outs, lses = [], []
+    def places(self, group: int, spec: CallSpec) -> _Places:
+        """The index tensors; `group` = H / K."""
+        parts = []
         for first in range(0, len(self.offsets), self.step):
             offsets = self.offsets[first : first + self.step]
-            places, seen = self._places(offsets)
-            rows = []
-            for x, each in ((q, 1), (k, group), (v, group)):
-                head = numbers([h // each for h, _ in offsets], self.device).index_select(0, self._head(len(offsets)))
-                index = places * (self.heads // each) + head
-                rows.append(x.index_select(1, index).reshape(-1, self.rows, head_dim))
-            out, lse = _softmax(*rows, seen, self._pads(seen, spec), batch, spec)
-            outs.append(out.reshape(batch, -1, head_dim))
-            lses.append(lse.reshape(batch, -1))
-        out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
-        index, used = self._back()
-        out, lse = out.index_select(1, index), lse.index_select(1, index)
-        if used is None:
-            return out, lse
-        return torch.where(used[:, None], out, 0.0), torch.where(used, lse, NOTHING)
+            tokens, seen = self._tokens(offsets)
+            of_query, of_key = (
+                tokens * (self.heads // each)
+                + numbers([h // each for h, _ in offsets], self.device).index_select(0, self._head(len(offsets)))
+                for each in (1, group)
+            )
+            parts.append((of_query, of_key, seen, self._pads(seen, spec)))
+        return _Places(self.rows, tuple(parts), *self._back())
 
     def _head(self, number: int) -> Tensor:
         """(S J m,) which of J heads a row is of, 0 to J - 1."""
-        return _over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows) % number
+        return _modulo(_over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows), number)
 
-    def _places(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
+    def _tokens(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
         """(the token of each row (S J m,), clamped to those that there are; whether it is one, None where all are)."""
         number, rate, shift = len(offsets), self.branch.dilation_rate, self.branch.shift
         row = torch.arange(self.segments * number * self.rows, device=self.device)
         offset = numbers([o for _, o in offsets], self.device).index_select(0, self._head(number))
-        within = row % self.rows * rate + offset
+        within = _modulo(row, self.rows) * rate + offset
         place = _over(row, number * self.rows) * self.width + within - shift
         if self.plain:
             return place, None
@@ -193,8 +230,8 @@ class _Rows:
         """(the row of each token and head (N H,), whether the head uses the token; None where all do)."""
         rate, served = self.branch.dilation_rate, [h for h, _ in self.offsets]
         at = torch.arange(self.tokens * self.heads, device=self.device)
-        head, place = at % self.heads, _over(at, self.heads) + self.branch.shift
-        segment, within = (_over(place, self.width), place % self.width)
+        head, place = _modulo(at, self.heads), _over(at, self.heads) + self.branch.shift
+        segment, within = _over(place, self.width), _modulo(place, self.width)
         # by head: rows of heads before its chunk in a segment, heads of its chunk, its place in the chunk
         table: list[tuple[int, int, int, int]] = []
         for h in range(self.heads):
@@ -205,7 +242,7 @@ class _Rows:
             numbers(list(x), self.device).index_select(0, head) for x in zip(*table, strict=True)
         )
         row = (before * self.segments + segment * number + own) * self.rows + _over(within, rate)
-        used = None if rate == 1 else within % rate == offset
+        used = None if rate == 1 else _modulo(within, rate) == offset
         if len(served) < self.heads:
             serves = numbers([int(h in served) for h in range(self.heads)], self.device).index_select(0, head) > 0
             used = serves if used is None else used & serves
