@@ -327,7 +327,8 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
     """
     if documents is not None:
         return documents.first(x)
-    holds = bool((positions[:1] == 0).any())  # in every layout it is a shard's first
+    # in every layout it is a shard's first; one rank holds it
+    holds = active_sequence() is None or bool((positions[:1] == 0).any())
     return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
 
 
@@ -347,13 +348,16 @@ def mean_token(
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`."""
+    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`.
+
+    Values are not looked at while torch traces the call: it compiles or exports for any.
+    """
     if lengths is None:
         return None
     lengths = torch.as_tensor(lengths).cpu()
     if lengths.is_floating_point() or lengths.ndim != 1:
         raise TypeError(f"lengths must be integers (B,), got {lengths.dtype} of shape {tuple(lengths.shape)}.")
-    for i, n in enumerate(lengths.tolist()):
+    for i, n in enumerate([] if torch.compiler.is_compiling() else lengths.tolist()):
         if n < least or 0 <= rows < n:
             limit = f" to {rows}" if rows >= 0 else " at least"
             raise ValueError(f"lengths[{i}] is {n}; {what}, so it must be {least}{limit}.")
