@@ -138,6 +138,10 @@ class PooledModule(TransformerModel):
         """(B, E) pooled embeddings of a batch, on every rank of the sequence; (D, E) of a row of D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
+    def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
+        """What an exported model returns."""
+        return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
+
     def example_label(self) -> dict[str, Tensor]:
         """The part of `example_batch` that tells what to predict of one sample.
 

@@ -32,7 +32,9 @@ def test_compiled_slide_encoder(pool):
         same(call(features, coords), model(features, coords))
     features, coords, lengths = slides(40, 23)
     same(call(features, coords, lengths), model(features, coords, lengths))
-    same(torch.compile(model.embed, fullgraph=True, backend="aot_eager")(batch(40, 23)), model(features, coords, lengths))
+    same(
+        torch.compile(model.embed, fullgraph=True, backend="aot_eager")(batch(40, 23)), model(features, coords, lengths)
+    )
 
 
 def test_compiled_slide_encoder_checks_coordinates():

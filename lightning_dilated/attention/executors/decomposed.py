@@ -1,7 +1,7 @@
 """The op as plain torch operations whose graph does not depend on the number of tokens: what an exported model contains.
 
-Each branch gathers the rows of its heads, segment by segment, attends within segments, and gathers the results back; branches
-are merged by their log-sum-exp. Which operations there are follows from the pattern and the longest sequence alone, so N may
+Each branch gathers the rows of its heads by segment, attends within segments, and gathers the results back; branches are
+merged by their log-sum-exp. Which operations there are follows from the pattern and the longest sequence alone, so N may
 be a symbol. A segment that holds the longest sequence is one segment. Rows of tokens and heads lie in one axis, so that no
 symbolic size can be 1, for which torch would make a graph of its own.
 Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; of a branch: w segment length, r dilation rate, t
