@@ -21,6 +21,7 @@ OTHERS = {
     "verify": "lightning_dilated.cli.verify:run",
     "bench": "lightning_dilated.cli.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
+    "export": "lightning_dilated.cli.export:run",
     "plan": "lightning_dilated.cli.plan:run",
 }
 
@@ -38,6 +39,7 @@ Train transformers with dilated attention on long sequences. Commands:
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
+  export     a file that runs without this package: --ckpt_path X --out X.onnx
   plan       memory, time, longest sequence: plan --config X.yaml --gpus 4
 
 start here:
