@@ -33,7 +33,7 @@ FORMATS = {".onnx": "ONNX", ".pt2": "AOTInductor package"}
 CHECKED = 4096
 #: largest difference that is accepted, relative to the largest number of an output
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.05, torch.float16: 0.01}
-#: Inductor's, without which index arithmetic makes compilation take minutes a layer
+#: Inductor's, without which index arithmetic makes compilation take minutes a layer; the second does not know `var_mean`
 INDUCTOR = {"realize_opcount_threshold": 3, "constant_and_index_propagation": False}
 
 
@@ -82,7 +82,7 @@ def export(model: DilatedModule, path: str | Path, max_len: int, batch_size: int
     with torch.no_grad(), _uncompiled(model), tempfile.TemporaryDirectory(dir=_folder(path)) as folder:
         example = model.export_inputs(length, batch_size)
         outputs = model.export_outputs(**example)  # also fills tables that the graph takes as constants
-        graph = exported_program(model, max_len, batch_size)
+        graph = exported_program(model, max_len, batch_size, norms=path.suffix == ".pt2")
         written = Path(folder) / path.name
         run = (_write_onnx if path.suffix == ".onnx" else _write_package)(graph, written, list(example), list(outputs))
         lengths = tuple(sorted({2, max(2, length * 2 // 3), length}))
@@ -123,8 +123,10 @@ def refuse(model: Any, path: Path, max_len: int) -> None:
             )
 
 
-def exported_program(model: DilatedModule, max_len: int, batch_size: int = 1) -> torch.export.ExportedProgram:
-    """The model in plain torch operations, for lengths from 2 to `max_len`.
+def exported_program(
+    model: DilatedModule, max_len: int, batch_size: int = 1, norms: bool = False
+) -> torch.export.ExportedProgram:
+    """The model in plain torch operations, for lengths from 2 to `max_len`; `norms`: LayerNorm too is decomposed.
 
     Raises:
         ValueError: where an operation of this package is left.
@@ -134,7 +136,10 @@ def exported_program(model: DilatedModule, max_len: int, batch_size: int = 1) ->
     whole = torch.export.export(
         _Positional(model, list(example), max_len), tuple(example.values()), dynamic_shapes=shapes
     )
-    graph = whole.run_decompositions(decompositions(max_len + model.export_rows))
+    table = decompositions(max_len + model.export_rows)
+    if norms:
+        table[torch.ops.aten.layer_norm.default] = _layer_norm
+    graph = whole.run_decompositions(table)
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
     if left := sorted({str(x) for x in calls if namespace_of(x) not in (None, "aten", "prims", "prim")}):
         raise ValueError(f"{type(model).__name__} cannot be exported: it calls {', '.join(left)}, not plain torch.")
@@ -163,6 +168,15 @@ def decompositions(longest: int) -> dict[Any, Any]:
 
     ops = torch.ops.lightning_dilated
     return {ops.attention.default: attention, ops.turn.default: turn, ops.checked_cells.default: cells}
+
+
+def _layer_norm(x, shape, weight=None, bias=None, eps=1e-5, cudnn_enable=True):
+    dims = list(range(-len(shape), 0))
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    centred = wide - wide.mean(dims, keepdim=True)
+    y = (centred * torch.rsqrt((centred * centred).mean(dims, keepdim=True) + eps)).to(x.dtype)
+    y = y if weight is None else y * weight
+    return y if bias is None else y + bias
 
 
 class _Positional(nn.Module):

@@ -14,7 +14,7 @@ from lightning_dilated.models.export import decompositions, export, exported_pro
 pytestmark = pytest.mark.full
 
 MAX_LEN = 60
-PATTERN = {"segment_lengths": [8, 24, 64], "dilation_rates": [1, 2, 4]}
+PATTERN = {"segment_lengths": [8, 64], "dilation_rates": [1, 4]}
 SIZES = {"dim": 16, "depth": 1, "num_heads": 4}
 MODELS = {
     "causal, gqa, kv_conv": lambda: ld.LongNetLM(PATTERN, num_kv_heads=2, kv_conv=4, **SIZES),
@@ -27,6 +27,9 @@ MODELS = {
     "slide": lambda: slide_encoder(task="classification", num_classes=2),
     "slide, attended": lambda: slide_encoder(padding="attended", pool="mean"),
 }
+#: tracing takes seconds: the others run with the slow tests
+QUICK = ("slide, attended",)
+EVERY = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in MODELS]
 #: run in a process of its own: the outputs of a file for inputs in an .npz, without this package
 ONNX = """
 import sys, numpy as np, onnxruntime
@@ -71,7 +74,7 @@ def elsewhere(script, file, inputs, folder):
     return [torch.from_numpy(x) for x in np.load(folder / "out.npz").values()]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", EVERY)
 def test_plain_graph(name):
     """Plain torch for all lengths up to the largest, below, at and above segments; longer ones are an error."""
     model = built(MODELS[name])
@@ -85,6 +88,7 @@ def test_plain_graph(name):
             graph(*model.export_inputs(MAX_LEN + 1, 1).values())
 
 
+@pytest.mark.slow
 def test_batches_and_double():
     model = built(MODELS["masked, kv_conv"]).double()
     with torch.no_grad():
@@ -93,6 +97,7 @@ def test_batches_and_double():
         close(graph(*inputs.values())[0], model.export_outputs(**inputs)["logits"], 1e-12)
 
 
+@pytest.mark.slow
 def test_own_decomposition():
     """What torch.export made of a model can be decomposed by itself."""
     model, tokens = built(MODELS["masked, kv_conv"]), torch.randint(256, (1, 40))
@@ -101,6 +106,7 @@ def test_own_decomposition():
         close(graph.module()(tokens), model(tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["causal, gqa, kv_conv", "masked, kv_conv", "tokens", "slide"])
 def test_onnx_elsewhere(name, tmp_path):
     pytest.importorskip("onnxscript")
@@ -153,6 +159,7 @@ def test_released_size(suffix, tmp_path):
     close(elsewhere(script, made.path, inputs, tmp_path)[0], want, 1e-4)
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_is_not_written(tmp_path, monkeypatch):
     pytest.importorskip("onnxruntime")
     model = built(MODELS["tokens"])
