@@ -503,6 +503,27 @@ def unflatten(flat: list[Any], spec: Any) -> Any:
     return tree_unflatten(flat, spec)
 
 
+def namespace_of(target: object) -> str | None:
+    """The library of an op in a graph, such as "aten"; None for a Python function: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else None
+
+
+def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that this Inductor has: `torch._inductor.config`. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor.config as config
+
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile an ExportedProgram ahead of time to a .pt2 file, and load that: `torch._inductor.aoti_compile_and_package` and
+    `aoti_load_package`, documented under these names. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor
+
+    torch._inductor.aoti_compile_and_package(graph, package_path=path, inductor_configs=options_of_inductor(options))
+    return torch._inductor.aoti_load_package(path)
+
+
 def is_op(target: object) -> bool:
     """Whether a node of a graph calls an op of torch's dispatcher: `torch._ops.OpOverload`; 2.11 to 2.13."""
     return isinstance(target, torch._ops.OpOverload)

@@ -68,7 +68,9 @@ class ShortConvolution(nn.Module):
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
         left = self.taps - 1 - self.right
-        same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
+        same = None
+        if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
+            same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
 
     def continued(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ OTHERS = {
     "bench": "lightning_dilated.cli.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
     "folds": "lightning_dilated.cli.slides.folds:run",
+    "export": "lightning_dilated.cli.export:run",
     "plan": "lightning_dilated.cli.plan:run",
 }
 
@@ -42,6 +43,7 @@ Train transformers with dilated attention on long sequences. Commands:
   bench      measure this machine: bench attention, bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
   folds      mean and deviation of the tests of a cross-validation
+  export     a file that runs without this package: --ckpt_path X --out X.onnx
   plan       memory, time, longest sequence: plan --config X.yaml --gpus 4
 
 start here:

@@ -193,6 +193,18 @@ class DilatedModule(Pretrained, pl.LightningModule):
         kv_heads = getattr(self, "num_kv_heads", None)
         return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
 
+    # -- what export asks ----------------------------------------------------------------------------------------------
+    #: rows that the model adds to the length of its inputs, such as a class token's
+    export_rows = 0
+
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Random tensors that the exported model takes, by name, of (batch_size, length, ...), on the model's device."""
+        raise TypeError(f"{type(self).__name__} must define export_inputs(length, batch_size) to be exported.")
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """What the exported model returns, by name."""
+        raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
+
     # -- what planning asks: a subclass with `example_batch` can be planned, and searched by `plan --find-max` -----------
     #: what a token is, where it is not one of a text
     token_meaning: str | None = None

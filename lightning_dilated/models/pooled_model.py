@@ -167,6 +167,10 @@ class PooledModule(TransformerModel):
         """(B, E) pooled embeddings of a batch, on every rank of the sequence; (D, E) of a row of D packed samples."""
         raise TypeError(f"{type(self).__name__} must define embed(batch).")
 
+    def _exported(self, embedding: Tensor) -> dict[str, Tensor]:
+        """What an exported model returns."""
+        return {"embeddings": embedding} | ({} if self.head is None else {"logits": self.head(embedding)})
+
     def example_label(self) -> dict[str, Tensor]:
         """The part of `example_batch` that tells what to predict of one sample.
 
@@ -456,7 +460,8 @@ def first_token(x: Tensor, positions: Tensor, documents: Documents | None = None
     """
     if documents is not None:
         return documents.first(x)
-    holds = bool((positions[:1] == 0).any())  # in every layout it is a shard's first
+    # in every layout it is a shard's first; one rank holds it
+    holds = active_sequence() is None or bool((positions[:1] == 0).any())
     return sequence_sum(x[:, : int(holds)].sum(1))  # elsewhere an empty sum, which is part of the graph
 
 
@@ -476,13 +481,16 @@ def mean_token(
 
 
 def check_lengths(lengths: Any, rows: int, least: int, what: str) -> Tensor | None:
-    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`."""
+    """(B,) int64 lengths on the CPU; raises ValueError for one below `least`, or (where `rows` >= 0) above `rows`.
+
+    Values are not looked at while torch traces the call: it compiles or exports for any.
+    """
     if lengths is None:
         return None
     lengths = torch.as_tensor(lengths).cpu()
     if lengths.is_floating_point() or lengths.ndim != 1:
         raise TypeError(f"lengths must be integers (B,), got {lengths.dtype} of shape {tuple(lengths.shape)}.")
-    for i, n in enumerate(lengths.tolist()):
+    for i, n in enumerate([] if torch.compiler.is_compiling() else lengths.tolist()):
         if n < least or 0 <= rows < n:
             limit = f" to {rows}" if rows >= 0 else " at least"
             raise ValueError(f"lengths[{i}] is {n}; {what}, so it must be {least}{limit}.")

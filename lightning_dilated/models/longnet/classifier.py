@@ -116,6 +116,17 @@ class LongNetClassifier(PooledModule):
         )
         return {self.input: random, **self.example_label()}
 
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Features (B, N, F) or tokens (B, N)."""
+        shape, device = (batch_size, length), next(self.parameters()).device
+        if self.input == "tokens":
+            return {"tokens": torch.randint(0, self.width, shape, device=device)}
+        return {"features": torch.randn(*shape, self.width, device=device)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Embeddings (B, E), and logits (B, C) with a task, see `forward`."""
+        return self._exported(self.embed(inputs))
+
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
 

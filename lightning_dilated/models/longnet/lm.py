@@ -125,6 +125,15 @@ class TokenModel(TransformerModel):
         text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1), "index": torch.zeros(1, dtype=torch.int64)}
 
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Tokens (B, N)."""
+        device = self.embedding.weight.device
+        return {"tokens": torch.randint(0, self.vocab_size, (batch_size, length), device=device)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Logits (B, N, V)."""
+        return {"logits": self(inputs["tokens"])}
+
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
