@@ -89,8 +89,8 @@ def versions(a: argparse.Namespace, seq_len: int, split: str, steps: int) -> Ite
 
 
 @torch.no_grad()
-def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
-    """Bits of the two halves and of eighths; those of the second half begin a sixteenth behind the middle."""
+def token_bits(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> torch.Tensor:
+    """(samples, N - 1) float64: bits of each token that is predicted."""
     model.eval()
     rows = []
     for batch in samples:
@@ -100,11 +100,16 @@ def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict
         tiles = zip(logits.split(8192), labels.split(8192), strict=True)
         nats = [cross_entropy(x.float(), y, reduction="none", ignore_index=-100) for x, y in tiles]
         rows.append(torch.cat(nats).double().cpu() / math.log(2))
-    bits = torch.stack(rows)[:, :-1]
+    return torch.stack(rows)[:, :-1]
+
+
+def validate(model: ld.LongNetLM, samples: Iterator[Batch], device: str) -> dict[str, object]:
+    """Bits of the two halves and of eighths; those of the second half begin a sixteenth behind the middle."""
+    bits = token_bits(model, samples, device)
     half = bits.shape[1] // 2
     second = bits[:, half + half // 8 :].mean(1)
     return {
-        "samples": len(rows),
+        "samples": len(bits),
         "first": round(float(bits[:, : half - half // 8].mean()), 4),
         "second": round(float(second.mean()), 4),
         "error": round(float(second.std() / len(second) ** 0.5), 4),

@@ -1,7 +1,8 @@
 """One exact training step over a sequence chunk by chunk: tokens a second, memory, and what `plan` says of it.
 
     python benchmarks/stream_step.py --tokens 67108864                       # 125M parameters, chunks of 1M
-    python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 --policy block
+    python benchmarks/stream_step.py --tokens 1000000000 --dim 384 --depth 6 --heads 6 \
+        --policy block --steps 1 --warm 2097152
     python benchmarks/stream_step.py --tokens 4194304 --hybrid 12
     python benchmarks/stream_step.py --tokens 4194304 --dim 4096 --depth 32 --heads 32 --kv-heads 8 --ffn-dim 14336 \
         --policy block --tile 8192 --chunk 131072 --precision bf16-true --eightbit
@@ -10,8 +11,9 @@
     torchrun --nproc-per-node 2 benchmarks/stream_step.py --tokens 67108864 --chunk 2097152     # ranks share every chunk
 
 Random bytes, made on the host as uint8 and widened chunk by chunk, or a file's, one part after another; AdamW. The last of
-the steps is timed, the first one compiles. Prints one row of a table. The pattern is geometric(2048, N), or a hybrid.
-Under torchrun the ranks share each chunk (layout="chunked"), and the row says what a rank received on the mean, and by plan.
+the steps is timed; the first one, or one of `--warm` tokens, compiles. Prints one row of a table. The pattern is
+geometric(2048, N), or a hybrid. Under torchrun the ranks share each chunk (layout="chunked"), and the row says what a rank
+received on the mean, and by plan.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def options() -> argparse.Namespace:
     p.add_argument("--precision", default="bf16-mixed", choices=["bf16-mixed", "bf16-true"])
     p.add_argument("--eightbit", action="store_true", help="torchao's AdamW8bit")
     p.add_argument("--steps", type=int, default=2)
+    p.add_argument("--warm", type=int, help="tokens of a step before these, which compiles")
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--text", type=Path, help="bytes to learn")
@@ -115,6 +118,8 @@ class Bytes:
 
 def texts(a: argparse.Namespace) -> Iterator[Tensor]:
     """(1, N + 1) uint8 tokens of each step."""
+    if a.warm:
+        yield torch.randint(0, 256, (1, a.warm + 1), dtype=torch.uint8)
     if a.text:
         file = np.memmap(a.text, np.uint8, mode="r")
         for i in range(a.steps):

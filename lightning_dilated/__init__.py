@@ -12,6 +12,7 @@ from lightning_dilated.models import (
     SlideEncoder,
     SlidePretrainer,
 )
+from lightning_dilated.models.export import Exported, export
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
@@ -23,6 +24,7 @@ __all__ = [
     "DilatedAttention",
     "DilatedModule",
     "DilatedPattern",
+    "Exported",
     "LongNetClassifier",
     "LongNetLM",
     "LongNetMLM",
@@ -38,6 +40,7 @@ __all__ = [
     "callbacks",
     "data",
     "dilated_attention",
+    "export",
     "loss_share",
     "sequence",
 ]

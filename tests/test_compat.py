@@ -411,6 +411,21 @@ def test_hooks_of_a_module(kind):
     assert torchs.has_hooks(module) and torchs.has_backward_hooks(module) is ("backward" in kind), words
 
 
+def test_uncompiled_call():
+    class Counted(torch.nn.Module):
+        def forward(self, x):
+            calls.append("compiled" if torch.compiler.is_compiling() else "plain")
+            return x
+
+    calls, module = [], Counted()
+    module.compile(backend="eager")
+    module.register_forward_pre_hook(lambda *x: calls.append("hook"))
+    torchs.uncompiled(module)(torch.ones(1))
+    assert calls == ["hook", "plain"], (
+        "Module._call_impl runs no hooks, or compiled code: decoding with sharded weights fails"
+    )
+
+
 def test_version_of_a_tensor():
     x = torch.ones(1)
     before = torchs.version_of(x)

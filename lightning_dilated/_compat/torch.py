@@ -179,6 +179,14 @@ def saved_by_op(mode: Any) -> MutableMapping[Any, Any]:
     return mode.storage
 
 
+def uncompiled(module: nn.Module) -> Callable[..., Any]:
+    """A module's call with its hooks, FSDP's among them, whether `module.compile` compiled its forward or not.
+
+    It is `Module._call_impl`. Known to hold for torch 2.11 to 2.13.
+    """
+    return module._call_impl
+
+
 def has_hooks(module: nn.Module) -> bool:
     """Whether a hook runs around the module's forward or backward; uses its four dicts of hooks. Known for 2.11 to 2.13."""
     forward = module._forward_hooks or module._forward_pre_hooks
@@ -188,6 +196,17 @@ def has_hooks(module: nn.Module) -> bool:
 def has_backward_hooks(module: nn.Module) -> bool:
     """Whether a hook runs around the module's backward. Known to hold for torch 2.11 to 2.13."""
     return bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def packs_saved_tensors() -> bool:
+    """Whether hooks pack what autograd saves: `torch._C._autograd._top_saved_tensors_default_hooks`; 2.11 to 2.13."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+def memory_users(x: Tensor) -> int:
+    """How many tensors lie in a tensor's memory, x among them: `torch._C._storage_Use_Count`. Known for 2.11 to 2.13."""
+    storage = x.untyped_storage()  # an object that counts as well
+    return torch._C._storage_Use_Count(storage._cdata) - 1
 
 
 @contextlib.contextmanager
@@ -482,6 +501,27 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 def unflatten(flat: list[Any], spec: Any) -> Any:
     """The tree that `flatten` took apart, with these leaves: `torch.utils._pytree.tree_unflatten`; 2.11 to 2.13."""
     return tree_unflatten(flat, spec)
+
+
+def namespace_of(target: object) -> str | None:
+    """The library of an op in a graph, such as "aten"; None for a Python function: `torch._ops.OpOverload`; 2.11 to 2.13."""
+    return target.namespace if isinstance(target, torch._ops.OpOverload) else None
+
+
+def options_of_inductor(wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the options that this Inductor has: `torch._inductor.config`. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor.config as config
+
+    return {name: value for name, value in wanted.items() if hasattr(config, name)}
+
+
+def compile_package(graph: Any, path: str, options: Mapping[str, Any]) -> Callable[..., Any]:
+    """Compile an ExportedProgram ahead of time to a .pt2 file, and load that: `torch._inductor.aoti_compile_and_package` and
+    `aoti_load_package`, documented under these names. Known to hold for torch 2.11 to 2.13."""
+    import torch._inductor
+
+    torch._inductor.aoti_compile_and_package(graph, package_path=path, inductor_configs=options_of_inductor(options))
+    return torch._inductor.aoti_load_package(path)
 
 
 def is_op(target: object) -> bool:

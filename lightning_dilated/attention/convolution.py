@@ -55,7 +55,7 @@ class ShortConvolution(nn.Module):
 
         Args:
             lengths: (B,) on the CPU, number of real tokens of each right-padded sample, of the whole sequence.
-            cu_seqlens: (documents + 1,) on the CPU, bounds of the documents packed into one sample, of the whole sequence.
+            cu_seqlens: (documents + 1,), bounds of the documents packed into one sample, of the whole sequence.
             chunk: the layer's place in a stream; causal only.
         """
         group, weight = active_sequence(), self.weight.to(x.dtype)
@@ -68,7 +68,9 @@ class ShortConvolution(nn.Module):
                 x, weight, lengths, cu_seqlens, self.right, group.name, grad
             )[0]
         left = self.taps - 1 - self.right
-        same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
+        same = None
+        if lengths is not None or cu_seqlens is not None:  # the number of tokens may be a symbol otherwise
+            same = _same_document(range(x.shape[1]), left, self.right, lengths, cu_seqlens, x.device)
         return _convolved(nn.functional.pad(x, (0, 0, left, self.right)), weight, left, same)
 
     def continued(self, x: Tensor, before: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -269,7 +271,8 @@ def _halo_route(stream: Stream, x: Tensor, weight: Tensor, layer: int, chunk: in
         "dtype": x.dtype,
         "taps and channels": tuple(weight.shape),
     }
-    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=True)
+    tokens = len(stream.shard.positions(chunk))
+    group.agree(facts, x.shape[1], turn=f"layer {layer}, chunk {chunk}", later=True, chunk=tokens)
     return chunk_halo_route(stream.shard, stream.number(chunk), len(weight) - 1)
 
 

@@ -2,8 +2,9 @@
 
 In a branch a head uses only its own residue of the current segment, so the cache keeps at most ceil(w / r) rows for each
 branch, kv head and residue, whatever the number of tokens. The rows of all branches lie in one buffer for k and one for v.
+Ranks may share prompts: each keeps rows of its own, and what they attend to is merged for every token and layer.
 Shape letters: B batch, n new tokens, H query heads, K kv heads, D head dim; S slots of a branch (a slot holds one residue's
-rows of one kv head); w segment length, r dilation rate.
+rows of one kv head); w segment length, r dilation rate; N tokens of shared prompts, R ranks, W taps of `kv_conv`.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ from lightning_dilated._validation import integer
 from lightning_dilated.attention.backends.base import merge
 from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
+from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
 from lightning_dilated.pattern import Branch, DilatedPattern
 from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import check_padding, head_rows
+from lightning_dilated.sequence.shard import DealtRows
 
 #: rows of a new buffer, if its branch can need that many and no `max_length` is given
 SMALLEST = 64
@@ -82,9 +85,13 @@ class _BranchSlots:
         """The position of index 0 of the segment of `position`; negative in a first segment that a shift cuts."""
         return 0 if self.width is None else (position + self.shift) // self.width * self.width - self.shift
 
+    def positions(self, residue: int, first: int, stop: int) -> range:
+        """The positions below `stop` of a residue in the segment whose index 0 is `first`."""
+        return head_rows(max(first, 0), stop, first, self.rate, residue)
+
     def count(self, residue: int, first: int, stop: int) -> int:
-        """Number of positions below `stop` of a residue in the segment whose index 0 is `first`."""
-        return len(head_rows(max(first, 0), stop, first, self.rate, residue))
+        """Their number."""
+        return len(self.positions(residue, first, stop))
 
     def rows(self, length: int) -> int:
         """Most rows of a slot in sequences of up to `length` tokens."""
@@ -95,8 +102,16 @@ class _BranchSlots:
         rows = -(-(stop - max(self.first(stop - 1), 0)) // self.rate)
         if rows <= capacity:
             return capacity
-        size = max(rows, 2 * capacity, SMALLEST)
-        return size if self.width is None else min(size, -(-self.width // self.rate))
+        larger = max(rows, 2 * capacity, SMALLEST)
+        return larger if self.width is None else min(larger, -(-self.width // self.rate))
+
+    def dealt(self, dealt: DealtRows, prompt: int, length: int) -> int:
+        """Most rows of a slot that a rank keeps while a prompt is continued up to `length` tokens."""
+        first = self.first(prompt - 1)
+        end = length if self.width is None else min(first + self.width, length)
+        rows = max(dealt.count(self.positions(residue, first, end), prompt) for residue in self.lanes)
+        later = self.rows(length - end)  # of a segment that holds nothing of the prompt
+        return max(rows, -(-later // dealt.shard.ranks))
 
 
 @functools.lru_cache(maxsize=256)
@@ -112,10 +127,16 @@ class Places:
         capacities: rows of a slot of each branch.
         bases: the first row of each branch in the buffer.
         total: rows of the buffer for each sample.
+        shared: whose rank keeps which rows; None: all are kept.
     """
 
-    def __init__(self, branches: tuple[_BranchSlots, ...], capacities: tuple[int, ...]) -> None:
-        self.branches, self.capacities = branches, capacities
+    def __init__(
+        self,
+        branches: tuple[_BranchSlots, ...],
+        capacities: tuple[int, ...],
+        shared: SharedPrompts | None = None,
+    ) -> None:
+        self.branches, self.capacities, self.shared = branches, capacities, shared
         sizes = [len(b.users) * capacity for b, capacity in zip(branches, capacities, strict=True)]
         self.bases = [sum(sizes[:i]) for i in range(len(sizes))]
         self.total = sum(sizes)
@@ -145,13 +166,13 @@ class Places:
             if sample and spans[sample] == spans[sample - 1] and starts[sample] == starts[sample - 1]:
                 rows, token = to[-1] + self.total, source[-1] + new * kv_heads
             else:
-                rows, token = self._of_sample(start, stop, kv_heads)
+                rows, token = self._of_sample(start, stop, kv_heads, sample)
                 rows, token = rows + sample * self.total, token + (sample * new + at) * kv_heads
             to.append(rows)
             source.append(token)
         return send(torch.cat(to), device), send(torch.cat(source), device)
 
-    def _of_sample(self, start: int, stop: int, kv_heads: int) -> tuple[Tensor, Tensor]:
+    def _of_sample(self, start: int, stop: int, kv_heads: int, sample: int) -> tuple[Tensor, Tensor]:
         """(rows of the buffer, rows of the new keys of one sample)."""
         to, source = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
         for branch, capacity, base in zip(self.branches, self.capacities, self.bases, strict=True):
@@ -164,10 +185,13 @@ class Places:
                 lane = branch.lanes.get(residue)
                 if lane is None:
                     continue
-                count = len(range(begin + skip, stop, branch.rate))
-                slots, row = torch.arange(lane.slots.start, lane.slots.stop)[:, None], torch.arange(count)
-                to.append((base + slots * capacity + branch.count(residue, first, begin) + row).flatten())
-                token = begin + skip - start + branch.rate * row
+                if self.shared is None:
+                    count = branch.count(residue, first, begin)
+                    token = numbers(range(begin + skip - start, stop - start, branch.rate))
+                else:
+                    count, token = self.shared.new(branch.positions(residue, first, stop), begin, sample)
+                slots, row = torch.arange(lane.slots.start, lane.slots.stop)[:, None], torch.arange(len(token))
+                to.append((base + slots * capacity + count + row).flatten())
                 source.append((token * kv_heads + torch.tensor(lane.kv_heads)[:, None]).flatten())
         return torch.cat(to), torch.cat(source)
 
@@ -181,9 +205,12 @@ class Clock:
 
     Args:
         lengths: tokens of each prompt; None: all samples have as many.
+        shared: prompts that ranks share, in place of `lengths`; None: one rank has all.
     """
 
-    def __init__(self, lengths: Sequence[int] | None = None) -> None:
+    def __init__(self, lengths: Sequence[int] | None = None, shared: SharedPrompts | None = None) -> None:
+        self.shared = shared
+        lengths = lengths if shared is None else shared.lengths
         self.lengths = None if lengths is None else tuple(integer(x, "each of lengths", 1) for x in lengths)
         #: tokens of the longest prompt; 0 where all are equally long
         self.longest = max(self.lengths) if self.lengths else 0
@@ -221,7 +248,7 @@ class Clock:
         """The `Places` of layers with these slots (pattern, H, K) and capacities."""
         key = of, capacities
         if key not in self._places:
-            self._places[key] = Places(_layer_slots(*of), capacities)
+            self._places[key] = Places(_layer_slots(*of), capacities, self.shared)
         return self._places[key]
 
     def count(self, tokens: int) -> None:
@@ -239,7 +266,8 @@ class KVCache:
     """The keys and values of one layer that later tokens can use; `length` tokens have been added.
 
     Memory is O(sum over branches of w / r) rows for each kv head: (rows of the widest residue) x slots for each branch.
-    Branches over the whole sequence (segment_length None) keep every row of the residues in use.
+    Branches over the whole sequence (segment_length None) keep every row of the residues in use. Ranks that share prompts
+    keep a part of them each, see `DealtRows`.
 
     Args:
         pattern: the layer's pattern.
@@ -250,7 +278,7 @@ class KVCache:
         clock: shared with the caches of other layers, with the lengths of prompts that differ; None: one of its own.
 
     Raises:
-        ValueError: for numbers of heads that the pattern does not allow.
+        ValueError: for numbers of heads that the pattern does not allow, and shared prompts without a `max_length` for them.
     """
 
     def __init__(
@@ -273,9 +301,20 @@ class KVCache:
         self._shape: tuple[int, int, int] | None = None
         self._of = pattern, self.num_heads, self.num_kv_heads
         self._branches = _layer_slots(*self._of)
-        limit = self.max_length
+        limit, self.shared = self.max_length, self.clock.shared
         self._limited = limit is not None and any(b.width is None or b.width > limit for b in self._branches)
-        fixed = [0 if max_length is None else branch.rows(max_length) for branch in self._branches]
+        if self.shared is not None:
+            if limit is None or limit < self.clock.longest:
+                raise ValueError(
+                    f"prompts of up to {self.clock.longest} tokens that ranks share need a max_length of at least as many, "
+                    f"got {limit}."
+                )
+            self._limited = True
+            new = limit - self.clock.longest
+            each = [(prompt, prompt + new) for prompt in set(self.shared.lengths)]
+            fixed = [max(b.dealt(self.shared.dealt, *x) for x in each) for b in self._branches]
+        else:
+            fixed = [0 if limit is None else branch.rows(limit) for branch in self._branches]
         self._places = self.clock.places(self._of, tuple(fixed))
         self._k: Tensor | None = None
         self._v: Tensor | None = None
@@ -289,19 +328,23 @@ class KVCache:
         Raises:
             ValueError: for shapes other than those of the layer and of earlier calls, and for more tokens than `max_length`.
         """
-        batch, new = k.shape[:2]
-        self._check(k, v)
-        before, after = (self.clock.kept(columns, batch) for columns in (self.length, self.length + new))
-        if new:
+        batch, end = len(k), self.after(k.shape[1])
+        self.check(k, v)
+        before, after = (self.clock.kept(columns, batch) for columns in (self.length, end))
+        if end > self.length:
             self._make_room(k, after)
             spans = list(zip(before, after, strict=True))
             to, source = self._places.indices(spans, [0] * batch, tuple(k.shape[:3]), k.device)
             for buffer, rows in ((self._k, k), (self._v, v)):
                 new_rows = rows.reshape(-1, rows.shape[3]).index_select(0, source)
                 buffer.flatten(0, 1).index_copy_(0, to, new_rows.to(buffer.dtype))
-        self.length += new
+        self.length = end
 
-    def _check(self, k: Tensor, v: Tensor) -> None:
+    def after(self, new: int) -> int:
+        """`length` after a call with so many tokens: of shared prompts the first call has this rank's, and takes all."""
+        return self.length + new if self.shared is None or self.length else self.clock.longest
+
+    def check(self, k: Tensor, v: Tensor) -> None:
         """Raise unless (B, n, K, D) keys and values are those of this layer and of the samples of earlier calls."""
         shape, lengths = (k.shape[0], *k.shape[2:]), self.clock.lengths
         if k.shape != v.shape or k.shape[2] != self.num_kv_heads or shape != (self._shape or shape):
@@ -312,7 +355,12 @@ class KVCache:
             )
         if lengths is not None and len(lengths) != shape[0]:
             raise ValueError(f"the cache was made for {len(lengths)} samples (lengths), got a batch of {shape[0]}.")
-        end = self.length + k.shape[1]
+        end = self.after(k.shape[1])
+        if self.shared is not None and k.shape[1] != (1 if self.length else self.shared.tokens):
+            raise ValueError(
+                f"of prompts that ranks share the first call takes this rank's {self.shared.tokens} tokens, and each later "
+                f"one a token; got {k.shape[1]} after {self.length}."
+            )
         if self.length < self.clock.longest < end:
             raise ValueError(
                 f"a call adds tokens of prompts or later ones, not both: the longest prompt has {self.clock.longest} "
@@ -381,6 +429,13 @@ class KVCache:
             for i in range(len(self._branches)) if stop else ():
                 self._attend_branch(i, rows, q[rows], out[rows], lse[rows], begin, stop)
 
+    def _count(self, branch: _BranchSlots, residue: int, first: int, stop: int) -> int:
+        """Rows of a slot that are kept here, of a sample with `stop` tokens."""
+        if self.shared is None:
+            return branch.count(residue, first, stop)
+        prompt = stop - max(0, self.length - self.clock.longest)
+        return self.shared.dealt.count(branch.positions(residue, first, stop), prompt)
+
     def _attend_branch(
         self, number: int, samples: slice, q: Tensor, out: Tensor, lse: Tensor, start: int, stop: int
     ) -> None:
@@ -390,7 +445,8 @@ class KVCache:
         end = q.shape[1] if branch.width is None else min(q.shape[1], first + branch.width - start)
         for skip in range(min(end, branch.rate)):
             residue = (start + skip - first) % branch.rate
-            lane, count = branch.lanes.get(residue), branch.count(residue, first, stop)
+            lane = branch.lanes.get(residue)
+            count = 0 if lane is None else self._count(branch, residue, first, stop)
             if lane is None or count == 0:
                 continue
             heads = _index(lane.heads, q.device)
@@ -402,6 +458,8 @@ class KVCache:
 
     def kernel_serves(self, q: Tensor) -> bool:
         """Whether `step` takes a token with these queries (B, 1, H, D)."""
+        if self.shared is not None:  # the kernels return no log-sum-exp, and number all rows
+            return False
         if q.shape[1] != 1 or not kernels.available(q.device) or self.length < self.clock.longest:
             return False
         from lightning_dilated.kernels.decode import serves
@@ -412,7 +470,7 @@ class KVCache:
         """(B, 1, H, D) of one token with k and v (B, 1, K, D), which is added; `table` rotates q and k. In two kernels."""
         from lightning_dilated.kernels.decode import decode, launch
 
-        self._check(k, v)
+        self.check(k, v)
         self._places.forget()
         if self.max_length is None or self._k is None:
             self._make_room(k, self.clock.kept(self.length + 1, len(k)))
@@ -450,14 +508,14 @@ class KVCache:
             self.recent.zero_()
 
     def rows(self) -> list[dict[int, int]]:
-        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample."""
+        """For each branch: kv head -> rows in the cache, over all its residues, of the longest sample; on this rank."""
         branches = []
         stop = max(self.clock.kept(self.length, 1))
         for branch in self._branches:
             count: Counter[int] = Counter()
             first = branch.first(stop - 1)
             for residue, lane in branch.lanes.items():
-                count.update(dict.fromkeys(lane.kv_heads, branch.count(residue, first, stop)))
+                count.update(dict.fromkeys(lane.kv_heads, self._count(branch, residue, first, stop)))
             branches.append(dict(count))
         return branches
 
@@ -505,7 +563,8 @@ def decode_attention(
 
     One token costs O(sum over branches of w / r) for each head: on a GPU two kernels for all branches, on a CPU matrix
     products. Several tokens (a prompt, or its next chunk) attend to each other by `dilated_attention` and to the cache by
-    matrix products; the two are merged by their log-sum-exp.
+    matrix products; the two are merged by their log-sum-exp. Where ranks share prompts, a prompt is `dilated_attention` of
+    their group, and each attends with a token to the rows that it keeps; one collective merges the parts.
 
     Args:
         q: (B, n, H, D), rotated to its global positions if positions are rotary.
@@ -523,8 +582,8 @@ def decode_attention(
     q, k, v = autocast(q, k, v)
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v)):
         raise ValueError("a cache serves inference, without gradients: call under torch.no_grad().")
-    start, new = cache.length, q.shape[1]
-    check_padding(cache.pattern, start + new)
+    start, new, shared = cache.length, q.shape[1], cache.shared
+    check_padding(cache.pattern, cache.after(new))
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if cache.kernel_serves(q):
         return cache.step(q, k, v, scale, table)
@@ -536,9 +595,12 @@ def decode_attention(
         query = q.to(wide) * scale
         out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -torch.inf)
         cache.attend(query, out, lse, start)
-        return out.to(q.dtype)
+        return (out if shared is None else shared.merged(out, lse)).to(q.dtype)
     options = {"causal": True, "scale": scale, "engine": engine}
-    if start == 0:
+    if shared is not None:
+        shared.group.guard(cache.check, k, v)
+        out = dilated_attention(q, k, v, cache.pattern, **options, sequence=shared.group)
+    elif start == 0:
         out = dilated_attention(q, k, v, cache.pattern, **options)
     else:
         part, lse = dilated_attention(q, k, v, _continued(cache.pattern, start), return_lse=True, **options)

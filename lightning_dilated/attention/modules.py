@@ -285,7 +285,8 @@ class MultiheadDilatedAttention(nn.Module):
             positions: global positions (N,) or (B, N) for rotary or xPos, or their table; None: 0..N-1, or within an active
                 `SequenceGroup` those of this rank's tokens.
             cache: a cache of `new_cache` with the earlier tokens, to which the new ones are added; or the layer's place in a
-                stream, whose chunk `query` is. Causal, one rank only.
+                stream, whose chunk `query` is. Causal; one rank only, but for a cache of prompts that ranks share, which
+                reads them within their active `SequenceGroup` and continues them outside.
 
         Returns:
             (out of query's shape, None).
@@ -360,6 +361,9 @@ class MultiheadDilatedAttention(nn.Module):
     @staticmethod
     def _continued(convolution: ShortConvolution, cache: KVCache, x: Tensor) -> Tensor:
         """The convolution of new tokens after those of the cache, which keeps the rows that the next tokens need."""
+        if cache.shared is not None and cache.length == 0:
+            cache.recent = cache.shared.last_rows(x, convolution.taps - 1)
+            return convolution(x)
         y, rows = convolution.continued(x, cache.recent)
         cache.remember(rows, x.shape[1])
         return y
@@ -416,8 +420,12 @@ class MultiheadDilatedAttention(nn.Module):
 
     def _check_cache(self, causal: bool, packed: bool, cache: KVCache) -> None:
         """Raise for a call that does not support a cache, or not this one."""
-        if active_sequence() is not None:
-            raise ValueError("a cache serves one rank: decode outside of SequenceGroup.active().")
+        reads = None if cache.shared is None or cache.length else cache.shared.group
+        if active_sequence() is not reads:
+            raise ValueError(
+                "a cache serves one rank: decode outside of SequenceGroup.active(). Only prompts that ranks share "
+                "(SharedPrompts) are read within, by their group."
+            )
         if not causal or packed:
             raise ValueError("a cache serves causal attention over whole rows: causal=True, no lengths, no cu_seqlens.")
         if self.training and self.attention.dropout > 0:

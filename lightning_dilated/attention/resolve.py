@@ -21,7 +21,7 @@ from lightning_dilated.attention.backends import TRITON, Engine, Request, chaine
 from lightning_dilated.attention.dropout import Dropout
 from lightning_dilated.attention.executors import Call, Executor, Layout, grouped
 from lightning_dilated.attention.executors.fused import captured
-from lightning_dilated.attention.executors.grouped import LIMIT, block_flops
+from lightning_dilated.attention.executors.grouped import block_flops
 from lightning_dilated.attention.executors.remote import AllToAll, Chunked, HeadParallel, RowExchange
 from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.spec import CallSpec, decode
@@ -76,8 +76,14 @@ def resolve(
         number, backward: of the call whose backward this is.
 
     Raises:
-        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, and ranks that differ.
+        ValueError: for documents that do not fit the sequence, engines that cannot serve the call, ranks that differ, and
+            dropout while a CUDA graph records.
     """
+    if seed is not None and captured(q.device):
+        raise ValueError(
+            "a CUDA graph cannot record dropout of attention: its mask follows a seed of the host, and would be the same in "
+            "each replay. Set dropout=0.0, or call it without a graph."
+        )
     limits = [x for x in (lengths, cu_seqlens) if x is not None and x.device.type != "cpu"]
     if limits:
         cut = _cut.__wrapped__ if captured(q.device) else _cut  # as below
@@ -119,8 +125,8 @@ def _read(lengths: Tensor) -> Tensor:
         raise ValueError(
             "lengths and cu_seqlens on the GPU are read by the grouped Triton kernels alone, and these do not serve this "
             "call, so a CUDA graph cannot record it. They take one rank, engine 'auto' or 'triton', and samples (with "
-            f"cu_seqlens a row) of up to {LIMIT:,} (token, head, feature) triples. Record the call without lengths and "
-            "cu_seqlens, or call it without a graph."
+            f"cu_seqlens a row) of up to {grouped.LIMIT:,} (token, head, feature) triples. Record the call without lengths "
+            "and cu_seqlens, or call it without a graph."
         )
     return lengths.cpu()
 
@@ -142,7 +148,9 @@ def _cut(
         return None
     call = Call(TRITON, spec.pattern, heads, all_kv_heads, (first, first + shape[2]), spec.causal, spec.scale)
     layout = Layout(shape, dtype, device, spec.dropout > 0, True, bits)
-    works = grouped.plan(call, spans(shape[0], shape[1], None, None), layout)
+    at_once = max(1, grouped.LIMIT // shape[1:].numel())  # samples of a launch
+    samples = [Span(i, min(at_once, shape[0] - i), 0, shape[1]) for i in range(0, shape[0], at_once)]
+    works = grouped.plan(call, samples, layout)
     return None if works is None else grouped.Grouped(call, works)
 
 
@@ -177,14 +185,19 @@ def forget() -> None:
     _cut.cache_clear()
 
 
+def check_lengths(lengths: Tensor, seq_len: int) -> None:
+    """Raise ValueError for lengths (B,) on the CPU beyond N."""
+    low, high = (int(lengths.min()), int(lengths.max())) if len(lengths) else (0, 0)
+    if low < 0 or high > seq_len:
+        raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
+
+
 def find_documents(
     batch: int, seq_len: int, lengths: Tensor | None, cu_seqlens: Tensor | None, spec: CallSpec
 ) -> tuple[Span, ...]:
     """The documents of a sequence of N tokens, after the checks that need values and not only shapes."""
-    if lengths is not None and batch:
-        low, high = int(lengths.min()), int(lengths.max())
-        if low < 0 or high > seq_len:
-            raise ValueError(f"lengths must lie in 0..{seq_len} (the padded length), got values from {low} to {high}.")
+    if lengths is not None:
+        check_lengths(lengths, seq_len)
     if cu_seqlens is not None:
         check_bounds(cu_seqlens.tolist(), seq_len)
     documents = tuple(spans(batch, seq_len, lengths, cu_seqlens))
@@ -259,7 +272,8 @@ def _chunked(
     group = find_sequence(spec.sequence) if spec.sequence else None
     if group is not None:
         turn = f"layer {layer}, chunk {chunk}" + ("" if number is None else f", backward of call {int(number)}")
-        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, chunk=True)
+        tokens = len(stream.shard.positions(chunk))
+        agreed, engine = _compared(group, spec, q, k, documents, seed, turn, backward, tokens)
         key = *key, engine
     make = functools.partial(_chunk_call, spec, q, k, documents, layer, chunk, group)
     # layers with the same pattern share a route, unless they carry rows of earlier calls
@@ -331,14 +345,15 @@ def _compared(
     seed: int,
     turn: str | None,
     backward: bool,
-    chunk: bool = False,
+    chunk: int | None = None,
 ) -> tuple[Agreement, str]:
-    """The ranks' agreement on a call, and the name of an engine that serves it."""
+    """The ranks' agreement on a call (of a chunk of so many tokens), and the name of an engine that serves it."""
     request = Request.of(q, spec.dropout, spec.scale)
     # that some engine serves is seen before anything moves; which one is known better where the blocks are known
     engine = group.guard(functools.partial(choose, say=False), spec.engine, request).engine
     facts = _facts(spec, q, k, documents, backward)
-    return group.agree(facts, q.shape[1], seed, turn, later=spec.needs_grad or chunk, chunk=chunk), engine.name
+    later = spec.needs_grad or chunk is not None
+    return group.agree(facts, q.shape[1], seed, turn, later=later, chunk=chunk), engine.name
 
 
 def _log(group: SequenceGroup | None, planned: tuple[Planned, Planned] | None, backward: bool) -> None:

@@ -3,6 +3,7 @@
 from lightning_dilated.callbacks.activation_recompute import ActivationRecompute
 from lightning_dilated.callbacks.by_distance import LossByPosition, RecallByDistance
 from lightning_dilated.callbacks.communication import CommunicationProfiler
+from lightning_dilated.callbacks.intervals import BootstrapIntervals
 from lightning_dilated.callbacks.memory import MemoryProfiler
 from lightning_dilated.callbacks.predictions import AttentionWriter, PredictionWriter
 from lightning_dilated.callbacks.report import RunReport
@@ -12,6 +13,7 @@ from lightning_dilated.callbacks.throughput import ThroughputMonitor
 __all__ = [
     "ActivationRecompute",
     "AttentionWriter",
+    "BootstrapIntervals",
     "CommunicationProfiler",
     "LossByPosition",
     "MemoryProfiler",

@@ -14,10 +14,13 @@ from typing import Any, Literal, cast
 import lightning.pytorch as pl
 import numpy as np
 from lightning.pytorch.callbacks import BasePredictionWriter
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 
-from lightning_dilated._validation import integer, one_of
+from lightning_dilated._validation import flag, integer, one_of
+from lightning_dilated.data import SlideDataModule, write_heat_map
 from lightning_dilated.data.files import guarded_field
+from lightning_dilated.data.slides.files import slide_name
 from lightning_dilated.models import SlideEncoder
 
 
@@ -127,25 +130,49 @@ def _some(names: Any) -> str:
     return f"{', '.join(map(str, shown[:6]))}{', ...' if len(shown) > 6 else ''} ({len(shown)})"
 
 
+#: endings of thumbnails
+THUMBNAILS = (".png", ".jpg", ".jpeg", ".tif", ".tiff")
+
+
 class AttentionWriter(pl.Callback):
     """Writes `attention/SLIDE_ID.npz` into the run folder for every slide that a SlideEncoder predicts, with the arrays
-    `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read.
+    `attention` (T,), or (T, H) with heads="all", and `coords` (T, 2), both in the order in which the tiles were read; and
+    `attention/SLIDE_ID.png`, a heat map of it (`data.write_heat_map`; of all heads their mean).
 
-    These go on to `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`. Every
-    slide is encoded a second time for it, up to the layer.
+    The arrays go on to `data.heat_map(attention, coords, tile_size)` and `data.write_attention(path, attention, coords)`.
+    Every slide is encoded a second time for it, up to the layer.
 
     Args:
         layer, heads: as in `SlideEncoder.attention_map`; of one layer.
         path: of the folder; None means `attention` in the logger's folder.
+        pictures: write the PNGs.
+        thumbnails: a folder of pictures of whole slides, called SLIDE_ID.png, .jpg, .jpeg, .tif or .tiff, on which the heat
+            maps are drawn; or one such file, for one slide. A slide without one gets a white ground, which is reported.
+        scale: of the colours, see `data.write_heat_map`.
 
     Raises:
-        TypeError, ValueError: when predicting begins, for another model, or if ranks share a slide or shard the weights.
+        TypeError, ValueError, FileNotFoundError: when predicting begins, for another model, or if ranks share a slide or
+            shard the weights; for thumbnails that are not there, of patients, or of slides whose size no file states.
     """
 
-    def __init__(self, layer: int = -1, heads: Literal["mean", "all"] = "mean", path: str | None = None) -> None:
+    def __init__(
+        self,
+        layer: int = -1,
+        heads: Literal["mean", "all"] = "mean",
+        path: str | None = None,
+        pictures: bool = True,
+        thumbnails: str | None = None,
+        scale: Literal["rank", "linear"] = "rank",
+    ) -> None:
         integer(layer, "layer", hint=" It is the number of one layer; -1 is the last.")
         one_of(heads, "heads", ("mean", "all"))
+        one_of(scale, "scale", ("rank", "linear"))
         self.layer, self.heads, self.path = layer, heads, path
+        self.pictures, self.thumbnails, self.scale = flag(pictures, "pictures"), thumbnails, scale
+        if thumbnails is not None and not pictures:
+            raise ValueError("thumbnails are the ground of pictures: set pictures to True, or leave thumbnails out.")
+        #: thumbnail, and size of the slide where it has one, of each slide
+        self._grounds: dict[str, tuple[Path, tuple[int, int]]] = {}
 
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the model and strategy, and find the folder, which takes every rank."""
@@ -161,7 +188,41 @@ class AttentionWriter(pl.Callback):
             )
         if not -pl_module.depth <= self.layer < pl_module.depth:
             raise ValueError(f"AttentionWriter has layer={self.layer}, but the model has {pl_module.depth} layers.")
+        self._grounds = {} if self.thumbnails is None else self._find_thumbnails(Path(self.thumbnails), trainer)
         self._folder = Path(self.path or Path(trainer.log_dir or trainer.default_root_dir) / "attention")
+
+    def _find_thumbnails(self, where: Path, trainer: Any) -> dict[str, tuple[Path, tuple[int, int]]]:
+        """{slide: (thumbnail, the slide's size)} of the slides to be predicted."""
+        data = trainer.datamodule
+        if not isinstance(data, SlideDataModule) or data.merge_groups:
+            what = "samples of several slides" if isinstance(data, SlideDataModule) else "no SlideDataModule's slides"
+            raise ValueError(f"thumbnails are matched with slides by name, and these are {what}: leave thumbnails out.")
+        sizes = {slide.name: slide.extent for slide in data.dataset("test").slides}
+        if not where.exists():
+            raise FileNotFoundError(f"thumbnails {where}: no such file or folder.")
+        if where.is_dir():
+            found = {slide_name(x.stem): x for x in sorted(where.iterdir()) if x.suffix.lower() in THUMBNAILS}
+        elif len(sizes) == 1:
+            found = dict.fromkeys(sizes, where)
+        else:
+            raise ValueError(
+                f"thumbnails {where} is one file, but {len(sizes)} slides are predicted: give a folder of files "
+                "SLIDE_ID.png."
+            )
+        without = [name for name in sizes if name not in found]
+        if without:
+            rank_zero_warn(
+                f"{len(without)} of {len(sizes)} slides have no thumbnail in {where}, so their heat maps have a white "
+                f"ground: {', '.join(without[:5])}{', ...' if len(without) > 5 else ''}."
+            )
+        unknown = [name for name in sizes if name in found and sizes[name] is None]
+        if unknown:
+            raise ValueError(
+                f"thumbnails need the size of a slide, which the files of {len(unknown)} slides do not state (as TRIDENT's "
+                f"level0_width and level0_height of coords), the first {unknown[0]}: leave thumbnails out, or draw by "
+                "data.write_heat_map with slide_size."
+            )
+        return {name: (found[name], cast(tuple[int, int], size)) for name, size in sizes.items() if name in found}
 
     def on_predict_batch_end(
         self,
@@ -199,8 +260,15 @@ class AttentionWriter(pl.Callback):
             count = tiles.shape[1] if counts is None else int(counts[i])
             attention = maps[i, ..., :count].T if self.heads == "all" else maps[i, :count]
             # savez would not append the ending to a name that has one
+            values, places = attention.cpu().numpy(), coords[i, :count].cpu().numpy()
             with (self._folder / f"{name}.npz").open("wb") as file:
-                np.savez(file, attention=attention.cpu().numpy(), coords=coords[i, :count].cpu().numpy())
+                np.savez(file, attention=values, coords=places)
+            if self.pictures:
+                thumbnail, size = self._grounds.get(name, (None, None))
+                mean = values.mean(1) if values.ndim == 2 else values
+                picture = self._folder / f"{name}.png"
+                options: dict[str, Any] = {"thumbnail": thumbnail, "slide_size": size, "scale": self.scale}
+                write_heat_map(picture, mean, places, module.tile_size, **options)
 
     def on_predict_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.is_global_zero and self._folder.exists():

@@ -18,7 +18,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 
-from lightning_dilated.callbacks import PredictionWriter
+from lightning_dilated.callbacks import BootstrapIntervals, PredictionWriter
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
@@ -227,23 +227,36 @@ class DilatedCLI(LightningCLI):
             self.check_data()
 
     def check_data(self) -> None:
-        """Run the data's own checks, and check that a model of something else does not get bytes of texts."""
+        """Run the data's own checks, and check that a model of something else does not get bytes of texts.
+
+        Data for a checkpoint takes the classes that the checkpoint was trained on, so that a cohort may lack some.
+        """
         dims = getattr(self.model.sequence_spec, "dims", None)  # None for a model without dims
         is_text = type(self.datamodule) is ByteDataModule  # a subclass may have other batches
         labelled = isinstance(self.model, PooledModule) and self.subcommand != "predict"
         if is_text and dims is not None and ("tokens" not in dims or labelled):
             raise ValueError(_other_data(self.model, dims))
+        path, follow = (
+            self.config[str(self.subcommand)].get("ckpt_path"),
+            getattr(self.datamodule, "follow_classes", None),
+        )
+        if self.subcommand != "fit" and callable(follow) and path and Path(path).is_file():
+            follow(read_checkpoint(path).get("classes"))
         check = getattr(self.datamodule, "check", None)
         if callable(check):
             check()
 
     def instantiate_trainer(self, **kwargs: Any) -> pl.Trainer:
-        """Add a writer for our models' predictions unless the recipe has one."""
+        """Add a writer for our models' predictions, and one for the metrics of a test, unless the recipe has one."""
         trainer = super().instantiate_trainer(**kwargs)
         writers = [c for c in trainer.callbacks if isinstance(c, BasePredictionWriter)]
         is_ours = isinstance(self.model, (TokenModel, PooledModule))
         if self.subcommand == "predict" and is_ours and not writers:
             trainer.callbacks.append(PredictionWriter())
+        has_intervals = any(isinstance(c, BootstrapIntervals) for c in trainer.callbacks)
+        predicts_one = isinstance(self.model, PooledModule) and self.model.task is not None
+        if self.subcommand == "test" and predicts_one and not has_intervals:
+            trainer.callbacks.append(BootstrapIntervals())
         return trainer
 
     def _run_subcommand(self, subcommand: str) -> None:

@@ -15,12 +15,15 @@ from lightning_dilated.cli.lightning_cli import DilatedCLI, with_checkpoint, wit
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
     "generate": "lightning_dilated.cli.generate:run",
+    "score": "lightning_dilated.cli.genome.score:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
     "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
     "verify": "lightning_dilated.cli.verify:run",
     "bench": "lightning_dilated.cli.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
+    "folds": "lightning_dilated.cli.slides.folds:run",
+    "export": "lightning_dilated.cli.export:run",
     "plan": "lightning_dilated.cli.plan:run",
 }
 
@@ -29,15 +32,18 @@ HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
 Train transformers with dilated attention on long sequences. Commands:
   fit        train; a checkpoint, config.yaml and plots go to the run folder
   validate   validation loss of a checkpoint
-  test       test loss of a checkpoint
+  test       test loss of a checkpoint; of slides, metrics with intervals
   predict    a CSV with a row for every test sequence or slide
   generate   continue a prompt: --ckpt_path X.ckpt --prompt TEXT
+  score      variants: --ckpt_path X.ckpt --vcf X.vcf --fasta X.fa --out X.csv
   tokenize   text files to tokens: --tokenizer tokenizer.json --out X.bin
   pairs      two versions of a source tree to samples: --old A --new B
   explain    what a pattern can see: --config RECIPE.yaml
   verify     this machine's ranks against one rank: verify --devices 4
   bench      measure this machine: bench attention, bench links
   consolidate  a checkpoint's weights in one file: FOLDER --out X.safetensors
+  folds      mean and deviation of the tests of a cross-validation
+  export     a file that runs without this package: --ckpt_path X --out X.onnx
   plan       memory, time, longest sequence: plan --config X.yaml --gpus 4
 
 start here:

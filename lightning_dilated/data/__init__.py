@@ -1,13 +1,17 @@
 """DataModules and the resumable sampler and loader that they share."""
 
 from lightning_dilated.data.files import ByteStream
+from lightning_dilated.data.genome.bases import decode_bases, encode_bases, reverse_complement
 from lightning_dilated.data.genome.fasta import GenomeDataModule, GenomeWindows
+from lightning_dilated.data.genome.files import Genome
 from lightning_dilated.data.genome.strain_pairs import StrainPairsDataModule
+from lightning_dilated.data.genome.variants import AlleleWindows, Variant, allele_windows, read_variants
 from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.slides.coordinates import check_coordinates
-from lightning_dilated.data.slides.heat_maps import heat_map, write_attention
-from lightning_dilated.data.slides.module import SlideDataModule, SlideSequences
+from lightning_dilated.data.slides.heat_maps import heat_map, write_attention, write_heat_map
+from lightning_dilated.data.slides.module import SlideDataModule
+from lightning_dilated.data.slides.sequences import SlideSequences
 from lightning_dilated.data.slides.synthetic import write_synthetic_slides
 from lightning_dilated.data.tasks import FarRecallDataModule, ListOpsDataModule
 from lightning_dilated.data.text.bytes import ByteDataModule, ByteSequences
@@ -17,11 +21,13 @@ from lightning_dilated.data.text.tokens import TokenDataModule
 from lightning_dilated.data.text.version_pairs import VersionPairs, write_version_pairs
 
 __all__ = [
+    "AlleleWindows",
     "ByteDataModule",
     "ByteSequences",
     "ByteStream",
     "EncodedFiles",
     "FarRecallDataModule",
+    "Genome",
     "GenomeDataModule",
     "GenomeWindows",
     "ListOpsDataModule",
@@ -34,11 +40,18 @@ __all__ = [
     "StreamDataModule",
     "StreamSequences",
     "TokenDataModule",
+    "Variant",
     "VersionPairs",
+    "allele_windows",
     "check_coordinates",
+    "decode_bases",
+    "encode_bases",
     "encode_files",
     "heat_map",
+    "read_variants",
+    "reverse_complement",
     "write_attention",
+    "write_heat_map",
     "write_synthetic_slides",
     "write_version_pairs",
 ]

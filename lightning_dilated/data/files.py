@@ -370,12 +370,13 @@ _MARKED = tuple("'=+-@\t\r\n＝＋－＠")
 
 
 def guarded_field(value: Any) -> Any:
-    """A word with ' in front if it begins with ' or like a formula; numbers and other words unchanged.
+    """A word with ' in front if it begins with ' or like a formula; numbers, the strands + and -, and other words unchanged.
 
     Excel and LibreOffice take a field that begins with = + - @, a tab or a line break for a formula, which may start
     programs and send data away; names of slides and classes come from other people's files.
     """
-    return f"'{value}" if isinstance(value, str) and value.startswith(_MARKED) else value
+    marked = isinstance(value, str) and value.startswith(_MARKED) and value not in ("+", "-")
+    return f"'{value}" if marked else value
 
 
 def plain_field(text: str) -> str:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
 from lightning_dilated._validation import flag, integer, real
-from lightning_dilated.data.packing import PackedSamples, PackingSampler, collate_pack
+from lightning_dilated.data.packing import ALONG, PackedSamples, PackingSampler, collate_pack
 from lightning_dilated.data.sampler import ResumableLoader, ResumableSampler
 from lightning_dilated.data.schedule import ScheduledSequences, SeqLenSchedule, collate_rows
 
@@ -31,7 +31,8 @@ class SplitDataModule(pl.LightningDataModule):
     """Base of the DataModules; a subclass defines `check`, `dataset` and `wanted`.
 
     Training order depends on `seed` and the epoch alone and is continued exactly from a checkpoint; validation and test
-    come in the dataset's order. No sample is served twice in an epoch.
+    come in the dataset's order. No sample is served twice in an epoch, unless training draws classes equally often
+    (`balanced_classes`).
 
     Args:
         batch_size: B, samples of a batch on each device.
@@ -47,6 +48,8 @@ class SplitDataModule(pl.LightningDataModule):
 
     #: makes a batch of samples; None is torch's default
     collate: Callable[[list[Any]], Any] | None = None
+    #: entries of a sample that run over its tokens, which packs join; of the others a pack has a value a sample
+    along: tuple[str, ...] = ALONG
     #: whether training samples come in an order of their own in each epoch, or as they lie
     shuffles = True
     #: of training sequences; None where all have the same length
@@ -89,6 +92,10 @@ class SplitDataModule(pl.LightningDataModule):
         """None if a split was requested, else the setting that left it out."""
         return None
 
+    def balanced_classes(self) -> list[int] | None:
+        """The class of each training sample, to draw all classes equally often; None draws each sample once an epoch."""
+        return None
+
     def per_rank(self, replicas: int) -> int:
         """Samples of a batch on each of so many data-parallel ranks."""
         return self.batch_size
@@ -104,14 +111,18 @@ class SplitDataModule(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Called by the Trainer before each run: checks the data and forgets an earlier run's position."""
         self.check()
+        if stage == "fit":
+            self._check_trains()
         if stage in (None, "fit"):
             self._resume_state = None
             self._train_loader = None
 
     def train_dataloader(self) -> ResumableLoader:
         """Whole batches in the epoch's order, this rank's share; raises ValueError if there are too few samples."""
+        self._check_trains()
         rank, replicas = self._replica()
-        dataset, sampler = self._sampled("train", rank, replicas, shuffle=self.shuffles, seed=self.seed, drop_last=True)
+        order = {"shuffle": self.shuffles, "seed": self.seed, "drop_last": True, "classes": self.balanced_classes()}
+        dataset, sampler = self._sampled(self.dataset("train"), rank, replicas, **order)
         self.check_batch(len(dataset), replicas)  # type: ignore[arg-type]  # torch's Dataset declares no length
         collate = self._collate
         if self.schedule is not None:
@@ -146,7 +157,12 @@ class SplitDataModule(pl.LightningDataModule):
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader | list[DataLoader]:
-        return self._eval_loader("test")
+        """The samples of `predict_dataset` in order; an empty list where there is no test split."""
+        return self._eval_loader("test", self.predict_dataset)
+
+    def predict_dataset(self) -> Dataset:
+        """What `predict` runs on: the test split."""
+        return self.dataset("test")
 
     def state_dict(self) -> dict[str, Any]:
         """The training position, for checkpoints; empty before training."""
@@ -174,12 +190,17 @@ class SplitDataModule(pl.LightningDataModule):
     def _collate(self) -> Callable[[list[Any]], Any] | None:
         return self.collate if self.pack_tokens is None else collate_pack
 
-    def _sampled(self, split: str, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
-        """The samples of a split, or its packs, and this rank's order."""
-        dataset = self.dataset(split)
+    def _check_trains(self) -> None:
+        """Raise ValueError where the settings leave no training data."""
+        missing = self.wanted("train")
+        if missing is not None:
+            raise ValueError(f"there is no train split to fit: {missing}")
+
+    def _sampled(self, dataset: Dataset, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
+        """The samples, or packs of them, and this rank's order."""
         if self.pack_tokens is None:
             return dataset, ResumableSampler(dataset, replicas, rank, **order)
-        packed = PackedSamples(dataset, self.pack_tokens)
+        packed = PackedSamples(dataset, self.pack_tokens, self.along)
         return packed, PackingSampler(packed, replicas, rank, **order)
 
     def _check_packs(self, sampler: PackingSampler) -> None:
@@ -208,14 +229,16 @@ class SplitDataModule(pl.LightningDataModule):
             return bool(self.pin_memory)
         return self.trainer.strategy.root_device.type == "cuda"
 
-    def _eval_loader(self, split: str) -> DataLoader | list[DataLoader]:
+    def _eval_loader(self, split: str, make: Callable[[], Dataset] | None = None) -> DataLoader | list[DataLoader]:
+        """A split in order, or what `make` gives in its place."""
         missing = self.wanted(split)
         if missing is not None:
             if self.trainer is not None and self.trainer.state.fn not in (None, TrainerFn.FITTING):
                 raise ValueError(f"there is no {split} split to run on: {missing}")
             return []
         rank, replicas = self._replica()
-        dataset, sampler = self._sampled(split, rank, replicas, shuffle=False)
+        samples = self.dataset(split) if make is None else make()
+        dataset, sampler = self._sampled(samples, rank, replicas, shuffle=False)
         return DataLoader(
             dataset,
             batch_size=self.per_rank(replicas),
@@ -305,7 +328,9 @@ class SequenceDataModule(SplitDataModule):
 
 
 # -- splits by share ---------------------------------------------------------------------------------------------------
-def split_fractions(fractions: dict[str, float | None], separate: dict[str, bool], option: str) -> dict[str, float]:
+def split_fractions(
+    fractions: dict[str, float | None], separate: dict[str, bool], option: str, all_test: bool = False
+) -> dict[str, float]:
     """The shares of the "val" and "test" split.
 
     Args:
@@ -313,10 +338,13 @@ def split_fractions(fractions: dict[str, float | None], separate: dict[str, bool
             data, so that nothing is taken from the training data unasked.
         separate: whether a split has data of its own.
         option: the option that named them, such as "paths" for `data.val_paths`.
+        all_test: whether a test share of 1 is allowed, which leaves nothing to train on.
 
     Raises: TypeError or ValueError for a share outside [0, 1), for both a share and own data, and for shares that leave
         nothing to train on.
     """
+    if all_test and fractions["test"] == 1 and fractions["val"] in (None, 0) and not any(separate.values()):
+        return {"val": 0.0, "test": 1.0}
     default = 0.0 if any(separate.values()) else SHARE
     shares = {
         x: real(default if share is None else share, f"data.{x}_fraction", least=0, below=1)

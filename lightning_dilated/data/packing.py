@@ -8,7 +8,7 @@ Shape letters: N tokens of a pack, D samples of a pack.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 
 from lightning_dilated.data.sampler import ResumableSampler
 
-#: entries of a sample that run over its tokens; the others have one value a sample
+#: entries of the package's samples that run over their tokens
 ALONG = ("tokens", "labels", "features", "coords")
 
 
@@ -44,10 +44,11 @@ class PackedSamples(Dataset):
     Args:
         dataset: has `length_of(index)` or `seq_len`, and `read_ranges(index, ranges)` that gives a mapping.
         budget: most tokens of a pack.
+        along: entries of a sample that run over its tokens; the others have one value a sample.
     """
 
-    def __init__(self, dataset: Any, budget: int) -> None:
-        self.dataset, self.budget = dataset, budget
+    def __init__(self, dataset: Any, budget: int, along: Sequence[str] = ALONG) -> None:
+        self.dataset, self.budget, self.along = dataset, budget, tuple(along)
         self._lengths: np.ndarray | None = None
 
     def __len__(self) -> int:
@@ -91,10 +92,10 @@ class PackedSamples(Dataset):
     def _read(self, number: int, ranges: tuple[range, ...], along: dict[str, list[torch.Tensor]]) -> dict[str, Any]:
         """The entries with one value a sample; those along the tokens are added to `along`."""
         sample = self.dataset.read_ranges(number, ranges)
-        for name in ALONG:
+        for name in self.along:
             if name in sample:
                 along.setdefault(name, []).append(sample[name])
-        return {name: value for name, value in sample.items() if name not in (*ALONG, "length")}
+        return {name: value for name, value in sample.items() if name not in (*self.along, "length")}
 
     def __getattr__(self, name: str) -> Any:
         if name in ("dataset", "__setstate__"):  # missing while being unpickled
@@ -121,15 +122,22 @@ def collate_pack(packs: list[dict[str, Any]]) -> dict[str, Any]:
     (pack,) = packs
     batch: dict[str, Any] = {"cu_seqlens": pack["cu_seqlens"]}
     for name, value in pack.items():
-        if name in ALONG:
-            batch[name] = value[None]
+        if isinstance(value, list):
+            batch[name] = value if isinstance(value[0], str) else _numbers(name, value)
         elif name != "cu_seqlens":
-            batch[name] = value if isinstance(value[0], str) else _numbers(value)
+            batch[name] = value[None]
     return batch
 
 
-def _numbers(values: list[Any]) -> torch.Tensor:
+def _numbers(name: str, values: list[Any]) -> torch.Tensor:
     if all(isinstance(x, torch.Tensor) for x in values):
+        shapes = sorted({tuple(x.shape) for x in values})
+        if len(shapes) > 1:
+            raise ValueError(
+                f"the samples of a pack have {name!r} of the shapes {shapes}. If it runs over their tokens, name it in the "
+                f"DataModule's `along`: along = (*SplitDataModule.along, {name!r}). If it is one value a sample, give it "
+                "one shape."
+            )
         return torch.stack(values)
     whole = all(isinstance(x, int | np.integer) for x in values)
     return torch.tensor(values, dtype=torch.int64 if whole else torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -31,15 +31,22 @@ class ResumableSampler(DistributedSampler):
     the first n * B * R samples of the order are used, whatever R is. It subclasses DistributedSampler so that
     Lightning does not replace it.
 
+    With `classes` the order draws all classes equally often: each run of C places from the start of training on holds every
+    one of the C classes once, and each class hands out its samples in turn, in a new order each time round. Counted over
+    epochs, draws of two classes, and of two samples of a class, differ by one at most. An epoch is as long as without, and
+    may hold a sample several times or not at all.
+
     Args:
         dataset: a dataset with a length; its `seq_len` and `fingerprint()`, if it has them, become part of the saved state.
         num_replicas, rank: number of data-parallel replicas and this one's number.
         shuffle: permute the samples in each epoch; otherwise they come in order.
         seed: the seed of the permutations.
         drop_last: leave out up to R - 1 samples so that all ranks get equally many; otherwise the last ranks may get
-            one fewer. No sample is ever served twice.
+            one fewer. Without `classes` no sample is ever served twice.
+        classes: the class of each sample, (samples,) of integers, to draw all of them equally often; None draws each sample
+            once. Needs `shuffle`.
 
-    Raises: ValueError for a rank outside [0, num_replicas).
+    Raises: ValueError for a rank outside [0, num_replicas), or classes of another number of samples or in order.
     """
 
     #: whether epochs have different numbers of batches
@@ -53,8 +60,18 @@ class ResumableSampler(DistributedSampler):
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        classes: Sequence[int] | np.ndarray | None = None,
     ) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle, seed=seed, drop_last=drop_last)
+        self._members: list[np.ndarray] | None = None  # the samples of each class
+        if classes is not None:
+            numbers, size = np.asarray(classes), len(dataset)  # type: ignore[arg-type]
+            if numbers.shape != (size,) or not shuffle:
+                raise ValueError(
+                    f"classes must be one number for each of the {size} samples, of a shuffled order; got shape "
+                    f"{numbers.shape} and shuffle={shuffle}"
+                )
+            self._members = [np.flatnonzero(numbers == c) for c in np.unique(numbers)]
         self.consumed = 0  # samples of this epoch used up, over all ranks
         self._positioned = True  # the next pass starts at (epoch, consumed) and not at the next epoch
         self._resumed = False
@@ -63,11 +80,18 @@ class ResumableSampler(DistributedSampler):
         #: the length of the n-th sample of the next pass, where lengths follow a schedule
         self.length_of: Callable[[int], int] | None = None
 
+    @property
+    def balanced(self) -> bool:
+        """Whether all classes are drawn equally often."""
+        return self._members is not None
+
     def order(self) -> np.ndarray:
         """The current epoch's order of all samples: (num_samples,) int64."""
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
             return np.arange(size)
+        if self._members is not None:
+            return balanced_order(self._members, self.seed, self.epoch * size, size)
         return np.random.default_rng([self.seed, self.epoch]).permutation(size)
 
     def __iter__(self) -> Iterator[Any]:
@@ -116,6 +140,38 @@ class ResumableSampler(DistributedSampler):
         if not self._positioned and self.consumed > 0:
             self.epoch, self.consumed = self.epoch + 1, 0
         self._positioned = False
+
+
+#: rounds whose orders of classes are drawn together
+_ROUNDS = 1024
+
+
+def balanced_order(members: Sequence[np.ndarray], seed: int, start: int, count: int) -> np.ndarray:
+    """(count,) samples at the places from `start` on of an endless order that draws all classes equally often.
+
+    Round b of C places holds each of the C classes once, in a random order. It takes number b of a class's samples, which
+    are shuffled anew each time all are used. Depends on the arguments alone, wherever it starts.
+
+    Args:
+        members: the samples of each class, none of them empty.
+        seed: of both orders.
+    """
+    places = np.arange(start, start + count)
+    rounds, at = np.divmod(places, max(1, len(members)))
+    drawn = np.empty(count, np.int64)
+    for part in np.unique(rounds // _ROUNDS):
+        rng = np.random.default_rng([seed, 1, part])
+        turns = rng.permuted(np.tile(np.arange(len(members)), (_ROUNDS, 1)), axis=1)
+        here = rounds // _ROUNDS == part
+        drawn[here] = turns[rounds[here] % _ROUNDS, at[here]]
+    order = np.empty(count, np.int64)
+    for c, samples in enumerate(members):
+        mine = np.flatnonzero(drawn == c)
+        times, number = np.divmod(rounds[mine], len(samples))
+        for time in np.unique(times):
+            shuffled = np.random.default_rng([seed, 2, c, time]).permutation(samples)
+            order[mine[times == time]] = shuffled[number[times == time]]
+    return order
 
 
 class ResumableLoader(DataLoader):
@@ -205,6 +261,7 @@ class ResumableLoader(DataLoader):
 
     def _check_identity(self, state: dict[str, Any]) -> None:
         """Raise ValueError for a state of other data, and warn where it has too little to compare."""
+        state = {"balanced": False, **state}  # there was no other order before states said which
         missing = [key for key in _STATE_KEYS if key not in state]
         if missing:
             raise ValueError(
@@ -238,6 +295,7 @@ class ResumableLoader(DataLoader):
             "num_samples": size,
             "seq_len": getattr(self.dataset, "seq_len", None),
             "shuffle": sampler.shuffle,
+            "balanced": sampler.balanced,
             "fingerprint": fingerprint() if callable(fingerprint) else None,
         }
 

@@ -38,7 +38,7 @@ JOB = (
 )  # fmt: skip
 #: columns of the same table for bounds on the device: N, t, o, w, (o - t) mod r, r, _, head, numbers of segments that a
 #: document adds to N / w of them (0: rows need no such number), kv head, _, _, first row of the buffer, 0, branch, segment
-#: length. Here w and r are at most N + t: larger ones mean the same positions
+#: length, N at most. Here w and r are at most N + t: larger ones mean the same positions
 DOCUMENT_JOB = (
     "tokens", "shift", "residue", "width", "first_residue", "rate", "", "head", "numbers", "kv_head", "", "", "offset",
     "origin", "branch", "pads",
@@ -103,8 +103,8 @@ class Work:
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
-        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length. For
-            documents as in `DOCUMENT_JOB`.
+        jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length,
+            N at most. For documents as in `DOCUMENT_JOB`.
         grids: the programs, by rows of a tile.
         tokens: output rows of a program that combines.
         tiles: number of programs that combine, for each head.

@@ -20,11 +20,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import copy_all, has_hooks, is_fake, is_traced, with_parameters
+from lightning_dilated._compat.torch import (
+    copy_all,
+    has_hooks,
+    is_fake,
+    is_traced,
+    memory_users,
+    packs_saved_tensors,
+    with_parameters,
+)
 from lightning_dilated._device import send
 from lightning_dilated._validation import real
+from lightning_dilated.attention.backends import environment
+from lightning_dilated.attention.executors.fused import captured
 from lightning_dilated.attention.executors.tables import bits_of
 from lightning_dilated.attention.functional import check_documents
+from lightning_dilated.attention.resolve import check_lengths
 from lightning_dilated.memory.recompute import forget_casts
 from lightning_dilated.pattern.rows import check_bounds
 from lightning_dilated.sequence.group import active_sequence, no_sequence
@@ -33,6 +44,8 @@ from lightning_dilated.sequence.group import active_sequence, no_sequence
 KEPT = 64
 #: lengths of recorded sequences are multiples of this
 STEP = 64
+#: attributes of modules that users change while they train, and that a replay would not see
+SETTINGS = ("p", "pattern", "causal", "dropout", "scale", "engine")
 
 _log = logging.getLogger(__name__)
 
@@ -54,23 +67,29 @@ class Inputs(NamedTuple):
     positions: Tensor | None = None
     drops: Tensor | None = None
 
+    @property
+    def documents(self) -> int:
+        """The most documents of a record that serves these; 0 without bounds."""
+        return 0 if self.cu_seqlens is None else 2 ** bits_of(len(self.cu_seqlens) - 1)
+
     def padded_to(self, length: int) -> Inputs:
         """On x's device, in the shapes of a record of so many tokens, but for those of x itself.
 
-        What is added to the row lies in no document, and further documents are empty.
+        What is added to the row lies in no document, and further documents are empty. Lengths and bounds beyond 0..N count
+        as 0 and N.
         """
-        device = self.x.device
+        device, tokens = self.x.device, self.x.shape[1]
         lengths, bounds = (
-            None if x is None else send(x.to(torch.int32), device) for x in (self.lengths, self.cu_seqlens)
+            None if x is None else x.clamp(0, tokens).to(torch.int32) for x in (self.lengths, self.cu_seqlens)
         )
         if bounds is not None:
-            more = 2 ** bits_of(len(bounds) - 1) + 1 - len(bounds)
-            bounds = torch.cat([bounds, bounds[-1:].expand(more)])
+            bounds = torch.cat([bounds, bounds[-1:].expand(self.documents + 1 - len(bounds))])
+        lengths, bounds = (None if x is None else send(x, device) for x in (lengths, bounds))
         positions, drops = self.positions, self.drops
         if positions is not None:
-            positions = nn.functional.pad(send(positions.to(torch.int64), device), (0, length - self.x.shape[1]))
+            positions = nn.functional.pad(send(positions, device), (0, length - tokens))
         if drops is not None and bounds is not None:
-            drops = nn.functional.pad(drops, (0, 0, 0, length - self.x.shape[1]))
+            drops = nn.functional.pad(drops, (0, 0, 0, length - tokens))
         return Inputs(self.x, lengths, bounds, positions, drops)
 
 
@@ -200,8 +219,10 @@ class CudaGraphs:
         self._shared = Shared([])
         #: of the last replay of a forward, and what lives until its backward has run or its graph is freed
         self._turn, self._open = 0, lambda: None
+        #: the last replay whose backward has run
+        self._done = 0
         self._said: set[str] = set()
-        self._refused: dict[tuple[int, ...], str] = {}
+        self._refused: set[tuple] = set()
 
     def why_not(self, blocks: nn.Module, x: Tensor) -> str | None:
         """Why a call cannot be replayed; None if it can, "" if nobody expects it."""
@@ -214,6 +235,10 @@ class CudaGraphs:
             return "a module of it has hooks, which a replay would leave out"
         if self._open() is not None or not any(p.requires_grad for p in blocks.parameters()):
             return ""  # tensors of the last replay wait for a backward; or there is no backward
+        if packs_saved_tensors():
+            return "hooks pack the tensors that it saves, of a checkpoint or an offload around it"
+        if captured(x.device):
+            return "another CUDA graph records it"
         return None if x.device.type == "cuda" else f"it runs on {x.device.type}"
 
     def say(self, reason: str) -> None:
@@ -226,28 +251,30 @@ class CudaGraphs:
         """compute(inputs) and its gradients.
 
         Raises:
-            ValueError: for `cu_seqlens` that are not bounds of documents of the row.
+            ValueError: for `lengths` beyond the tokens, and `cu_seqlens` that are not bounds of documents of the row.
         """
+        inputs = _checked(inputs)
         parameters = [p for p in blocks.parameters() if p.requires_grad]
         self._check_weights(blocks, parameters)
-        x, ragged = inputs.x, inputs.lengths is not None or inputs.cu_seqlens is not None
+        x, documents = inputs.x, inputs.documents
         batch, tokens = x.shape[:2]
-        length = padded_length(tokens, self.padding) if ragged else tokens
-        documents = 0 if inputs.cu_seqlens is None else _documents(inputs)
-        shape = batch, length, documents
-        if shape in self._refused:
+        length = tokens if inputs.lengths is None and not documents else padded_length(tokens, self.padding)
+        cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
+        modes = tuple(m.training for m in blocks.modules())
+        options = x.dtype, x.requires_grad, inputs.lengths is None, inputs.drops is None, modes, environment(x.device)
+        at = inputs.positions
+        places = None if at is None else (at.dtype, *at.shape[:-1], at.shape[-1] - tokens)
+        key = batch, length, documents, places, *options, *cast
+        if key in self._refused:
             return compute(inputs)
         self.tokens, self.padded = self.tokens + batch * tokens, self.padded + batch * length
-        cast = torch.is_autocast_enabled(x.device.type), torch.get_autocast_dtype(x.device.type)
-        places = None if inputs.positions is None else inputs.positions.ndim
-        options = x.dtype, x.requires_grad, inputs.lengths is None, places, inputs.drops is None, blocks.training
-        key, padded = (*shape, *options, *cast), inputs.padded_to(length)
+        padded = inputs.padded_to(length)
         if key not in self._records:
             size = f"{batch} x {length} tokens" + (f" in up to {documents} documents" if documents else "")
             try:
                 recorded = self._record(compute, blocks, padded, length)
             except ValueError as error:  # no kernel that can be recorded serves the call
-                self._refused[shape] = str(error)
+                self._refused.add(key)
                 self.say(f"{size} cannot be recorded: {error}")
                 return compute(inputs)
             self._records[key] = recorded
@@ -261,7 +288,9 @@ class CudaGraphs:
         x = inputs.x
         shape = x.shape[0], length, x.shape[2]
         own = torch.zeros(shape, dtype=x.dtype, device=x.device).requires_grad_(x.requires_grad)
-        leaves = {name: nn.Parameter(p.detach()) for name, p in blocks.named_parameters() if p.requires_grad}
+        own_leaf = {p: nn.Parameter(p.detach()) for p in blocks.parameters() if p.requires_grad}
+        every = blocks.named_parameters(remove_duplicate=False)  # a shared one by each of its names
+        leaves = {name: own_leaf[p] for name, p in every if p.requires_grad}
 
         def alone(inputs: Inputs) -> Tensor:
             with no_sequence(), with_parameters(blocks, leaves):
@@ -269,40 +298,57 @@ class CudaGraphs:
 
         forget_casts()
         copies = (None if value is None else value.clone() for value in inputs[1:])
-        return record(alone, Inputs(own, *copies), list(leaves.values()), self._shared)
+        return record(alone, Inputs(own, *copies), list(own_leaf.values()), self._shared)
 
     def _check_weights(self, blocks: nn.Module, parameters: Sequence[nn.Parameter]) -> None:
-        """Forget all records where the weights that they read are gone, or others are trained."""
-        weights = tuple((p.data_ptr(), p.dtype, p.requires_grad) for p in blocks.parameters())
+        """Forget all records where the tensors that they read are gone, others are trained, or settings are others."""
+        tensors = itertools.chain(blocks.parameters(), blocks.buffers())
+        held = [(x.data_ptr(), x.shape, x.dtype, x.requires_grad) for x in tensors]
+        settings = [[m.__dict__.get(name) for name in SETTINGS] for m in blocks.modules()]
+        weights = held, settings
         if weights != self._weights:
             self._records.clear()
             self._refused.clear()
             self._weights, self._shared = weights, Shared.of(parameters, parameters[0].device)
 
+    def free(self) -> None:
+        """Forget all records: their memory serves no other call. No backward may be waiting."""
+        self._records.clear()
+        self._refused.clear()
+        self._weights, self._shared = (), Shared([])
+
     def begin(self, token: Any) -> int:
-        """A replay of a forward: its number. Until the token dies or `end`, no other begins."""
+        """A replay of a forward: its number. Until the token dies or its `backward`, no other begins."""
         self._turn, self._open = self._turn + 1, weakref.ref(token)
         return self._turn
 
-    def end(self, turn: int, parameters: Sequence[nn.Parameter]) -> None:
-        """Before the replay of a backward: keep gradients of earlier ones that users have not taken yet.
+    def backward(
+        self, turn: int, recorded: Recorded, grad: Tensor, parameters: Sequence[nn.Parameter]
+    ) -> list[Tensor | None]:
+        """Replay a backward with the gradient of the result: the gradients of the parameters.
+
+        They lie where the next backward writes its own; what is left of earlier ones then keeps its values.
 
         Raises:
-            RuntimeError: where another forward was replayed since.
+            RuntimeError: where another forward was replayed since, or this backward was.
         """
-        if turn != self._turn:
+        if turn != self._turn or turn == self._done:
             raise RuntimeError(
-                "this backward comes after another forward of the same stack, whose replay has overwritten what it needs. "
-                "Run each backward once and before the next forward, or set cuda_graphs=False."
+                "this backward comes a second time, or after another forward of the same stack, and a replay has "
+                "overwritten what it needs. Run each backward once and before the next forward, or set cuda_graphs=False."
             )
-        self._open = lambda: None
-        for p, grad in zip(parameters, self._shared.grads, strict=True):
-            if p.grad is not None and p.grad.data_ptr() == grad.data_ptr():
-                p.grad = p.grad.clone()
-
-    def gradients(self, recorded: Recorded) -> list[Tensor | None]:
-        """Of the parameters, after the replay of a backward."""
-        return [grad.detach() if used else None for grad, used in zip(self._shared.grads, recorded.used, strict=True)]
+        self._open, self._done, shared = lambda: None, turn, self._shared.grads
+        for p, x in zip(parameters, shared, strict=True):
+            if p.grad is not None and p.grad.data_ptr() == x.data_ptr():
+                p.grad.data = p.grad.clone()
+        earlier = {i: x.clone() for i, x in enumerate(shared) if memory_users(x) > 1}  # by torch.autograd.grad, say
+        _fill(recorded.grad, grad)
+        recorded.backward()
+        grads = [x.detach() if used else None for x, used in zip(shared, recorded.used, strict=True)]
+        for i, x in earlier.items():
+            grads[i] = None if grads[i] is None else shared[i].clone()
+            shared[i].copy_(x)
+        return grads
 
     def __deepcopy__(self, memo: Any) -> CudaGraphs:
         return CudaGraphs(self.padding)
@@ -311,13 +357,16 @@ class CudaGraphs:
         return CudaGraphs, (self.padding,)
 
 
-def _documents(inputs: Inputs) -> int:
-    """The most documents of a record that serves these, whose bounds are checked where the host has them."""
+def _checked(inputs: Inputs) -> Inputs:
+    """With lengths or bounds as tensors, their values checked where the host has them: a replay has more tokens than N."""
+    tokens = inputs.x.shape[1]
     with no_sequence():
-        _, bounds = check_documents(inputs.x, None, inputs.cu_seqlens)
-    if bounds.device.type == "cpu":
-        check_bounds(bounds.tolist(), inputs.x.shape[1])
-    return 2 ** bits_of(len(bounds) - 1)
+        lengths, bounds = check_documents(inputs.x, inputs.lengths, inputs.cu_seqlens)
+    if lengths is not None and lengths.device.type == "cpu":
+        check_lengths(lengths, tokens)
+    if bounds is not None and bounds.device.type == "cpu":
+        check_bounds(bounds.tolist(), tokens)
+    return inputs._replace(lengths=lengths, cu_seqlens=bounds)
 
 
 class _Open:
@@ -337,10 +386,8 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        graphs, recorded = ctx.graphs, ctx.recorded
-        graphs.end(ctx.turn, ctx.saved_tensors)
-        _fill(recorded.grad, grad)
-        recorded.backward()
+        recorded = ctx.recorded
+        grads = ctx.graphs.backward(ctx.turn, recorded, grad, ctx.saved_tensors)
         x_grad = recorded.x_grad
         dx = x_grad[:, : ctx.tokens].clone() if x_grad is not None and ctx.needs_input_grad[3] else None
-        return *itertools.repeat(None, 3), dx, *graphs.gradients(recorded)
+        return *itertools.repeat(None, 3), dx, *grads

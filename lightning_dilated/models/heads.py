@@ -15,7 +15,7 @@ from lightning_dilated._validation import integer, one_of
 REGRESSION_LOSSES = ("mse", "smooth_l1")
 
 
-def _unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
+def unrounded(linear: nn.Linear, x: Tensor) -> Tensor:
     """linear(x) in the dtype of the weights, without autocast, which would round losses to 8 bits of mantissa."""
     with torch.autocast(x.device.type, enabled=False):
         return linear(x.to(linear.weight.dtype))
@@ -25,15 +25,18 @@ class ClassificationHead(nn.Module):
     """C logits; cross-entropy."""
 
     name = "classification"
+    #: numbers of a label, None for one class; and whether a loss of an epoch is not a sum over batches
+    label_columns: int | None = None
+    of_epoch = False
 
     def __init__(self, dim: int, classes: int) -> None:
         super().__init__()
-        self.classes = integer(classes, "num_classes", 2)
+        self.classes = self.columns = integer(classes, "num_classes", 2)
         self.linear = nn.Linear(dim, classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits (B, C) from (B, E)."""
-        return _unrounded(self.linear, x)
+        return unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
         """The labels (B,) int64. Raises for labels that are not classes."""
@@ -43,6 +46,10 @@ class ClassificationHead(nn.Module):
         """(B,) nats."""
         wide = torch.promote_types(logits.dtype, torch.float32)
         return nn.functional.cross_entropy(logits.to(wide), label, reduction="none")
+
+    def count(self, label: Tensor) -> int:
+        """What the sum of losses is divided by."""
+        return len(label)
 
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C) probabilities, fp64."""
@@ -68,7 +75,7 @@ class OrdinalHead(ClassificationHead):
 
     def __init__(self, dim: int, classes: int) -> None:
         nn.Module.__init__(self)
-        self.classes = integer(classes, "num_classes", 2)
+        self.classes = self.columns = integer(classes, "num_classes", 2)
         self.linear = nn.Linear(dim, 1, bias=False)
         self.first = nn.Parameter(torch.tensor([(2 - classes) / 2]))
         self.gaps = nn.Parameter(torch.full((classes - 2,), 0.5413)) if classes > 2 else None  # softplus(0.5413) = 1
@@ -86,7 +93,7 @@ class OrdinalHead(ClassificationHead):
         sigmoid(a) sigmoid(-b) (1 - exp(b - a)): a product, so that its logarithm is exact in the tails.
         """
         wide = torch.promote_types(x.dtype, torch.float32)
-        t, s = self.thresholds().to(wide), _unrounded(self.linear, x).to(wide)
+        t, s = self.thresholds().to(wide), unrounded(self.linear, x).to(wide)
         below = nn.functional.logsigmoid(t - s)  # log P(y <= k)
         above = nn.functional.logsigmoid(s - t)
         between = below[:, 1:] + above[:, :-1] + torch.log(-torch.expm1(t[:-1] - t[1:]))
@@ -105,16 +112,17 @@ class RegressionHead(nn.Module):
     """C real targets (one by default); mean squared error, or smooth L1 (Huber with delta 1)."""
 
     name = "regression"
+    of_epoch = False
 
     def __init__(self, dim: int, targets: int, loss: str = "mse") -> None:
         super().__init__()
-        self.classes = integer(targets, "num_classes", 1)
+        self.classes = self.columns = self.label_columns = integer(targets, "num_classes", 1)
         one_of(loss, "regression_loss", REGRESSION_LOSSES)
         self.linear, self.loss = nn.Linear(dim, targets), loss
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, C) from (B, E)."""
-        return _unrounded(self.linear, x)
+        return unrounded(self.linear, x)
 
     def check(self, label: Tensor) -> Tensor:
         """The labels (B, C). Raises for another shape, values that are not finite, or labels rounded to 16 bits."""
@@ -136,6 +144,10 @@ class RegressionHead(nn.Module):
         wide = torch.promote_types(logits.dtype, torch.float32)  # bf16 would round the labels
         return getattr(nn.functional, name)(logits.to(wide), label.to(wide), reduction="none").mean(1)
 
+    def count(self, label: Tensor) -> int:
+        """What the sum of losses is divided by."""
+        return len(label)
+
     def scores(self, logits: Tensor) -> Tensor:
         """(B, C), fp64."""
         return logits.double()
@@ -154,16 +166,17 @@ class RegressionHead(nn.Module):
 
 
 HEADS = {head.name: head for head in (ClassificationHead, RegressionHead, OrdinalHead)}
+TASKS = (*HEADS, "survival")
 
 
 def make_head(task: str, dim: int, num_classes: int | None, regression_loss: str) -> nn.Module:
-    """The head of a task.
+    """The head of a task, but for survival (`survival.survival_head`).
 
     Raises:
         ValueError: for an unknown task or a missing number of classes.
     """
     if task not in HEADS:
-        raise ValueError(f"task must be one of {', '.join(HEADS)}, or null for embeddings only; got {task!r}.")
+        raise ValueError(f"task must be one of {', '.join(TASKS)}, or null for embeddings only; got {task!r}.")
     if task == "regression":
         return RegressionHead(dim, 1 if num_classes is None else num_classes, regression_loss)
     if num_classes is None:

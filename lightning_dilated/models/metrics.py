@@ -54,6 +54,8 @@ def _moved(fn: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 class EpochScores(Metric):
     """All scores and labels of an epoch, of all ranks, for metrics that are not sums over batches, such as AUROC.
 
+    Samples come in the order of their index in the data set, where batches tell it, so on any number of ranks.
+
     Args:
         columns: C, scores of a sample.
         label_columns: of a label; None for labels (B,).
@@ -63,7 +65,8 @@ class EpochScores(Metric):
 
     def __init__(self, columns: int, label_columns: int | None = None) -> None:
         super().__init__()
-        self._shapes = {"scores": (0, columns), "labels": (0,) if label_columns is None else (0, label_columns)}
+        labels = (0,) if label_columns is None else (0, label_columns)
+        self._shapes: dict[str, tuple[int, ...]] = {"scores": (0, columns), "labels": labels, "index": (0,)}
         for name in self._shapes:
             self.add_state(name, [], dist_reduce_fx="cat")
         self._begin()
@@ -82,22 +85,27 @@ class EpochScores(Metric):
         """Follow a module to another device, but not to another dtype."""
         return super()._apply(functools.partial(_moved, fn), *args, **kwargs)
 
-    def update(self, scores: Tensor, labels: Tensor) -> None:
-        """Add samples: scores (B, C) and labels (B,) or (B, C); a rank without samples adds empty ones."""
+    def update(self, scores: Tensor, labels: Tensor, index: Tensor | None = None) -> None:
+        """Add samples: scores (B, C), labels (B,) or (B, C), and their index (B,), or None; a rank without samples adds
+        empty ones."""
         self.scores.append(scores.detach().double())
         self.labels.append(labels.detach().double())
+        unknown = scores.new_full((len(scores),), -1)
+        self.index.append((unknown if index is None else index.to(scores.device)).detach().double())
 
-    def compute(self) -> tuple[Tensor, Tensor]:
-        """(scores (S, C), labels), fp64."""
+    def compute(self) -> tuple[Tensor, Tensor, Tensor]:
+        """(scores (S, C), labels, index (S,) or -1), fp64."""
         whole = lambda x: torch.cat(x) if isinstance(x, list) else x  # noqa: E731 - gathered states are one tensor
-        return whole(self.scores), whole(self.labels)
+        return whole(self.scores), whole(self.labels), whole(self.index)
 
-    def whole_epoch(self) -> tuple[Tensor, Tensor]:
-        """As `compute`, in these shapes for a single sample, too: torchmetrics turns tensors of one number into scalars."""
-        scores, labels = (
+    def whole_epoch(self) -> tuple[Tensor, Tensor, Tensor]:
+        """As `compute`, by rising index, and in these shapes for a single sample, too: torchmetrics turns tensors of one
+        number into scalars."""
+        scores, labels, index = (
             x.reshape(-1, *shape[1:]) for x, shape in zip(self.compute(), self._shapes.values(), strict=True)
         )
-        return scores, labels
+        order = index.argsort(stable=True)
+        return scores[order], labels[order], index[order]
 
 
 #: numbers being copied at once; their pinned memory is allocated once, since allocation waits for the GPU

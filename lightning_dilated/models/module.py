@@ -34,6 +34,7 @@ from lightning_dilated._compat.lightning import (
 from lightning_dilated._compat.torch import bare_copy, real_tensors
 from lightning_dilated._validation import integer
 from lightning_dilated.checkpoint.reader import load_file
+from lightning_dilated.models.cuda_graphs import CudaGraphs
 from lightning_dilated.models.metrics import Newest, TokenMean
 from lightning_dilated.models.pretrained import Pretrained, check_classes, class_path
 from lightning_dilated.models.transformer import advice, layer_bases, longest, position_advice, stored_bases
@@ -191,6 +192,18 @@ class DilatedModule(Pretrained, pl.LightningModule):
         causal = getattr(self, "causal", False)
         kv_heads = getattr(self, "num_kv_heads", None)
         return explain(self.patterns, seq_len, self.num_heads, self.depth, causal, kv_heads)
+
+    # -- what export asks ----------------------------------------------------------------------------------------------
+    #: rows that the model adds to the length of its inputs, such as a class token's
+    export_rows = 0
+
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Random tensors that the exported model takes, by name, of (batch_size, length, ...), on the model's device."""
+        raise TypeError(f"{type(self).__name__} must define export_inputs(length, batch_size) to be exported.")
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """What the exported model returns, by name."""
+        raise TypeError(f"{type(self).__name__} must define export_outputs(**inputs) to be exported.")
 
     # -- what planning asks: a subclass with `example_batch` can be planned, and searched by `plan --find-max` -----------
     #: what a token is, where it is not one of a text
@@ -356,8 +369,11 @@ class DilatedModule(Pretrained, pl.LightningModule):
         self.train()
 
     def on_train_end(self) -> None:
-        """Show the last step's loss in the progress bar."""
+        """Show the last step's loss in the progress bar; free what only training steps need."""
         self._show(self._shown.last())
+        for module in self.modules():
+            if isinstance(graphs := getattr(module, "graphs", None), CudaGraphs):
+                graphs.free()
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Warn once, after the first step or one with a longer batch, of what the pattern cannot do at that length."""

@@ -238,8 +238,9 @@ PACKAGE = __name__.partition(".")[0]
 class Pretrained:
     """Base of DilatedModule: `save_pretrained`, `from_pretrained` and `push_to_hub`.
 
-    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and the names of a classifier's classes;
-    model.safetensors holds every tensor of the state dict, shared ones once. The hub's libraries are imported on use.
+    config.json holds {"class_path", "init_args"}, plain values as in a recipe, and what a classifier learned of its data:
+    its classes and the order of tiles; model.safetensors holds every tensor of the state dict, shared ones once. The hub's
+    libraries are imported on use.
     """
 
     def save_pretrained(self, folder: str | Path) -> Path:
@@ -319,6 +320,8 @@ def made_of(
     _load(model, tensors, wrong)
     if config.get("classes") is not None:
         model.classes = [str(x) for x in config["classes"]]
+    if isinstance(config.get("tile_order"), str):
+        model.tile_order = config["tile_order"]
     return model
 
 
@@ -343,8 +346,9 @@ def current_class_path(path: str) -> str:
 def config_of(model: Any) -> dict[str, Any]:
     """The contents of a model's config.json."""
     config = {"class_path": class_path(model), "init_args": plain_hparams(model)}
-    if getattr(model, "classes", None) is not None:
-        config["classes"] = model.classes
+    for name in ("classes", "tile_order"):
+        if getattr(model, name, None) is not None:
+            config[name] = getattr(model, name)
     return config
 
 

@@ -16,13 +16,14 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from lightning_dilated._compat.torch import allow_recompiles
+from lightning_dilated._compat.torch import allow_recompiles, uncompiled
 from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import Clock, KVCache
 from lightning_dilated.attention.modules import MultiheadDilatedAttention
 from lightning_dilated.attention.rotary import Rotary, RotaryTable
+from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.attention.stream import ChunkLayer
 from lightning_dilated.memory.block_memory import StackMemory
 from lightning_dilated.memory.settings import MemorySettings
@@ -176,7 +177,8 @@ def step_flops(module: nn.Module, tokens: int, documents: Sequence[int | range],
             p.requires_grad for m in module.children() if m is not module.head for p in m.parameters()
         )
         products += head.shape[1] * module.vocab_size * passes(head, early)
-    return 2 * products * tokens + features
+    readings = 2 if getattr(module, "strands", "forward") == "both" else 1
+    return readings * (2 * products * tokens + features)
 
 
 def _pairs(a: MultiheadDilatedAttention, document: int | range) -> tuple[int, int]:
@@ -318,9 +320,9 @@ class DilatedTransformer(StackMemory):
             none = itertools.repeat(None)
             each = zip(self.blocks, tables, none if drops is None else drops, chunk or none, strict=False)
             layers = [partial(block, **shared, positions=t, drop=drop, cache=place) for block, t, drop, place in each]
-        else:  # `forward` is not compiled: each new token would have a length of its own
+        else:  # not compiled: each new token would have a length of its own
             each = zip(self.blocks, tables, caches, strict=True)
-            layers = [partial(block.forward, **shared, positions=t, cache=cache) for block, t, cache in each]
+            layers = [partial(uncompiled(block), **shared, positions=t, cache=cache) for block, t, cache in each]
         if watch is not None:
             watch(x)
             layers = [partial(_watched, layer, watch) for layer in layers]
@@ -346,14 +348,17 @@ class DilatedTransformer(StackMemory):
         for block in self.blocks:
             block.compile(fullgraph=True)
 
-    def new_caches(self, max_length: int | None = None, lengths: Sequence[int] | None = None) -> list[KVCache]:
+    def new_caches(
+        self, max_length: int | None = None, lengths: Sequence[int] | None = None, shared: SharedPrompts | None = None
+    ) -> list[KVCache]:
         """An empty cache for every block.
 
         Args:
             max_length: most tokens of a sample; the caches then have their final size, see `KVCache`.
             lengths: tokens of each sample's prompt, where prompts are padded on the right, see `Clock`.
+            shared: prompts that ranks share, in place of `lengths`; with `max_length`.
         """
-        clock = Clock(lengths)
+        clock = Clock(lengths, shared)
         return [block.attention.new_cache(max_length, clock) for block in self.blocks]
 
 

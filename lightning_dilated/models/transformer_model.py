@@ -39,6 +39,7 @@ NOT_SAVED = (
     "graph_padding",
     "linear_dtype",
     "pretrained",
+    "predict_embeddings",
 )
 
 

@@ -165,7 +165,7 @@ class SequenceGroup:
         seed: int = 0,
         turn: Any = None,
         later: bool = False,
-        chunk: bool = False,
+        chunk: int | None = None,
     ) -> Agreement:
         """Compare a call on all ranks; every rank raises if one differs.
 
@@ -174,7 +174,8 @@ class SequenceGroup:
             length: this rank's tokens; None for a call without tokens.
             seed: of dropout; rank 0's is taken.
             turn: what also has to be equal, but changes with every call.
-            chunk: the tokens are those of a chunk of the sequence; `agreed` stays that of the whole.
+            chunk: the tokens are those of a chunk of the sequence, which has so many on all ranks together; `agreed` stays
+                that of the whole.
             later: within `trusting`, defer the check of a call that was agreed on before (but for its turn) to `settle`.
 
         Raises:
@@ -195,9 +196,11 @@ class SequenceGroup:
             "head_size": self.head_size,
         }
         facts |= {"ranks_per_node": self.ranks_per_node, "links": self._link_speeds}
+        if chunk is not None:  # a short last chunk may leave some ranks as many tokens as a full one
+            facts["tokens of the chunk"] = chunk
         check = functools.partial(self._checked, length is not None)
         agreed = self._consensus.agree(facts, length or 0, seed, turn, later and self._trusted, check)
-        if length is not None and not chunk:
+        if length is not None and chunk is None:
             self.agreed = agreed
         if self.forward_traffic.log is not None:
             self.forward_traffic.log.agreeing += time.perf_counter() - begin

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._validation import integer, one_of
-from lightning_dilated.sequence.ranges import join
+from lightning_dilated.sequence.ranges import clip, intersect, join, size
 
 LAYOUTS = ("contiguous", "zigzag", "strided", "chunked")
 
@@ -185,6 +185,41 @@ def check_chunked(layout: str, exchange: str, head_size: int | str) -> None:
         raise ValueError(
             f"layout='chunked' exchanges rows by gather, not by exchange={exchange!r}: set exchange='auto'."
         )
+
+
+@dataclass(frozen=True)
+class DealtRows:
+    """Which rows a rank keeps while a sequence is decoded: those of its shard of the prompt, and every R-th later one.
+
+    Later rows are counted for each residue, within the segment: so ranks have equally many, whatever the dilation rate.
+
+    Attributes:
+        shard: of the prompts, N tokens with padding.
+        rank: of the R.
+    """
+
+    shard: Shard
+    rank: int
+
+    def of(self, rows: range, prompt: int) -> list[range]:
+        """The positions, rising, that the rank keeps of a head's rows in a segment, from the segment's first on.
+
+        `prompt`: tokens of the sample's prompt, at most N.
+        """
+        known = len(clip(rows, rows.start, prompt))
+        held = [intersect(rows[:known], x) for x in self.shard.ranges(self.rank)]
+        return [x for x in (*held, rows[known + self.rank :: self.shard.ranks]) if x]
+
+    def count(self, rows: range, prompt: int) -> int:
+        """How many."""
+        return size(self.of(rows, prompt))
+
+    def local(self, rows: range) -> range:
+        """Local numbers of the rank's tokens at these positions, which lie in one piece of its shard."""
+        start, step = self.shard.local(self.rank, rows.start), 1
+        if len(rows) > 1:
+            step = self.shard.local(self.rank, rows.start + rows.step) - start
+        return range(start, start + step * len(rows), step)
 
 
 @dataclass(frozen=True)

@@ -87,3 +87,14 @@ def test_what_a_graph_records_is_not_remembered(monkeypatch):
     assert resolved(q) is not resolved(q)
     monkeypatch.setattr(resolve, "captured", lambda device: False)
     assert resolved(q) is resolved(q)
+
+
+def test_a_graph_does_not_record_a_dropout_mask(monkeypatch):
+    """Each replay would drop the same pairs."""
+    q = torch.randn(1, 40, 2, 8, requires_grad=True)
+    out = dilated_attention(q, q, q, PATTERN, dropout=0.1)
+    monkeypatch.setattr(resolve, "captured", lambda device: True)
+    dilated_attention(q, q, q, PATTERN)
+    for call in (lambda: dilated_attention(q, q, q, PATTERN, dropout=0.1), out.sum().backward):
+        with pytest.raises(ValueError, match=r"cannot record dropout of attention.*Set dropout=0\.0"):
+            call()

@@ -5,11 +5,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from lightning_dilated import LongNetClassifier
 from lightning_dilated.callbacks import AttentionWriter
-from lightning_dilated.data import SlideDataModule, heat_map, write_synthetic_slides
+from lightning_dilated.data import SlideDataModule, heat_map, write_heat_map, write_synthetic_slides
 
+from ..data.test_slides import table
 from ..models import PATTERN, loader, trainer
 from ..models.slides import batch, encoder
 
@@ -21,7 +23,8 @@ def test_the_maps_of_all_slides(tmp_path, capsys, options):
     model = encoder(dtype=torch.float32, grid=100).eval()
     trainer(callbacks=[AttentionWriter(**options)], default_root_dir=tmp_path).predict(model, data)
     assert f"attention: {tmp_path / 'attention'}" in capsys.readouterr().out
-    assert sorted(x.name for x in (tmp_path / "attention").iterdir()) == [f"slide_{i:03}.npz" for i in range(5)]
+    names = [f"slide_{i:03}.{ending}" for i in range(5) for ending in ("npz", "png")]
+    assert sorted(x.name for x in (tmp_path / "attention").iterdir()) == names
     for sample in (data.dataset("test")[i] for i in range(5)):
         with np.load(tmp_path / "attention" / f"{sample['slide_id']}.npz") as file:
             attention, coords = file["attention"], file["coords"]
@@ -38,6 +41,75 @@ def test_without_lengths_and_into_a_folder_of_ones_own(tmp_path):
     trainer(callbacks=[writer]).predict(model, loader({**data, "slide_id": ["x.1"]}))
     with np.load(tmp_path / "a" / "b" / "x.1.npz") as file:
         assert file["attention"].shape == (9,) and file["coords"].shape == (9, 2)
+
+
+# -- pictures ------------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def slides(tmp_path_factory):
+    """Three slides; thumbnails of two of them, in the slides' proportions, named as TRIDENT names them and otherwise."""
+    path = tmp_path_factory.mktemp("pictures")
+    write_synthetic_slides(path / "in", slides=3, tiles=(8, 20), features=12)
+    (path / "thumbs").mkdir()
+    for slide, name in zip(data(path).dataset("test").slides, ("slide_000.jpg", "slide_001.svs.png"), strict=False):
+        size = tuple(round(x / 16) for x in slide.extent)
+        Image.new("RGB", size, (10, 200, 30)).save(path / "thumbs" / name)
+    return path
+
+
+def data(path, **options):
+    return SlideDataModule(str(path / "in"), **{"val_fraction": 0, "test_fraction": 1, **options})
+
+
+def draw(path, out, module=None, **options):
+    model = encoder(dtype=torch.float32, grid=100).eval()
+    writer = AttentionWriter(path=str(out), **options)
+    trainer(callbacks=[writer]).predict(model, data(path) if module is None else module)
+
+
+def test_pictures_on_thumbnails(slides, tmp_path):
+    with pytest.warns(UserWarning, match=r"1 of 3 slides have no thumbnail in .*white ground: slide_002"):
+        draw(slides, tmp_path, thumbnails=str(slides / "thumbs"), heads="all")
+    for slide in data(slides).dataset("test").slides:
+        with np.load(tmp_path / f"{slide.name}.npz") as file:
+            values, coords = file["attention"].mean(1), file["coords"]
+        options = {"thumbnail": next((slides / "thumbs").glob(f"{slide.name}*"), None), "slide_size": slide.extent}
+        write_heat_map(tmp_path / "want.png", values, coords, **options)
+        found, want = (np.array(Image.open(tmp_path / x)) for x in (f"{slide.name}.png", "want.png"))
+        assert np.array_equal(found, want)
+        if options["thumbnail"]:
+            assert found.shape[:2] == tuple(round(x / 16) for x in slide.extent[::-1])
+
+
+def test_one_thumbnail_for_one_slide(slides, tmp_path):
+    one = SlideDataModule(str(slides / "in" / "slide_000.h5"), val_fraction=0, test_fraction=1)
+    draw(slides, tmp_path, one, thumbnails=str(slides / "thumbs" / "slide_000.jpg"))
+    assert (tmp_path / "slide_000.png").is_file()
+
+
+def test_without_pictures(slides, tmp_path):
+    draw(slides, tmp_path, pictures=False)
+    assert {x.suffix for x in tmp_path.iterdir()} == {".npz"}
+
+
+def test_thumbnails_that_cannot_be_used(slides, tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"thumbnails .*none: no such file or folder"):
+        draw(slides, tmp_path / "a", thumbnails=str(slides / "none"))
+    with pytest.raises(ValueError, match=r"is one file, but 3 slides are predicted"):
+        draw(slides, tmp_path / "a", thumbnails=str(slides / "thumbs" / "slide_000.jpg"))
+    with pytest.raises(ValueError, match="set pictures to True"):
+        AttentionWriter(pictures=False, thumbnails="x")
+    write_synthetic_slides(tmp_path / "in", slides=1, tiles=(8, 8), features=12, kind="pt")
+    Image.new("RGB", (9, 9)).save(tmp_path / "slide_000.png")
+    with pytest.raises(ValueError, match=r"which the files of 1 slides do not state .* the first slide_000"):
+        draw(tmp_path, tmp_path / "a", thumbnails=str(tmp_path))
+    lines = [f"slide_{i:03},p" for i in range(3)]
+    path = table(tmp_path / "l.csv", "slide_id,patient", *lines)
+    merged = data(slides, labels_csv=path, labels="none", group_column="patient", merge_groups=True)
+    with pytest.raises(ValueError, match="these are samples of several slides: leave thumbnails out"):
+        draw(slides, tmp_path / "a", merged, thumbnails=str(slides / "thumbs"))
+    assert not (tmp_path / "a").exists()
+    draw(slides, tmp_path / "a", merged)
+    assert (tmp_path / "a" / "p.png").is_file()
 
 
 @pytest.mark.parametrize("change, says", [({}, "slide_id.*got None"), ({"slide_id": ["a/b"]}, "without folders; got")])

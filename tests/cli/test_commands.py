@@ -23,6 +23,7 @@ COMMANDS = (
     "test",
     "predict",
     "generate",
+    "score",
     "tokenize",
     "pairs",
     "explain",
@@ -64,6 +65,7 @@ def test_help_of_a_command(cli, command):
         "verify": "--devices",
         "consolidate": "--out",
         "plan": "--host_memory",
+        "score": "--vcf",
     }
     assert own.get(command, "--ckpt_path") in result.out
 

@@ -90,3 +90,51 @@ def test_fit_on_tile_numbers(cli, here):
     result = cli("fit", *MODEL, *DATA[:4], *QUIET, "--data.val_fraction", "0", "--model.task", "regression")
     assert result.code == 2 and "look like tile numbers, not pixels: multiply them" in result.err
     assert "slide_000.h5" in result.err and "Traceback" not in result.err
+
+
+def test_an_external_cohort_of_one_class_and_a_table_of_intervals(cli, here):
+    """The cohort takes the checkpoint's classes; `test` writes metrics with intervals, which `folds` sums up."""
+    task = ["--model.task", "classification", "--model.num_classes", "2", "--model.class_weights", "balanced"]
+    words = {i: ("tumor", "normal")[i % 2] for i in range(5)}
+    for name, chosen in (("all", words), ("ext", dict.fromkeys(words, "tumor"))):
+        lines = ["slide_id,label", *(f"slide_{i:03},{word}" for i, word in chosen.items())]
+        (here / f"{name}.csv").write_text("\n".join(lines) + "\n")
+    fit = cli("fit", *MODEL, *task, *DATA[:4], "--data.labels_csv", "all.csv", *QUIET, "--trainer.max_steps", "1")
+    assert fit.code == 0, fit.err[-2000:]
+    (ckpt,) = here.rglob("*.ckpt")
+    result = cli("test", *DATA, *QUIET, "--data.labels_csv", "ext.csv", "--ckpt_path", ckpt)
+    assert result.code == 0, result.err[-2000:]
+    (path,) = here.rglob("test_metrics.csv")
+    rows = {row["metric"]: row for row in csv.DictReader(path.open())}
+    assert rows["auroc"]["value"] == "nan" and rows["auroc"]["undefined"] == "1000"
+    assert 0 <= float(rows["balanced_accuracy"]["value"]) <= 1 and rows["balanced_accuracy"]["groups"] == "5"
+
+
+def test_embeddings_of_a_fine_tuned_checkpoint(cli, here):
+    task = ["--model.task", "classification", "--model.num_classes", "2"]
+    labels = ["--data.labels_csv", "slides/labels.csv"]
+    fit = cli("fit", *MODEL, *task, *DATA[:4], *labels, *QUIET, "--trainer.max_steps", "1")
+    assert fit.code == 0, fit.err[-2000:]
+    (ckpt,) = here.rglob("*.ckpt")
+    rows = written(cli("predict", *DATA, *QUIET, "--ckpt_path", ckpt, "--model.predict_embeddings", "true"))
+    assert list(rows[0])[-17:] == ["probability_1", *(f"e{i}" for i in range(16))]
+    model = SlideEncoder.load_from_checkpoint(ckpt, weights_only=True).eval()
+    sample = SlideDataModule(str(here / "slides"), val_fraction=0, test_fraction=1).dataset("test")[0]
+    with torch.no_grad():
+        want = model(sample["features"][None, 1:], sample["coords"][None, 1:])[0].tolist()
+    assert [float(rows[0][f"e{i}"]) for i in range(16)] == pytest.approx(want, abs=1e-5)
+    result = cli("predict", *DATA, *QUIET, "--ckpt_path", ckpt, "--model.task", "null")
+    assert result.code == 2 and "keep its task and set predict_embeddings=True" in result.err
+
+
+def test_survival_on_the_command_line(cli, here):
+    lines = ["slide_id,months,dead", *(f"slide_{i:03},{10 * i + 3.5},{int(i != 2)}" for i in range(5))]
+    (here / "os.csv").write_text("\n".join(lines) + "\n")
+    survival = ["--data.labels_csv", "os.csv", "--data.labels", "survival", "--data.time_column", "months"]
+    survival += ["--data.event_column", "dead"]
+    task = ["--model.task", "survival", "--model.num_classes", "2", "--trainer.max_steps", "1"]
+    fit = cli("fit", *MODEL, *task, *DATA[:4], *survival, "--data.val_fraction", "0", *QUIET)
+    assert fit.code == 0, fit.err[-2000:]
+    (ckpt,) = here.rglob("*.ckpt")
+    rows = written(cli("predict", *DATA, *QUIET, "--ckpt_path", ckpt))
+    assert list(rows[0])[:3] == ["index", "slide_id", "risk"] and list(rows[0])[3].startswith("survival_at_")

@@ -6,9 +6,11 @@ import h5py
 import numpy as np
 import pytest
 import torch
+from matplotlib import colormaps
+from PIL import Image
 
 from lightning_dilated.attention import attention_weights
-from lightning_dilated.data import SlideDataModule, heat_map, write_attention
+from lightning_dilated.data import SlideDataModule, heat_map, write_attention, write_heat_map
 from lightning_dilated.pattern import DilatedPattern
 
 from .test_slides import grid, write
@@ -137,3 +139,61 @@ def test_other_files(tmp_path, slide, monkeypatch):
     monkeypatch.setitem(sys.modules, "h5py", None)
     with pytest.raises(ImportError, match=r"lightning-dilated\[slides\]"):
         write_attention(slide, np.ones(TILES))
+
+
+# -- write_heat_map ----------------------------------------------------------------------------------------------------
+def colour(share: float) -> np.ndarray:
+    return np.round(255 * np.array(colormaps["inferno"](float(share))[:3]))
+
+
+def test_a_picture_without_a_thumbnail(tmp_path):
+    """A square a tile, coloured by the share of tiles below it, and white elsewhere; equal weights have one colour."""
+    weights = np.array([0.0, 9, 1, 1, 100])
+    write_heat_map(tmp_path / "a.png", weights, grid(5) * 2)
+    picture = np.array(Image.open(tmp_path / "a.png"))
+    assert picture.shape == (16, 9 * 16, 3)
+    for i, share in enumerate([0, 3 / 4, 1 / 4, 1 / 4, 1]):
+        assert (picture[:, 32 * i : 32 * i + 16] == colour(share)).all()
+        assert (picture[:, 32 * i + 16 : 32 * i + 32] == 255).all()
+    write_heat_map(tmp_path / "b.png", weights, grid(5) * 2, scale="linear")
+    assert (np.array(Image.open(tmp_path / "b.png"))[:, 32:48] == colour(0.09)).all()
+    write_heat_map(tmp_path / "c.png", np.full(5, 0.2), grid(5) * 2)
+    assert (np.array(Image.open(tmp_path / "c.png"))[:, 32:48] == colour(0)).all()
+
+
+def test_a_large_slide_is_drawn_small(tmp_path):
+    write_heat_map(tmp_path / "a.png", [1, 2], [[0, 0], [256 * 999, 256 * 99]])
+    picture = np.array(Image.open(tmp_path / "a.png"))
+    assert picture.shape == (204, 2048, 3) and (picture[-1, -1] == colour(1)).all()
+
+
+def test_on_a_thumbnail(tmp_path):
+    """Tiles lie where they are on the slide, half transparent; what is no tile stays."""
+    Image.new("RGB", (100, 50), (0, 200, 0)).save(tmp_path / "t.png")
+    coords = np.array([[256, 0], [2048, 1024], [-1, -1]])
+    write_heat_map(tmp_path / "a.png", [1, 2, 9], coords, thumbnail=tmp_path / "t.png", slide_size=(2560, 1280))
+    picture = np.array(Image.open(tmp_path / "a.png"))
+    drawn = (picture != [0, 200, 0]).any(-1)
+    assert drawn.sum() == 2 * 100 and drawn[0:10, 10:20].all() and drawn[40:50, 80:90].all()
+    want = np.round(0.6 * 255 * np.array(colormaps["inferno"](1.0)[:3]) + 0.4 * np.array([0, 200, 0]))
+    assert (picture[45, 85] == want).all()
+
+
+THUMBNAILS = {
+    "size": ({}, ValueError, "only where the slide's size is known.*give slide_size"),
+    "proportions": ({"slide_size": (1280, 2560)}, ValueError, "has 100 x 50 pixels, and the slide 1280 x 2560"),
+    "missing": ({"thumbnail": "none.png", "slide_size": (2560, 1280)}, FileNotFoundError, "none.png: no such file"),
+    "text": ({"thumbnail": "text.png", "slide_size": (2560, 1280)}, ValueError, "cannot be read as a picture"),
+    "scale": ({"scale": "log"}, ValueError, "scale must be one of rank, linear"),
+}
+
+
+@pytest.mark.parametrize("name", THUMBNAILS)
+def test_thumbnails_that_do_not_fit(tmp_path, name):
+    options, error, says = THUMBNAILS[name]
+    Image.new("RGB", (100, 50)).save(tmp_path / "t.png")
+    (tmp_path / "text.png").write_text("no picture")
+    options = {**options, "thumbnail": tmp_path / options.get("thumbnail", "t.png")}
+    with pytest.raises(error, match=says):
+        write_heat_map(tmp_path / "a.png", np.ones(5), grid(5), **options)
+    assert not (tmp_path / "a.png").exists()

@@ -10,9 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from torch.utils.data import Dataset
 
 from lightning_dilated import SequenceSpec
 from lightning_dilated.data import ByteDataModule, GenomeDataModule, SlideDataModule, TokenDataModule
+from lightning_dilated.data.module import SplitDataModule
 from lightning_dilated.data.packing import PackedSamples, PackingSampler, collate_pack, pack_bounds
 from lightning_dilated.sequence.shard import Place
 from lightning_dilated.strategy.loader import RankDataset
@@ -149,6 +151,41 @@ def test_packed_slides_hold_the_padded_ones(folder):
             assert (batch["label"][i], batch["slide_id"][i]) == (sample["label"], sample["slide_id"])
         seen += batch["index"].tolist()
     assert sorted(seen) == list(range(12)) and len(module.train_dataloader()) < 12
+
+
+class Marked(Dataset):
+    """Samples of 2, 4 and 3 tokens with a mask over them, and a vector of each."""
+
+    lengths = np.array([2, 4, 3])
+
+    def __len__(self):
+        return 3
+
+    def read_ranges(self, index, ranges):
+        at = torch.tensor([p for x in ranges for p in x], dtype=torch.int64)
+        return {"tokens": at + 10 * index, "mask": at % 2 == 0, "age": torch.tensor([index, 1]), "index": index}
+
+
+class MarkedModule(SplitDataModule):
+    along = (*SplitDataModule.along, "mask")
+
+    def check(self):
+        pass
+
+    def dataset(self, split):
+        return Marked()
+
+
+def test_a_subclass_says_what_runs_over_the_tokens():
+    module = MarkedModule(pack_tokens=9)
+    (batch,) = module.train_dataloader()
+    for i, (a, b) in enumerate(itertools.pairwise(batch["cu_seqlens"].tolist())):
+        want = Marked().read_ranges(int(batch["index"][i]), (range(b - a),))
+        assert torch.equal(batch["mask"][0, a:b], want["mask"]) and torch.equal(batch["tokens"][0, a:b], want["tokens"])
+        assert torch.equal(batch["age"][i], want["age"])
+    module.along = SplitDataModule.along
+    with pytest.raises(ValueError, match=r"'mask' of the shapes \[\(2,\), \(3,\), \(4,\)\].*DataModule's `along`"):
+        next(iter(module.train_dataloader()))
 
 
 def test_a_long_slide_is_a_batch_by_itself(folder):

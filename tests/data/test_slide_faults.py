@@ -232,7 +232,11 @@ def test_bad_paths(folder, name):
 OPTIONS = {
     "no paths": ({"paths": None}, ValueError, "data.paths is an empty list; pass existing .h5"),
     "labels without a csv": ({"labels": "classes", "labels_csv": None}, ValueError, "need data.labels_csv"),
-    "labels": ({"labels": "words"}, ValueError, "data.labels must be one of classes, numbers, none; got 'words'"),
+    "labels": (
+        {"labels": "words"},
+        ValueError,
+        "data.labels must be one of classes, numbers, survival, none; got 'words'",
+    ),
     "over": ({"over": "cut"}, ValueError, "data.over must be .*got .*'cut'"),
     "order": ({"order": "hilbert"}, ValueError, "data.order must be .*got .*'hilbert'"),
     "raster": ({"order": "raster", "coords_name": None}, ValueError, "'raster' needs coordinates"),

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_dilated.data import SlideDataModule
-from lightning_dilated.data.slides.labels import split_groups
+from lightning_dilated.data.slides.splits import deal_groups, split_groups
 
 from .test_slides import grid, table, write
 
@@ -106,6 +106,60 @@ def test_no_classes_are_one(folder, tmp_path):
     path = table(tmp_path / "l.csv", "slide_id,label", *(f"s{i},{i / 8}" for i in range(20)))
     data = module(folder, path, labels="numbers", val_fraction=0.2, test_fraction=0.2)
     assert [len(data.dataset(split)) for split in ("train", "val", "test")] == [12, 4, 4]
+
+
+# -- folds ---------------------------------------------------------------------------------------------------------------
+@settings(max_examples=200, deadline=None)
+@given(
+    groups=st.lists(st.tuples(st.integers(0, 12), st.integers(0, 4)), min_size=1, max_size=40),
+    folds=st.integers(2, 6),
+    seed=st.integers(0, 9),
+)
+def test_any_folds(groups, folds, seed):
+    names, labels = [f"g{g}" for g, _ in groups], [c for _, c in groups]
+    if len(set(names)) < folds:
+        with pytest.raises(ValueError, match=r"data\.folds is .*only .* groups"):
+            deal_groups(names, labels, folds, seed)
+        return
+    fold_of = dict(zip(names, deal_groups(names, labels, folds, seed), strict=True))
+    assert [fold_of[name] for name in names] == deal_groups(names, labels, folds, seed)  # groups are whole
+    sizes = Counter(fold_of.values())
+    assert set(sizes) == set(range(folds)) and max(sizes.values()) - min(sizes.values()) <= 1
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_each_fold_has_its_share_of_every_class(seed):
+    labels = [int(i // 3 < 7) for i in range(60)]  # 20 patients of 3 slides, 7 of them of class 1
+    groups = [f"p{i // 3}" for i in range(60)]
+    folds = deal_groups(groups, labels, 5, seed)
+    counts = Counter((fold, label) for fold, label in zip(folds, labels, strict=True))
+    assert sorted(counts[fold, 1] for fold in range(5)) == [3, 3, 3, 6, 6]
+    assert all(counts[fold, 0] + counts[fold, 1] == 12 for fold in range(5))
+
+
+def test_folds_of_a_data_module(folder, tmp_path):
+    path = table(tmp_path / "l.csv", "slide_id,label,patient", *(f"s{i},{i % 4 // 2},p{i // 2}" for i in range(20)))
+    tested = []
+    for fold in range(5):
+        data = module(folder, path, group_column="patient", folds=5, fold=fold, val_fraction=0.25)
+        splits = {split: [s.name for s in data.dataset(split).slides] for split in ("train", "val", "test")}
+        assert [len(x) for x in splits.values()] == [12, 4, 4] and not set.intersection(*map(set, splits.values()))
+        patients = {split: {int(name[1:]) // 2 for name in names} for split, names in splits.items()}
+        assert sum(map(len, patients.values())) == 10
+        assert {data.dataset("test")[i]["label"] for i in range(4)} == {0, 1}
+        tested += splits["test"]
+    assert sorted(tested) == sorted(f"s{i}" for i in range(20))
+
+
+def test_folds_that_cannot_be(folder, tmp_path):
+    path = table(tmp_path / "l.csv", "slide_id,label,split", *(f"s{i},{i % 2},train" for i in range(20)))
+    with pytest.raises(ValueError, match=r"the column 'split' of .* gives them splits already.*split_column to null"):
+        module(folder, path, folds=5).check()
+    module(folder, path, folds=5, split_column=None).check()
+    with pytest.raises(ValueError, match=r"data\.fold is 5, but data\.folds is 5"):
+        module(folder, path, folds=5, fold=5)
+    with pytest.raises(ValueError, match=r"data\.fold is 1, but data\.folds is None"):
+        module(folder, path, fold=1)
 
 
 # -- one class -----------------------------------------------------------------------------------------------------------

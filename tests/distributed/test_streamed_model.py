@@ -11,6 +11,7 @@ from lightning_dilated.planning.streams import Exchange
 
 from ..models.test_streaming import CASES, GEOMETRIC, gradients, lm, text
 from .calls import positions, sequence
+from .test_deferred_checks import as_on_gpus, deferred_checks
 
 TOL = {"rtol": 1e-10, "atol": 1e-10}
 
@@ -73,6 +74,30 @@ def test_truncated_gradients_are_those_of_one_rank(pool, ranks):
     torch.testing.assert_close(sum(x[0] for x in found) / count, want, rtol=1e-12, atol=1e-12)
     for key, grad in wanted.items():
         torch.testing.assert_close(sum(x[2][key] for x in found) / count, grad, **TOL, msg=lambda m, k=key: f"{k}: {m}")
+
+
+def deferring(rank, group, options, batch, chunk):
+    """(sum of losses, checks deferred in the second step) of a rank, as where collectives do not wait on the host."""
+    model = lm(**options)
+    with sequence(group, layout="chunked", stream=chunk) as ours, ours.active(), ours.trusting():
+        as_on_gpus(ours)
+        model.transformer.memory = MemorySettings(stream=chunk)
+        for _ in range(2):
+            total, _ = model.loss_terms(model.sequence_spec.cut(batch, ours.place))
+            total.backward()
+            deferred = deferred_checks(ours)
+            ours.settle()
+        return total.detach(), deferred
+
+
+@pytest.mark.parametrize(("ranks", "tokens", "chunk"), [(2, 47, 16), pytest.param(3, 28, 10, marks=pytest.mark.slow)])
+def test_a_short_last_chunk_with_deferred_checks(pool, ranks, tokens, chunk):
+    """One rank has as many tokens of it as of a full one, and must not take the others' for those of a full one, too."""
+    options, batch = {"kv_conv": 3}, text(tokens)
+    found = pool.run(ranks, deferring, options, batch, chunk)
+    want, _ = lm(**options).loss_terms(batch)
+    torch.testing.assert_close(sum(x[0] for x in found), want.detach())
+    assert len({x[1] for x in found}) == 1 and found[0][1] > 0
 
 
 def refused(rank, group, layout, stream, endless):

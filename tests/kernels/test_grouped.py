@@ -90,12 +90,15 @@ def test_random(interpreter, number, examples):
     assert interpreter.run(1, random_calls, number, examples)[0] > examples // 2
 
 
-def lengths_on_the_device(patch):
+def lengths_on_the_device(patch, others=None):
     """Have every call with lengths or documents take the kernels' way of those that the host does not know, as tensors of a
-    GPU do."""
+    GPU do.
+
+    `others`: what the device holds in their place.
+    """
 
     def alone(code, shape, kv_heads, dtype, device, lengths, bounds, environment):
-        limits = torch.tensor(lengths or [], dtype=torch.int32)
+        limits = torch.tensor(others or lengths or [], dtype=torch.int32)
         if bounds is not None:
             limits = torch.frombuffer(bytearray(bounds), dtype=torch.int32)
         bits = 0 if bounds is None else bits_of(len(limits) - 1)
@@ -164,7 +167,7 @@ def test_documents_on_the_device(interpreter, number, examples):
 
 
 @sizes_put_back()
-def beyond(rank, group):
+def beyond_documents(rank, group):
     """A row that goes on after its last document, in which nothing may be written but 0; and bounds that are no bounds."""
     torch.use_deterministic_algorithms(True)
     case = Case(DilatedPattern([(8, 1), (None, 3)]), 1, 24, 2, 1, 8, causal=True)
@@ -187,7 +190,7 @@ def beyond(rank, group):
 
 
 def test_rows_beyond_the_last_document(interpreter):
-    interpreter.run(1, beyond)
+    interpreter.run(1, beyond_documents)
 
 
 def test_slots_hold_the_tiles_of_any_documents():
@@ -272,15 +275,44 @@ def test_compiles_without_a_gpu():
     out = {"LENGTHS": True, "BITS": 5, "TOKENS": 32, "DIM": 32, "BLOCK": 32}
     for kernel, options in (
         (jobs._grouped_forward, {**dense, "CAUSAL": False, "PADS": True}),
+        (jobs._positions, {"BITS": 5, "ROWS": 64}),
         (jobs._grouped_delta, tile),
         (jobs._grouped_keys, dense),
         (jobs._grouped_rows, dense),
+        (jobs._grouped_rows, {**dense, "DROP": True, "FAR": True}),
         (combine._grouped_merge, out),
         (combine._grouped_sum, {**out, "ADD": False}),
     ):
         signature = {name: "constexpr" if name in options else kinds.get(name, "i32") for name in kernel.arg_names}
         compiled = triton.compile(ASTSource(kernel, signature, options), target=GPUTarget("cuda", 90, 32))
         assert len(compiled.asm["cubin"]) > 0
+
+
+def beyond(rank, group):
+    """Lengths beyond 0..N on the device, with zero pads and dropout, against the math engine's of 0 and N.
+
+    A launch takes two of the three samples.
+    """
+    torch.use_deterministic_algorithms(True)
+    case = Case(DilatedPattern([(64, 3)], padding="attended"), 3, 11, 1, 1, 8)
+    q, k, v, grad = case.tensors(torch.float32)
+    results = []
+    for engine in ("triton", "math"):
+        with pytest.MonkeyPatch.context() as patch, counted() as (launches, _):
+            if engine == "triton":
+                patch.setattr(grouped, "LIMIT", 2 * q[0].numel())
+                lengths_on_the_device(patch, (300, -7, 7))
+            x = leaves(q, k, v)
+            torch.manual_seed(2)
+            out = dilated_attention(*x, case.pattern, lengths=torch.tensor([11, 0, 7]), engine=engine, dropout=0.3)
+            results.append([out, *gradients(out, x, grad)])
+        assert launches.count("_grouped_forward") == (2 if engine == "triton" else 0)
+    for name, a, b in zip(("out", *GRADIENTS), *results, strict=True):
+        close(name, a, b, 1e-5, floor=1.0)
+
+
+def test_lengths_beyond_the_tokens_count_as_all(interpreter):
+    interpreter.run(1, beyond)
 
 
 @sizes_put_back()

@@ -201,6 +201,12 @@ def test_a_blank_row_is_refused():
     data["coords"][:, 0] = -1
     with pytest.raises(ValueError, match=r"set data\.class_token to false"):
         model.loss_terms(data)
+    packed = {**data, "label": torch.tensor([0, 1]), "cu_seqlens": torch.tensor([0, 2, 5], dtype=torch.int32)}
+    packed["coords"] = torch.zeros(1, 5, 2, dtype=torch.int64)
+    model.loss_terms(packed)
+    packed["coords"][:, 2] = -1  # the second sample of the row
+    with pytest.raises(ValueError, match=r"sample 1 .*set data\.class_token to false"):
+        model.loss_terms(packed)
 
 
 @pytest.mark.parametrize("label, message", [([0, 3], "found 3"), ([0.5, 1.0], "must be integers"), ([0, 1], None)])

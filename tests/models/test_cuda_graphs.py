@@ -4,9 +4,11 @@ import copy
 import logging
 import pickle
 
+import lightning.pytorch as pl
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lightning_dilated as ld
 from lightning_dilated.memory.settings import MemorySettings
@@ -163,6 +165,33 @@ def test_bounds_are_checked_before_a_replay(replayed):
     assert replayed == [(1, 64, 16, 4)]
 
 
+def test_what_the_device_holds_counts_up_to_the_tokens():
+    """A record has more of them: what it reads beyond N, or below 0, is what eager kernels read."""
+    x, more = torch.ones(1, 20, 4), 2**32 + 3
+    assert Inputs(x, torch.tensor([more])).padded_to(64).lengths.tolist() == [20]
+    assert Inputs(x, torch.tensor([-more])).padded_to(64).lengths.tolist() == [0]
+    bounds = torch.tensor([-1, 7, 30], dtype=torch.int32)
+    assert Inputs(x, cu_seqlens=bounds).padded_to(64).cu_seqlens.tolist() == [0, 7, 20, 20, 20]
+
+
+def test_bounds_in_a_list(replayed):
+    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64)
+    want = made(x, cu_seqlens=[0, 7, 20])
+    made.graphs = CudaGraphs(0.1)
+    same([want], [made(x, cu_seqlens=[0, 7, 20])])
+    assert replayed == [(1, 64, 16, 4)]
+
+
+def test_wrong_positions(replayed):
+    """Those of another shape are not replayed in the memory of others."""
+    made, x = stack(True), torch.randn(2, 20, 16, dtype=torch.float64)
+    made.graphs = CudaGraphs(0.1)
+    made(x, positions=torch.arange(20).expand(2, -1)).sum().backward()
+    for wrong in (torch.arange(20)[None], torch.arange(21).expand(2, -1), torch.arange(19)):
+        with pytest.raises(ValueError, match="positions must be"):
+            made(x, positions=wrong)
+
+
 def test_positions_of_each_sample(replayed):
     made, places = stack(True), torch.arange(40).expand(2, -1) + torch.tensor([[0], [3]])
     same(*both(made, None, 40, options={"positions": places}))
@@ -237,6 +266,104 @@ def test_changed_weights_are_recorded_again(replayed):
     made.graphs = None
     same([made(x)], [out])
     assert len(replayed) == 2
+
+
+def test_a_shared_parameter(replayed):
+    """Its gradient is that of both uses."""
+    made = stack()
+    made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
+    same(*both(made, None, 20))
+
+
+@pytest.mark.parametrize("name", ["mode", "p", "pattern", "deterministic"])
+def test_what_a_replay_would_not_see(replayed, monkeypatch, name):
+    """A module's mode or settings, and torch's: the step is recorded again."""
+    made = stack(dropout=0.5)
+    made.graphs, x = CudaGraphs(0.1), torch.randn(1, 20, 16, dtype=torch.float64)
+    made(x).sum().backward()
+    if name == "mode":
+        made.blocks[0].eval()
+    elif name == "p":
+        made.blocks[0].dropout.p = 0.0
+    elif name == "pattern":
+        made.blocks[0].attention.attention.pattern = PATTERN.shifted()
+    else:
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    made(x).sum().backward()
+    assert len(replayed) == 2
+
+
+def test_a_second_backward_is_an_error(replayed):
+    made = stack()
+    made.graphs = CudaGraphs(0.1)
+    loss = made(torch.randn(1, 20, 16, dtype=torch.float64)).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"comes a second time.*set cuda_graphs=False"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("by", ["torch.autograd.grad", ".grad", "a view"])
+def test_gradients_that_users_hold(replayed, by):
+    """The next backward leaves them, and its own are right."""
+    made, kept = stack(), []
+    x, weights = torch.randn(1, 20, 16, dtype=torch.float64), list(made.blocks.parameters())
+    for graphs in (None, CudaGraphs(0.1)):
+        made.graphs = graphs
+        found = []
+        for factor in (1, 3, 5):
+            loss = made(factor * x).square().sum()
+            if by == "torch.autograd.grad":
+                found += torch.autograd.grad(loss, weights)
+            else:
+                made.zero_grad()
+                loss.backward()
+                found += [p.grad if by == ".grad" else p.grad.view(-1) for p in weights]
+        kept.append(found)
+    same(*kept)
+
+
+def test_a_fit_frees_them(replayed):
+    """Their memory is there for what comes after it."""
+    model = ld.LongNetLM(PATTERN, 16, 16, 1, 2, max_seq_len=64, cuda_graphs=True)
+    tokens = torch.arange(40)[None] % 16
+    trainer = pl.Trainer(
+        accelerator="cpu", max_steps=2, logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False,
+    )  # fmt: skip
+    data = [{"tokens": tokens, "labels": tokens}] * 2
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=None))
+    graphs = model.transformer.graphs
+    assert replayed == [(1, 40, 16)] and graphs._turn == 2 and not graphs._records and not graphs._shared.grads
+    model.loss_terms(data[0])[0].backward()
+    assert len(graphs._records) == 1
+
+
+def test_lengths_are_checked(replayed):
+    """As without graphs, though a recorded sequence has more tokens."""
+    made, x = stack(), torch.randn(2, 20, 16, dtype=torch.float64)
+    want = made(x, lengths=[20, 7])
+    made.graphs = CudaGraphs(0.1)
+    same([want], [made(x, lengths=[20, 7])])
+    for wrong, message in (
+        ([21, 3], r"0\.\.20 .* from 3 to 21"),
+        ([-1, 3], "from -1 to 3"),
+        ([20], "one entry a sample"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            made(x, lengths=torch.tensor(wrong))
+
+
+def test_within_a_checkpoint(replayed, caplog):
+    """Hooks that pack saved tensors would be recorded: nothing is, forward or recomputed."""
+    made, x = stack(), torch.randn(1, 20, 16, dtype=torch.float64, requires_grad=True)
+    checkpoint(made, x, use_reentrant=False).sum().backward()
+    want = [p.grad.clone() for p in made.parameters()]
+    made.zero_grad()
+    made.graphs = CudaGraphs(0.1)
+    with caplog.at_level(logging.WARNING):
+        checkpoint(made, x, use_reentrant=False).sum().backward()
+    same(want, [p.grad for p in made.parameters()])
+    assert replayed == [] and "a checkpoint or an offload" in caplog.text
 
 
 def test_where_nothing_is_replayed(replayed, caplog):
@@ -370,8 +497,6 @@ def test_text_on_a_gpu(compiled):
 @pytest.mark.gpu
 def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     """Through the Trainer and the strategy of one device: it learns, and masks differ from step to step."""
-    import lightning.pytorch as pl
-
     torch.manual_seed(0)
     model = ld.LongNetLM(
         ld.DilatedPattern.geometric(64, 512),
@@ -392,7 +517,7 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
     trainer.fit(model, torch.utils.data.DataLoader(batches, batch_size=None))
     assert float(trainer.callback_metrics["train_loss"]) < 1.5
     graphs = model.transformer.graphs
-    assert len(graphs._records) == 1 and graphs._turn == 40 and not graphs._said
+    assert graphs._turn == 40 and not graphs._said and not graphs._records  # a fit frees them
     x = torch.randn(1, 512, 64, device="cuda", requires_grad=True)
     model.cuda().train()
     outs = []
@@ -400,6 +525,26 @@ def test_a_fit_on_a_gpu_with_dropout_and_accumulation():
         outs.append(model.transformer(x))
         outs[-1].sum().backward()
     assert not torch.equal(*outs)
+
+
+@pytest.mark.gpu
+def test_held_gradients_and_shared_weights_on_a_gpu():
+    made, kept = stack(), []
+    made.blocks[1].ffn.fc1.weight = made.blocks[0].ffn.fc1.weight
+    made.float().cuda()
+    x, weights = torch.randn(1, 64, 16, device="cuda"), list(made.blocks.parameters())
+    for graphs in (None, CudaGraphs(0.1)):
+        made.graphs, found = graphs, []
+        for factor in (1.0, 3.0, 5.0):
+            found += torch.autograd.grad(made(factor * x).square().sum(), weights)
+        kept.append(found)
+    assert len(made.graphs._records) == 1 and made.graphs._turn == 3
+    for a, b in zip(*kept, strict=True):
+        assert (a - b).norm() <= 1e-3 * a.norm()
+    loss = made(x).square().sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="comes a second time"):
+        loss.backward()
 
 
 @pytest.mark.gpu

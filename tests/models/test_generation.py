@@ -133,6 +133,7 @@ def test_stop(many):
     free = generate(model, temperature=0)
     for token in free[:, 3:].unique().tolist():
         got = generate(model, temperature=0, stop=[token, token] if many else token)
+        assert not many or torch.equal(got, generate(model, temperature=0, stop={token}))
         ends = [next((i + 1 for i in range(3, 23) if row[i] == token), 23) for row in free]
         assert got.shape[1] == max(ends)
         for row, want, end in zip(got, free, ends, strict=True):
@@ -473,7 +474,18 @@ REFUSED = {
     "top_k a float": ((PROMPT, 1), {"top_k": 0.5}, TypeError, "top_k must be an integer, got 0.5"),
     "top_p 0": ((PROMPT, 1), {"top_p": 0}, ValueError, r"top_p must be a number in \(0, 1\], got 0"),
     "top_p 2": ((PROMPT, 1), {"top_p": 2}, ValueError, r"top_p must be a number in \(0, 1\], got 2"),
-    "stop a str": ((PROMPT, 1), {"stop": "a"}, TypeError, "stop must be a token, a list of tokens or None, got 'a'"),
+    "stop a str": (
+        (PROMPT, 1),
+        {"stop": "a"},
+        TypeError,
+        "stop must be a token, a list or set of tokens, or None, got 'a'",
+    ),
+    "stop a mapping": (
+        (PROMPT, 1),
+        {"stop": {3: "x"}},
+        TypeError,
+        "stop must be a token, a list or set of tokens, or None",
+    ),
     "stop a float": ((PROMPT, 1), {"stop": [1.5]}, TypeError, "stop must be an integer, got 1.5"),
     "stop negative": ((PROMPT, 1), {"stop": -1}, ValueError, "stop must be at least 0, got -1"),
     "stop too large": ((PROMPT, 1), {"stop": [3, 11]}, ValueError, "stop must lie below vocab_size=11, got 11"),

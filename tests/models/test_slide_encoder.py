@@ -173,7 +173,7 @@ REFUSED = {
     "pool": (made(pool="max"), ValueError, "pool must be class or mean"),
     "padding": (made(padding="zero"), ValueError, "padding must be one of masked, attended"),
     "drop_path": (made(drop_path=1.0), ValueError, "drop_path must be a number in"),
-    "task": (made(task="survival"), ValueError, "task must be one of classification, regression, ordinal"),
+    "task": (made(task="cluster"), ValueError, "task must be one of classification, regression, ordinal, survival"),
     "no classes": (made(task="ordinal"), ValueError, "needs num_classes"),
     "classes of nothing": (made(num_classes=2), ValueError, "num_classes=2 needs a task"),
     "frozen without a head": (made(freeze_encoder=True), ValueError, "freeze_encoder needs a task"),

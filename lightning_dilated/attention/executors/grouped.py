@@ -42,8 +42,6 @@ def plan(call: Call, spans: Sequence[Span], q: Layout) -> tuple[Work, ...] | Non
     if q.shape[3] > 256 or not spans or not fits(spans, q.shape):
         return None
     captured = fused.captured(q.device)
-    if captured and q.dropout:
-        return None  # the hash's states are sent with every call
     sizes = _sizes(q.dtype, q.shape[3], call.causal)
     try:
         works = tuple(work_of(call, some, q.device, *sizes, q.lengths, q.bits) for some in _launches(spans, q.shape))

@@ -21,7 +21,6 @@ from lightning_dilated._device import send
 from lightning_dilated.attention.executors.base import Call
 from lightning_dilated.attention.views import Span
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.pattern import LARGEST
 from lightning_dilated.pattern.rows import Block, blocks, segment_width
 
 if TYPE_CHECKING:
@@ -177,7 +176,7 @@ def _build(
     pads = bool((column["pads"] > 0).any())
     if cut:  # how many pads follows from the length, the segment length and the rate, of jobs of one row, too
         pads, tokens_of = pattern.padding == "attended", max(1, max(s.length for s in spans))
-        widths = torch.tensor([b.segment_length or LARGEST["segment_length"] for b in pattern.branches])
+        widths = torch.tensor([min(b.segment_length or tokens_of, tokens_of) for b in pattern.branches])
         rates = torch.tensor([min(b.dilation_rate, tokens_of) for b in pattern.branches])
         column["pads"].copy_(widths[column["branch"]])
         column["rate"].copy_(rates[column["branch"]])
@@ -226,7 +225,7 @@ def packed_jobs(
             numbers = 0 if r == 1 else 2 if t else 1  # without one, rows of two segments may be the same
             numbered = tokens // w + numbers * documents if numbers else 0
             head, kv_head = h - heads[0], h // group - heads[0] // group
-            length = branch.segment_length or LARGEST["segment_length"]
+            length = min(branch.segment_length or tokens, tokens)
             jobs.append((tokens, t, o, w, (o - t) % r, r, 1, head, numbers, kv_head, 0, 0, rows, 0, i, length))
             rows += -(-tokens // r) + numbered
     return torch.tensor([*jobs, (0,) * 12 + (rows,) + (0,) * 3], dtype=torch.int64)

@@ -6,6 +6,7 @@ Shape letters: B batch, N bases of a window (`seq_len`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -15,7 +16,9 @@ from torch.utils.data import Dataset
 
 from lightning_dilated._validation import one_of, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
-from lightning_dilated.data.genome.files import LETTERS, N_CODE, Genome, Record
+from lightning_dilated.data.genome.bases import COMPLEMENTS, LETTERS, N_CODE
+from lightning_dilated.data.genome.files import Genome, Record
+from lightning_dilated.data.genome.regions import Region, read_bed
 from lightning_dilated.data.module import SPLITS, SequenceDataModule, split_bounds, split_fractions
 
 SUFFIXES = [x + y for x in (".fa", ".fna", ".fasta") for y in ("", ".gz")]
@@ -44,7 +47,7 @@ class GenomeDataModule(SequenceDataModule):
         seq_len: N, bases of a window.
         batch_size: B, windows of a batch on each device.
         val_fraction, test_fraction: shares of each record, its last bases; null is 0.05, or 0 if `val_names` or
-            `test_names` is set.
+            `test_names` is set. With a test_fraction of 1 everything is test data, for `predict` and `test`.
         val_names, test_names: records that are validation (or test) data as a whole, instead of a share of each.
         reverse_complement: share of the training windows that are read from the other strand, from 0 to 1, decided by
             `seed`, the epoch and the window's number alone. Validation and test are read as they stand.
@@ -60,7 +63,15 @@ class GenomeDataModule(SequenceDataModule):
             record behind its last whole window, are samples of their own length (from two bases on), and as many as fit are
             packed into one row: {"tokens": (1, n), "labels": (1, n), "cu_seqlens": (D + 1,) int32 on the CPU, where the D
             samples begin and end, "index": (D,)}. null does not pack.
+        bed: a BED file, plain or .gz: windows are cut out of its regions only, each from its first base on; a region is in
+            the splits that its bases are in. Regions with a strand are read on it, - ones from their last base on, whatever
+            `reverse_complement` says; `short` is then about regions shorter than a window. Regions may overlap.
+        predict_strands: which strand `predict` reads: "forward", the file's (of a region with a strand its own), "reverse",
+            or "both", which gives two rows a window.
         seed, num_workers, pin_memory: see `SplitDataModule`.
+
+    `predict` reads the test split. Its batches also say where a window lies in the file, as lists and tensors of B:
+    `record`, `start` and `stop` (counted from 0, as in BED), `strand` (+ or -) and, with `bed`, `region`, its name.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -88,6 +99,8 @@ class GenomeDataModule(SequenceDataModule):
         pin_memory: bool | None = None,
         seq_len_schedule: dict[int, int] | None = None,
         pack_tokens: int | None = None,
+        bed: str | None = None,
+        predict_strands: Literal["forward", "reverse", "both"] = "forward",
     ) -> None:
         super().__init__(seq_len, val_limit, seq_len_schedule, batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.paths = required_paths(paths, "paths")
@@ -96,13 +109,16 @@ class GenomeDataModule(SequenceDataModule):
         if both:
             raise ValueError(f"data.val_names and data.test_names both hold {both}: a record serves one split")
         separate = {split: bool(names) for split, names in self.names.items()}
-        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names")
+        self.fractions = split_fractions({"val": val_fraction, "test": test_fraction}, separate, "names", True)
         self.reverse_complement = real(reverse_complement, "data.reverse_complement", least=0, most=1)
         self.max_n_fraction = real(max_n_fraction, "data.max_n_fraction", least=0, most=1)
         self.n_policy = one_of(n_policy, "data.n_policy", ("skip", "token"))
         self.short = one_of(short, "data.short", ("error", "skip"))
-        self.cache_dir = cache_dir
+        self.cache_dir, self.bed = cache_dir, bed
+        self.predict_strands = one_of(predict_strands, "data.predict_strands", ("forward", "reverse", "both"))
         self._genome: Genome | None = None
+        self._bed_regions: list[Region] = []
+        self._all_test: str | None = "data.test_fraction is 1" if self.fractions["test"] == 1 else None
 
     def check(self) -> None:
         """Index all files, look at every base once, and check that each requested split has at least one window.
@@ -114,17 +130,20 @@ class GenomeDataModule(SequenceDataModule):
             return
         genome = Genome(files_of(self.paths, "paths", SUFFIXES), self.cache_dir)
         self._check_names(genome.records)
-        short = [record for record in genome.records if record.length < self._shortest]
+        if self.names["test"] and {record.name for record in genome.records} <= {*self.names["test"]}:
+            self._all_test = "data.test_names holds all records"
+        short = self._short_ones(genome)
         if short and self.short == "error":
             raise ValueError(
-                f'{_named(short)} shorter than {self._window}: {self._lower(short)}set data.short to "skip" to leave such '
-                "records out"
+                f'{self._named(short)} shorter than {self._window}: {self._lower(short)}set data.short to "skip" to leave '
+                f"such {self._items}s out"
             )
         datasets = {split: self._windows(genome, split) for split in SPLITS}
         for split, windows in datasets.items():
             if self.wanted(split) is None:
                 self._check_split(split, windows)
-        self.check_batch(len(datasets["train"]), 1)
+        if self.wanted("train") is None:
+            self.check_batch(len(datasets["train"]), 1)
         self._genome = genome
         self._tell(short)
 
@@ -139,25 +158,35 @@ class GenomeDataModule(SequenceDataModule):
         one_of(split, "split", SPLITS)
         return self._windows(self.genome, split)
 
+    def predict_dataset(self) -> PlacedWindows:
+        """The test split, with the place of each window, on the strands that were asked for."""
+        return PlacedWindows(self.dataset("test"), self.predict_strands, self.bed is not None)
+
     def describe(self) -> str:
         """One line: files, records and bases, windows of each split, and what lies in none."""
         datasets, records = {split: self.dataset(split) for split in SPLITS}, self.genome.records
         counts = ", ".join(f"{len(windows):,} {split}" for split, windows in datasets.items())
         bases = sum(record.length for record in records)
-        unused = bases - sum(windows.bases for windows in datasets.values())
+        inside, regions = bases, ""
+        if self.bed is not None:
+            inside = sum(region.stop - region.start for region in self._bed_regions)
+            regions = f"{len(self._bed_regions):,} regions of {inside:,} bases; "
+        unused = inside - sum(windows.bases for windows in datasets.values())
         of, whole = ("of", " whole") if self.pack_tokens is None else ("of up to", "")
         return (
-            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; windows {of} "
+            f"{len(self.genome.stream.files):,} files, {len(records):,} records, {bases:,} bases; {regions}windows {of} "
             f"{self.seq_len:,}: {counts}; {unused:,} bases lie in no{whole} window, and "
             f"{sum(windows.left_out for windows in datasets.values()):,} windows were left out for their N"
         )
 
     def wanted(self, split: str) -> str | None:
-        present = split == "train" or self.names[split] or self.fractions[split] > 0
+        if split == "train":
+            return None if self._all_test is None else f"{self._all_test}, so everything is test data"
+        present = self.names[split] or self.fractions[split] > 0
         return None if present else f"data.{split}_fraction is 0; set it above 0, or set data.{split}_names"
 
-    def _regions(self, records: list[Record], split: str) -> list[tuple[int, int, int]]:
-        """(record's number, start, stop) of what a split has of each record that is as long as a window."""
+    def _regions(self, records: list[Record], split: str) -> list[Region]:
+        """What a split has of each record that is as long as a window, or of the regions of the BED file."""
         regions = []
         for number, record in enumerate(records):
             bounds = split_bounds(record.length, self.fractions)
@@ -165,8 +194,20 @@ class GenomeDataModule(SequenceDataModule):
                 if record.name in names:
                     bounds = {other: (0, record.length)}
             if split in bounds and record.length >= self._shortest:
-                regions.append((number, *bounds[split]))
-        return regions
+                regions.append(Region(number, *bounds[split]))
+        if self.bed is None:
+            return regions
+        parts = {region.record: (region.start, region.stop) for region in regions}
+        cut = [region.within(*parts[region.record]) for region in self._bed_regions if region.record in parts]
+        return [region for region in cut if region.stop > region.start]
+
+    def _short_ones(self, genome: Genome) -> list[tuple[str, int]]:
+        """(name, bases) of the records, or of the regions of the BED file, which is read, shorter than a window."""
+        ones = [(record.name, record.length) for record in genome.records]
+        if self.bed is not None:
+            self._bed_regions = read_bed(self.bed, genome.records)
+            ones = [(x.name or f"{ones[x.record][0]}:{x.start}-{x.stop}", x.stop - x.start) for x in self._bed_regions]
+        return [(name, length) for name, length in ones if length < self._shortest]
 
     def _windows(self, genome: Genome, split: str) -> GenomeWindows:
         max_n = self.max_n_fraction * self.seq_len if self.n_policy == "skip" else None
@@ -192,11 +233,23 @@ class GenomeDataModule(SequenceDataModule):
         """The shortest window, in words."""
         return f"a window of data.seq_len = {self.seq_len}" if self.pack_tokens is None else "two bases"
 
-    def _lower(self, short: list[Record]) -> str:
+    @property
+    def _items(self) -> str:
+        """What windows are cut out of."""
+        return "record" if self.bed is None else "region"
+
+    def _named(self, ones: list[tuple[str, int]]) -> str:
+        """How many records or regions, and their names and bases (up to 20), for a message."""
+        names = ", ".join(f"{name} ({length:,})" for name, length in ones[:20])
+        more = f" and {len(ones) - 20:,} more" if len(ones) > 20 else ""
+        several, verb = ("s", "are") if len(ones) > 1 else ("", "is")
+        return f"{len(ones):,} {self._items}{several} ({names}{more}) {verb}"
+
+    def _lower(self, short: list[tuple[str, int]]) -> str:
         """What else a user can do about short records."""
         if self.pack_tokens is not None:
             return ""
-        return f"lower data.seq_len to at most {min(record.length for record in short)}, or "
+        return f"lower data.seq_len to at most {min(length for _, length in short)}, or "
 
     def _check_names(self, records: list[Record]) -> None:
         known = [record.name for record in records]
@@ -218,19 +271,23 @@ class GenomeDataModule(SequenceDataModule):
                 'data.max_n_fraction, or set data.n_policy to "token"'
             )
         change = (
-            f"raise data.{split}_fraction, name records in data.{split}_names, or set both to nothing to do without"
+            f"raise data.{split}_fraction, name records in data.{split}_names, or do without a {split} split: "
+            f"data.{split}_fraction 0, and no data.{split}_names"
         )
         if split == "train":
-            change = "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names"
+            change = (
+                "lower data.val_fraction or data.test_fraction, or name fewer records in data.val_names and "
+                "data.test_names; to predict or test on everything set data.test_fraction to 1, and data.val_fraction to 0"
+            )
         raise ValueError(
             f"the {split} split has no region of data.seq_len = {self.seq_len} bases: lower data.seq_len, or {change}"
         )
 
-    def _tell(self, short: list[Record]) -> None:
+    def _tell(self, short: list[tuple[str, int]]) -> None:
         """What was changed or left out, as info lines."""
         rank_zero_info(f"data: {self.describe()}")
         if short:
-            rank_zero_info(f"data: {_named(short)} shorter than a window and left out (data.short)")
+            rank_zero_info(f"data: {self._named(short)} shorter than a window and left out (data.short)")
         others = {record.name: record.others for record in self.genome.records if record.others}
         if others:
             most = max(others, key=lambda name: others[name])
@@ -240,19 +297,12 @@ class GenomeDataModule(SequenceDataModule):
             )
 
 
-def _named(records: list[Record]) -> str:
-    """How many records, and their names (up to 20), for a message."""
-    names = ", ".join(f"{record.name} ({record.length:,})" for record in records[:20])
-    more = f" and {len(records) - 20:,} more" if len(records) > 20 else ""
-    return f"{len(records):,} record{'s' if len(records) > 1 else ''} ({names}{more}) {'are' if len(records) > 1 else 'is'}"
-
-
 class GenomeWindows(Dataset):
     """Windows of N bases, one after another in regions of records.
 
     Args:
         genome: the records.
-        stretches: (record's number, start, stop) of each region; labels do not leave it.
+        regions: `Region`s, or (record's number, start, stop) of each; labels do not leave it.
         seq_len: N.
         max_n: leave out windows with more N than this; None keeps all.
         reverse_complement: share of the windows that are read from the other strand, drawn in each epoch.
@@ -265,7 +315,7 @@ class GenomeWindows(Dataset):
     def __init__(
         self,
         genome: Genome,
-        stretches: list[tuple[int, int, int]],
+        regions: Sequence[Region | tuple[int, int, int]],
         seq_len: int,
         max_n: float | None = None,
         reverse_complement: float = 0.0,
@@ -276,10 +326,12 @@ class GenomeWindows(Dataset):
         self.ragged = ragged
         self.genome, self.seq_len, self.reverse_complement, self.seed = genome, seq_len, reverse_complement, seed
         self.epoch = 0
-        self._regions = np.array(stretches, dtype=np.int64).reshape(-1, 3)
+        named = [Region(*x) for x in regions]
+        self._regions = np.array([x[:3] for x in named], dtype=np.int64).reshape(-1, 3)
+        self._strands, self._names = np.array([x.strand for x in named], dtype=np.int64), [x.name for x in named]
         sizes = self._regions[:, 2] - self._regions[:, 1]
         self._ends = np.cumsum(np.maximum(0, -(-(sizes - 1) // seq_len)) if ragged else sizes // seq_len)
-        self.windows = int(self._ends[-1]) if stretches else 0
+        self.windows = int(self._ends[-1]) if regions else 0
         #: in windows, those that were left out for their N included
         self.bases = int(self._all_lengths().sum())
         self._kept = None if max_n is None else self._with_few_n(max_n)
@@ -306,25 +358,27 @@ class GenomeWindows(Dataset):
         """Numbers of the windows that hold at most `max_n` N."""
         kept, before = [np.empty(0, dtype=bool)], 0
         lengths = self._all_lengths()
-        for (number, start, _), end in zip(self._regions, self._ends, strict=True):
+        for (number, start, stop), strand, end in zip(self._regions, self._strands, self._ends, strict=True):
             sizes = lengths[before:end]
-            edges = start + np.concatenate([[0], np.cumsum(sizes)])
-            unknown = np.diff(self.genome.records[number].unknown_before(edges))
+            steps = np.concatenate([[0], np.cumsum(sizes)])
+            edges = stop - steps if strand < 0 else start + steps
+            unknown = abs(np.diff(self.genome.records[number].unknown_before(edges)))
             kept.append(unknown <= max_n * sizes / self.seq_len)
             before = int(end)
         return np.flatnonzero(np.concatenate(kept))
 
     def length_of(self, index: int) -> int:
         """Bases of a window. Raises: IndexError if there is none."""
-        _, first, _, stop = self._place(index)
-        return min(self.seq_len, stop - first) if self.ragged else self.seq_len
+        _, first, last, _ = self._place(index)
+        return last - first
 
     def __len__(self) -> int:
         return self.count
 
     def fingerprint(self) -> str:
         """Differs where the bases or their windows do."""
-        cut = hashlib.blake2b(self._regions.tobytes(), digest_size=8).hexdigest()
+        known = self._strands.tobytes() if self._strands.any() else b""
+        cut = hashlib.blake2b(self._regions.tobytes() + known, digest_size=8).hexdigest()
         strands = f"{self.reverse_complement} reversed by {self.seed}"
         ragged = ", of any length" if self.ragged else ""
         return f"{self.genome.fingerprint()}, {self.count} of {self.windows} windows {cut}{ragged}, {strands}"
@@ -338,8 +392,16 @@ class GenomeWindows(Dataset):
         number, start, _, _ = self._place(index)
         return self.genome.records[number].file, self.genome.records[number].name, start
 
+    def region_of(self, index: int) -> Region:
+        """The bases of a window, with the strand (0: either) and the name of the region that it is cut out of."""
+        number, first, last, region = self._place(index)
+        return Region(number, first, last, int(self._strands[region]), self._names[region])
+
     def reversed(self, index: int) -> bool:
         """Whether this epoch reads a window from the other strand: the same in every process and on every rank."""
+        strand = self._strands[self._place(index)[3]]
+        if strand:
+            return bool(strand < 0)
         if self.reverse_complement == 0:
             return False
         bits = repr((self.seed, self.epoch, index)).encode()
@@ -350,9 +412,12 @@ class GenomeWindows(Dataset):
         """{"tokens": (N,) int64, "labels": (N,) int64 the next base of the same strand, "index": the window's number}."""
         return self.read_ranges(index, (range(self.length_of(index)),))
 
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The window at some positions only: of each range its bases are read, and one more for the last label."""
-        flip = self.reversed(index)
+    def read_ranges(self, index: int, ranges: tuple[range, ...], flip: bool | None = None) -> dict[str, Any]:
+        """The window at some positions only: of each range its bases are read, and one more for the last label.
+
+        `flip` says whether the other strand is read; None: as `reversed`.
+        """
+        flip = self.reversed(index) if flip is None else flip
         tokens, labels = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)]
         for x in ranges:
             if x:
@@ -364,25 +429,60 @@ class GenomeWindows(Dataset):
         return {"tokens": torch.cat(tokens), "labels": target, "index": index}
 
     def _place(self, index: int) -> tuple[int, int, int, int]:
-        """(record's number, first base, start and stop of the region) of a window."""
+        """(record's number, first base and the one behind the last, region's number) of a window."""
         if not 0 <= index < self.count:
             raise IndexError(f"window {index} was asked for, but there are {self.count}")
         window = index if self._kept is None else int(self._kept[index])
         region = int(np.searchsorted(self._ends, window, side="right"))
         number, start, stop = map(int, self._regions[region])
-        windows_before = int(self._ends[region - 1]) if region else 0
-        return number, start + (window - windows_before) * self.seq_len, start, stop
+        before = (window - (int(self._ends[region - 1]) if region else 0)) * self.seq_len
+        if self._strands[region] < 0:
+            return number, max(start, stop - before - self.seq_len), stop - before, region
+        return number, start + before, min(stop, start + before + self.seq_len), region
 
     def _read(self, index: int, begin: int, end: int, flip: bool) -> np.ndarray:
         """Positions [begin, end) of a window, at most to N (one behind it): int64 codes, -100 beyond the region."""
-        number, first, low, high = self._place(index)
-        start, stop = first + begin, first + end
+        number, first, last, region = self._place(index)
+        _, low, high = map(int, self._regions[region])
+        start, stop = (last - end, last - begin) if flip else (first + begin, first + end)
+        codes = self.genome.read(number, max(start, low), min(stop, high))
         if flip:
-            last = first + self.length_of(index)
-            start, stop = last - end, last - begin
-        codes = self.genome.read(number, max(start, low), min(stop, high)).astype(np.int64)
-        if flip:
-            codes = codes[::-1]
-            codes = np.where(codes == N_CODE, N_CODE, 3 - codes)
+            codes = np.take(COMPLEMENTS, codes[::-1])
         missing = end - begin - len(codes)  # one at most, behind the window's end
-        return np.concatenate([codes, np.full(missing, -100, dtype=np.int64)])
+        return np.concatenate([codes.astype(np.int64), np.full(missing, -100, dtype=np.int64)])
+
+
+class PlacedWindows(Dataset):
+    """Windows in order, each with its place in the file: `record`, `start`, `stop`, `strand`, and maybe `region`.
+
+    Args:
+        windows: as they are read in evaluation.
+        strands: "forward", "reverse", or "both": first forward and then reverse, as two samples.
+        named: whether samples have `region`, the name of the region.
+    """
+
+    def __init__(self, windows: GenomeWindows, strands: str, named: bool = False) -> None:
+        self.windows, self.named, self.seq_len = windows, named, windows.seq_len
+        self.flips = {"forward": (False,), "reverse": (True,), "both": (False, True)}[strands]
+        #: bases of each sample
+        self.lengths = np.repeat([windows.length_of(i) for i in range(len(windows))], len(self.flips))
+
+    def __len__(self) -> int:
+        return len(self.windows) * len(self.flips)
+
+    def length_of(self, index: int) -> int:
+        """Bases of a sample. Raises: IndexError if there is none."""
+        return int(self.lengths[index])
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.read_ranges(index, (range(self.length_of(index)),))
+
+    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
+        """As of `GenomeWindows`, with the place; `index` is the sample's number."""
+        number, reading = divmod(index, len(self.flips))
+        region = self.windows.region_of(number)
+        flip = self.flips[reading] != (region.strand < 0)
+        record = self.windows.genome.records[region.record].name
+        place = {"record": record, "start": region.start, "stop": region.stop, "strand": "-" if flip else "+"}
+        name = {"region": region.name} if self.named else {}
+        return {**self.windows.read_ranges(number, ranges, flip), "index": index, **place, **name}

@@ -1,6 +1,6 @@
 """FASTA files: decompressed once into a cache folder, indexed, scanned once, and then read by range.
 
-A record's bases are codes: A 0, C 1, G 2, T 3 (and U), N 4 (and every other IUPAC letter); lower case is the same.
+A record's bases are codes, see `bases`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated.data.files import ByteStream, refuse_special
+from lightning_dilated.data.genome.bases import CODES, ILLEGAL, N_CODE, OTHER
 
 #: largest ratio of unpacked to packed bytes, and bytes of text that are always allowed; gzip itself reaches 1,032
 MOST_PACKED = 100
@@ -54,6 +56,26 @@ def plain_file(path: str, cache: Path) -> str:
             _decompress(path, target)
             rank_zero_info(f"{path} was decompressed to {target}")
     return str(target)
+
+
+@contextlib.contextmanager
+def text_lines(path: str | Path, what: str) -> Iterator[Iterator[str]]:
+    """The lines of a text file without their ends, plain or compressed by gzip.
+
+    Raises:
+        FileNotFoundError, ValueError: for a file that is not there, cannot be decompressed, or is not text.
+    """
+    refuse_special(str(path))
+    with open(path, "rb") as file:
+        packed = file.read(2) == b"\x1f\x8b"
+    opened: Any = gzip.open if packed else open
+    with opened(path, "rt", encoding="utf-8") as file_of_text:
+        try:
+            yield (line.rstrip("\r\n") for line in file_of_text)
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed ({error}): it was cut off or damaged.") from None
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not text: name {what}, plain or compressed by gzip.") from None
 
 
 def _decompress(path: str, target: Path) -> None:
@@ -204,22 +226,7 @@ def stale(file: str, what: str) -> ValueError:
 
 
 # -- records -----------------------------------------------------------------------------------------------------------
-LETTERS = "ACGTN"
-N_CODE = 4
-_OTHER, _ILLEGAL = 5, 255
 _CHUNK = 1 << 22
-
-
-def _table() -> np.ndarray:
-    table = np.full(256, _ILLEGAL, dtype=np.uint8)
-    for letters, first in (("ACGTN", 0), ("U", 3)):
-        for code, letter in enumerate(letters, first):
-            table[[ord(letter), ord(letter.lower())]] = code
-    table[[ord(x) for x in "RYSWKMBDHVryswkmbdhv"]] = _OTHER
-    return table
-
-
-_CODES = _table()
 
 
 @dataclass
@@ -295,8 +302,8 @@ class Genome:
         if start == stop:
             return np.empty(0, dtype=np.uint8)
         raw = self.stream.read(record.byte(start), record.byte(stop - 1) + 1)
-        codes = _CODES[raw[_is_base(record, start, len(raw))]]
-        if len(codes) != stop - start or codes.max(initial=0) == _ILLEGAL:
+        codes = CODES[raw[_is_base(record, start, len(raw))]]
+        if len(codes) != stop - start or codes.max(initial=0) == ILLEGAL:
             raise ValueError(f"{record.file} changed since it was indexed: keep the data unchanged while it is in use")
         return np.minimum(codes, N_CODE)
 
@@ -329,17 +336,17 @@ def _scan_record(stream: ByteStream, record: Record, begin: int) -> None:
         stop = min(base + _CHUNK, record.length)
         raw = stream.read(record.byte(base) - begin, record.byte(stop - 1) + 1 - begin)
         kept = _is_base(record, base, len(raw))
-        codes = _CODES[raw[kept]]
+        codes = CODES[raw[kept]]
         if not np.isin(raw[~kept], (10, 13)).all() or np.isin(raw[kept], (10, 13)).any():
             raise stale(record.file, f"record {record.name!r}")
-        if codes.max() == _ILLEGAL:
-            index = int(np.argmax(codes == _ILLEGAL))
+        if codes.max() == ILLEGAL:
+            index = int(np.argmax(codes == ILLEGAL))
             raise ValueError(
                 f"{record.file}: the record {record.name!r} holds {chr(int(raw[kept][index]))!r} at base "
                 f"{base + index + 1:,} (counted from 1), which is not a nucleotide (A C G T U N or another IUPAC letter): "
                 "is it a protein or an alignment with gaps? Take it out of data.paths, or the letters out of the file"
             )
-        record.others += int((codes == _OTHER).sum())
+        record.others += int((codes == OTHER).sum())
         codes = np.minimum(codes, N_CODE)
         record.checksum = zlib.crc32(codes.tobytes(), record.checksum)
         edges = np.diff(np.concatenate([[0], (codes == N_CODE).astype(np.int8), [0]]))

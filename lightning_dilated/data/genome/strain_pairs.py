@@ -23,8 +23,9 @@ from lightning.pytorch.utilities import rank_zero_info
 
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.data.files import files_of, name_list, required_paths
+from lightning_dilated.data.genome.bases import N_CODE
 from lightning_dilated.data.genome.fasta import SUFFIXES
-from lightning_dilated.data.genome.files import N_CODE, Genome
+from lightning_dilated.data.genome.files import Genome
 from lightning_dilated.data.module import SPLITS
 from lightning_dilated.data.tasks import RuleDataModule, RuleSamples, sample_generator
 

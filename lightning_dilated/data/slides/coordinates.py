@@ -254,15 +254,17 @@ SHOWN = 5
 class Inventory:
     """The slides of a SlideDataModule with their splits and labels, in one order.
 
-    `by_column`: the splits are from the csv; `largest`: the largest coordinate of each slide.
+    `labels` is a number of each slide, or (time, event). `groups` are the names of the slides' groups, such as patients.
+    `by_column`: the splits are from the csv; `largest`: (x, y), the largest coordinates of each slide.
     """
 
     slides: list[Slide]
     splits: list[str]
     by_column: bool
-    labels: list[int] | list[float] | None
+    labels: list[Any] | None
     classes: list[str] | None
-    largest: list[int] = field(default_factory=list)
+    groups: list[str]
+    largest: list[tuple[int, int]] = field(default_factory=list)
 
 
 def matched(

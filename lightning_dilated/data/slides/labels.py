@@ -7,13 +7,9 @@ from __future__ import annotations
 
 import csv
 import math
-import warnings
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from lightning_dilated._validation import one_of
 from lightning_dilated.data.files import refuse_special
@@ -23,12 +19,28 @@ from lightning_dilated.data.slides.files import slide_name
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns; `split` "auto" is a column called split if there is one; None: no such column."""
+    """Names of columns; `split` "auto" is a column called split if there is one; None: no such column.
+
+    `time` and `event` are those of survival.
+    """
 
     slide: str = "slide_id"
     label: str | None = "label"
     split: str | None = "auto"
     group: str | None = None
+    time: str | None = None
+    event: str | None = None
+
+    @property
+    def named(self) -> dict[str, str | None]:
+        """{option: column} of all but the split's, which may be "auto"."""
+        return {
+            "slide_column": self.slide,
+            "label_column": self.label,
+            "group_column": self.group,
+            "time_column": self.time,
+            "event_column": self.event,
+        }
 
 
 @dataclass(frozen=True)
@@ -38,6 +50,8 @@ class Row:
     label: str | None
     split: str | None
     group: str | None
+    time: str | None = None
+    event: str | None = None
 
 
 def read_rows(path: str, columns: Columns) -> list[Row]:
@@ -92,8 +106,7 @@ def _header(path: str, names: list[str], columns: Columns) -> dict[str, int]:
     repeated = sorted({name for name in names if names.count(name) > 1 and name})
     if repeated:
         raise ValueError(f"{path} has more than one column {repeated[0]!r}: rename all but one")
-    options = {"slide_column": columns.slide, "label_column": columns.label, "group_column": columns.group}
-    options["split_column"] = None if columns.split == "auto" else columns.split
+    options = {**columns.named, "split_column": None if columns.split == "auto" else columns.split}
     for option, name in options.items():
         if name is not None and name not in names:
             raise ValueError(
@@ -111,17 +124,27 @@ def _row(where: str, line: int, values: list[str], header: dict[str, int], colum
         )
     column = ("split" if "split" in header else None) if columns.split == "auto" else columns.split
     value_of = lambda name: None if name is None else values[header[name]]  # noqa: E731
-    for name in (columns.slide, columns.label, column, columns.group):
-        if value_of(name) == "" or (name == columns.label and str(value_of(name)).lower() == "nan"):
+    for name in (*columns.named.values(), column):
+        is_label = name in (columns.label, columns.time, columns.event)
+        if value_of(name) == "" or (is_label and str(value_of(name)).lower() == "nan"):
             raise ValueError(f"{where}: the value of {name!r} is empty ({values}): fill it in, or remove the line")
     split = value_of(column)
     if split is not None and split not in SPLITS:
         one_of(split, f"{where}: the split", SPLITS)
-    return Row(line, slide_name(values[header[columns.slide]]), value_of(columns.label), split, value_of(columns.group))
+    label, group, time, event = map(value_of, (columns.label, columns.group, columns.time, columns.event))
+    return Row(line, slide_name(values[header[columns.slide]]), label, split, group, time, event)
 
 
-def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> tuple[list[str], list[int]]:
+def class_numbers(
+    path: str, rows: Iterable[Row], classes: list[str] | None, trained: bool = False
+) -> tuple[list[str], list[int]]:
     """(classes, number of each row's class): in the order given, else sorted, whole numbers by size.
+
+    Args:
+        path: of the csv, for errors.
+        rows: of the csv.
+        classes: those that there are; None: those of the rows.
+        trained: whether `classes` are those of a trained model, rather than data.classes.
 
     Raises:
         ValueError: for a label that `classes` lacks, for fractions, or where there are fewer than two classes.
@@ -144,7 +167,15 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
     names = (
         sorted(set(words), key=lambda x: (0, int(x), "") if _whole(x) else (1, 0, x)) if classes is None else classes
     )
+    if classes is not None:
+        words = [word if word in names else _written_whole(word) for word in words]
     for row, word in zip(rows, words, strict=True):
+        if word not in names and trained:
+            raise ValueError(
+                f"{path}, line {row.line}: the label {row.label!r} is none of the classes that the model was trained on, "
+                f"{names}: correct its spelling in the csv, leave the slide out, or leave the labels out "
+                "(data.labels: none) to predict only"
+            )
         if word not in names:
             raise ValueError(
                 f"{path}, line {row.line}: the label {word!r} is not in data.classes {names}: add it, or correct the line"
@@ -156,6 +187,41 @@ def class_numbers(path: str, rows: Iterable[Row], classes: list[str] | None) -> 
             f"'[{names[0]},other]'"
         )
     return names, [names.index(word) for word in words]
+
+
+def _written_whole(word: str) -> str:
+    """A whole number without a point, as 1 for 1.0; other words as they are."""
+    value = _number(word)
+    return word if value is None or value != int(value) or _padded(word) else str(int(value))
+
+
+def survival_of(path: str, rows: Iterable[Row], columns: Columns) -> list[tuple[float, float]]:
+    """(time, event) of each row: event 1 where it happened at that time, 0 where it had not by then (censored).
+
+    Raises:
+        ValueError: for a time that is negative or no finite number, or an event other than 0 and 1, with its line; and where
+            no slide has an event.
+    """
+    out = []
+    for row in rows:
+        time, event = _number(str(row.time)), _number(str(row.event))
+        if time is None or time < 0:
+            raise ValueError(
+                f"{path}, line {row.line}: {columns.time!r} is {row.time!r}, but a time must be a finite number of at least "
+                "0: correct it, or remove the line"
+            )
+        if event not in (0, 1):
+            raise ValueError(
+                f"{path}, line {row.line}: {columns.event!r} is {row.event!r}, but it must be 1 (the event happened at this "
+                "time) or 0 (it had not by then): correct it, or set data.event_column. Where the table says censored 1 or "
+                "0, write 1 minus that"
+            )
+        out.append((time, float(event)))
+    if not any(event for _, event in out):
+        raise ValueError(
+            f"{path}: {columns.event!r} is 0 everywhere; survival is learned from events: is it 1 - censored?"
+        )
+    return out
 
 
 def numbers_of(path: str, rows: Iterable[Row]) -> list[float]:
@@ -189,116 +255,3 @@ def _padded(word: str) -> bool:
 
 def _whole(word: str) -> bool:
     return word[word[:1] in ("+", "-") :].isdecimal()
-
-
-def check_groups(path: str, rows: list[Row], split_column: str, group_column: str) -> None:
-    """Raise ValueError where the split column puts slides of one group, such as a patient's, into several splits."""
-    counts: dict[str, Counter[str]] = {}
-    for row in rows:
-        counts.setdefault(str(row.group), Counter())[str(row.split)] += 1
-    torn = {group: counter for group, counter in counts.items() if len(counter) > 1}
-    if not torn:
-        return
-    combinations = Counter(tuple(split for split in SPLITS if counter[split]) for counter in torn.values())
-    shown = "; ".join(
-        f"{group!r} has " + ", ".join(f"{counter[split]} in {split}" for split in SPLITS if counter[split])
-        for group, counter in list(torn.items())[:5]
-    )
-    raise ValueError(
-        f"{path}: the column {split_column!r} cuts {len(torn)} of {len(counts)} groups of {group_column!r} apart ("
-        + ", ".join(f"{count} lie in {' and '.join(splits)}" for splits, count in combinations.most_common())
-        + f"), so a model would be tested on groups that it was trained on: {shown}{'; ...' if len(torn) > 5 else ''}. Give "
-        "all slides of a group one split, set data.split_column to null to split by fractions, or leave data.group_column "
-        "out if the groups may be mixed"
-    )
-
-
-def split_groups(
-    groups: list[str], labels: list[int] | None, val_fraction: float, test_fraction: float, seed: int
-) -> list[str]:
-    """A split for each slide: random groups, as many as the fractions say, with each class in its share.
-
-    Slides of one group stay together. A fraction above 0 gives at least one group, and a group of each class where it gives
-    as many groups as there are classes and the class has one to spare: one stays for training. A group counts as the class
-    among its slides that fewest groups have. Depends on the names of the groups, their classes and the seed alone.
-
-    Args:
-        groups: of each slide.
-        labels: class number of each slide; None for no classes.
-    """
-    names = sorted(set(groups))
-    rng = np.random.default_rng([seed])
-    order = [names[i] for i in rng.permutation(len(names))]
-    strata = _strata(groups, labels)
-    members = {c: [name for name in order if strata[name] == c] for c in dict.fromkeys(strata[name] for name in order)}
-    sizes = {
-        s: max(1, round(f * len(names))) if f > 0 else 0 for s, f in (("val", val_fraction), ("test", test_fraction))
-    }
-    split_of = dict.fromkeys(names, "train")
-    keep = 1 if sum(sizes.values()) < len(names) else 0
-    for split, size in sizes.items():
-        unassigned = {
-            c: [name for name in class_groups if split_of[name] == "train"] for c, class_groups in members.items()
-        }
-        for c, count in _quotas({c: len(x) for c, x in members.items()}, unassigned, size, keep).items():
-            split_of |= dict.fromkeys(unassigned[c][:count], split)
-    return [split_of[group] for group in groups]
-
-
-def _strata(groups: list[str], labels: list[int] | None) -> dict[str, int]:
-    """The class that each group counts as: the rarest of its slides', so that rare ones are spread over the splits."""
-    classes: dict[str, set[int]] = {}
-    for group, label in zip(groups, labels or [0] * len(groups), strict=True):
-        classes.setdefault(group, set()).add(label)
-    groups_of = Counter(c for members in classes.values() for c in members)
-    return {group: min(members, key=lambda c: (groups_of[c], c)) for group, members in classes.items()}
-
-
-def _quotas(counts: dict[int, int], unassigned: dict[int, list[str]], size: int, keep: int) -> dict[int, int]:
-    """How many of `size` groups each class gives: its share, rounded so that the sum is right, of those still to be had."""
-    total = sum(counts.values())
-    available = {c: max(0, len(unassigned[c]) - keep) for c in counts}
-    size = min(size, sum(map(len, unassigned.values())))
-    if sum(available.values()) < size:  # many classes of one group each
-        available = {c: len(unassigned[c]) for c in counts}
-    exact = {c: size * n / total for c, n in counts.items()}
-    out = {c: min(int(exact[c]), available[c]) for c in counts}
-    if size >= len(counts):
-        out = {c: max(out[c], min(1, available[c])) for c in counts}
-    # classes are in a random order, which decides between equal remainders
-    while (missing := size - sum(out.values())) > 0:
-        c = max((c for c in counts if out[c] < available[c]), key=lambda c: exact[c] - out[c])
-        out[c] += 1
-    while missing < 0:
-        c = max((c for c in counts if out[c] > 1), key=lambda c: out[c] - exact[c])
-        out[c] -= 1
-        missing += 1
-    return out
-
-
-def warn_of_one_class(classes: list[str], numbers: Sequence[float], splits: list[str], by_column: bool) -> None:
-    """Warn of validation and test splits whose slides are all of one class."""
-    for split in SPLITS[1:]:
-        numbers_there = [number for number, split_name in zip(numbers, splits, strict=True) if split_name == split]
-        if numbers_there and len(set(numbers_there)) == 1:
-            remedy = "give it slides of another class in the csv"
-            if not by_column:
-                remedy = f"raise data.{split}_fraction, or add slides of the other classes"
-            only = classes[int(numbers_there[0])]
-            warnings.warn(
-                f"the {split} split has slides of one class only: {len(numbers_there)} of {only!r}. {split}_auroc will "
-                f"be nan, and a callback that watches it cannot work: {remedy}.",
-                stacklevel=3,
-            )
-
-
-def warn_of_untrained(classes: list[str], numbers: Sequence[float], splits: list[str]) -> None:
-    """Warn of classes without a slide to train on."""
-    trained = {number for number, split in zip(numbers, splits, strict=True) if split == "train"}
-    missing = [name for i, name in enumerate(classes) if i not in trained]
-    if missing:
-        warnings.warn(
-            f"no training slide has the class {', '.join(missing)}: it cannot be learned. Change the split, or "
-            "data.classes.",
-            stacklevel=2,
-        )

@@ -1,23 +1,18 @@
 """SlideDataModule: whole slides as sequences of unequal length, of which a rank reads its tiles only.
 
-A slide of T tiles is a sequence of N positions: T + 1 with a class token, whose blank row (features 0, coords -1) comes
-first, so that tile t lies at position t + 1; T without.
-
 Shape letters: B batch, N positions, T tiles, F features.
 """
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities import rank_zero_info
-from torch.utils.data import Dataset
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lightning_dilated._validation import flag, integer, one_of, real
-from lightning_dilated.data.files import MARK, collect_files, path_list
+from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
 from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slides.coordinates import (
@@ -35,13 +30,12 @@ from lightning_dilated.data.slides.coordinates import (
     tile_step,
 )
 from lightning_dilated.data.slides.files import BLOCK, H5, PT, Slide, SlideReader
-from lightning_dilated.data.slides.labels import (
-    Columns,
-    Row,
+from lightning_dilated.data.slides.labels import Columns, Row, class_numbers, numbers_of, read_rows, survival_of
+from lightning_dilated.data.slides.sequences import SlideSequences, collate_slides, side_by_side
+from lightning_dilated.data.slides.splits import (
+    check_agreement,
     check_groups,
-    class_numbers,
-    numbers_of,
-    read_rows,
+    split_folds,
     split_groups,
     warn_of_one_class,
     warn_of_untrained,
@@ -49,173 +43,37 @@ from lightning_dilated.data.slides.labels import (
 from lightning_dilated.sequence.shard import SequenceSpec
 
 _HINT = "pass existing .h5 or .pt files, directories or globs in data.paths"
-#: coordinates of a position without a tile: the class token's, and padding
-NOWHERE = -1
-
-
-class SlideSequences(Dataset):
-    """Slides in a fixed order; a sample is {"features": (N, F), "coords": (N, 2) int64, "length": N, "label", "index",
-    "slide_id": the slide's name}.
-
-    "label" is there where labels are, "coords" where the reader has a name for them.
-
-    Args:
-        reader: reads the files.
-        slides: what they hold.
-        labels: one number a slide; None for none.
-        class_token: whether a blank row comes first.
-        max_tiles: take at most this many tiles, a random subset that depends on (seed, epoch, index) alone; None for all.
-        order: "file", or "raster": by rows of the slide from its top, from left to right.
-        seed: of the subsets.
-    """
-
-    def __init__(
-        self,
-        reader: SlideReader,
-        slides: list[Slide],
-        labels: list[int] | list[float] | None = None,
-        class_token: bool = True,
-        max_tiles: int | None = None,
-        order: str = "file",
-        seed: int = 0,
-    ) -> None:
-        self.reader, self.slides, self.labels = reader, slides, labels
-        self.class_token, self.max_tiles, self.order, self.seed = class_token, max_tiles, order, seed
-        self.epoch = 0
-        self._content: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.slides)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Called by the loader before each epoch: random subsets change with it."""
-        self.epoch = epoch
-
-    def fingerprint(self) -> str:
-        """Depends on names, sizes, settings and some tiles of each slide (`SlideReader.digest`); computed once."""
-        values = [(s.name, s.tiles, s.width) for s in self.slides], self.labels, self.reader
-        settings = self.class_token, self.max_tiles, self.order, self.seed
-        named = hashlib.blake2b(repr((values, settings)).encode(), digest_size=8).hexdigest()
-        if self._content is None:
-            digest = hashlib.blake2b(digest_size=8)
-            for slide in self.slides:
-                digest.update(self.reader.digest(slide.path))
-            self._content = digest.hexdigest()
-        return f"{named}{MARK}{self._content}"
-
-    def tiles_of(self, index: int) -> int:
-        """T, the tiles that a sample takes."""
-        tiles = self.slides[self._known(index)].tiles
-        return tiles if self.max_tiles is None else min(tiles, self.max_tiles)
-
-    def length_of(self, index: int) -> int:
-        """N, the positions of a sample; no file is read."""
-        return self.tiles_of(index) + self.class_token
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.read_ranges(index, (range(self.length_of(index)),))
-
-    def read_ranges(self, index: int, ranges: tuple[range, ...]) -> dict[str, Any]:
-        """The sample at some positions only, in this order; "length" stays N. Positions from N on are padding.
-
-        Of the file only the tiles at these positions are read (and rows between tiles a
-        few rows apart, as in the strided layout; with order="raster" all coordinates).
-
-        Raises:
-            IndexError: if there is no such slide or a position is negative.
-            ValueError: for a file that cannot be read or has features that are not finite.
-        """
-        tiles = self.tiles_of(index)
-        if any(r and min(r[0], r[-1]) < 0 for r in ranges):
-            raise IndexError(f"positions {ranges} were asked for, but they begin at 0")
-        tiles_at = np.concatenate([np.arange(r.start, r.stop, r.step) for r in ranges] or [np.empty(0, np.int64)])
-        tiles_at = tiles_at - self.class_token
-        slide, on_slide = self.slides[index], np.flatnonzero((tiles_at >= 0) & (tiles_at < tiles))
-        features, coords = self.reader.read(slide.path, self._rows(index)[tiles_at[on_slide]])
-        sample: dict[str, Any] = {"features": _placed(features, on_slide, len(tiles_at), 0)}
-        if coords is not None:
-            sample["coords"] = _placed(coords, on_slide, len(tiles_at), NOWHERE)
-        sample |= {"length": self.length_of(index), "index": index, "slide_id": slide.name}
-        return sample if self.labels is None else {**sample, "label": self.labels[index]}
-
-    def _rows(self, index: int) -> np.ndarray:
-        """(T,) the file's row of each tile of the sequence."""
-        slide, tiles = self.slides[index], self.tiles_of(index)
-        rows = np.arange(slide.tiles)
-        if tiles < slide.tiles:
-            rng = np.random.default_rng([self.seed, self.epoch, index])
-            rows = np.sort(rng.choice(slide.tiles, tiles, replace=False))
-        if self.order == "raster":
-            x, y = self.reader.read_coords(slide.path)[rows].T
-            rows = rows[np.lexsort((x, y))]
-        return rows
-
-    def _known(self, index: int) -> int:
-        if not 0 <= index < len(self.slides):
-            raise IndexError(f"slide {index} was asked for, but there are {len(self.slides)}")
-        return index
-
-
-def _placed(values: torch.Tensor, rows: np.ndarray, count: int, blank: int) -> torch.Tensor:
-    """(count, W) with `values` at some rows and `blank` at the others."""
-    if len(rows) == count:
-        return values
-    out = values.new_full((count, values.shape[1]), blank)
-    out[torch.from_numpy(rows)] = values
-    return out
-
-
-def collate_slides(samples: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch of samples, padded on the right with features 0 and coords -1.
-
-    Returns:
-        {"features": (B, Nmax, F), "coords": (B, Nmax, 2), "lengths": (B,) int64, "label": (B,) int64 of classes or float32,
-        "index": (B,), "slide_id": list of B str}; "coords" and "label" where the samples have them.
-    """
-    batch: dict[str, Any] = {"features": _padded([s["features"] for s in samples], 0)}
-    if "coords" in samples[0]:
-        batch["coords"] = _padded([s["coords"] for s in samples], NOWHERE)
-    batch["lengths"] = torch.tensor([s["length"] for s in samples], dtype=torch.int64)
-    if "label" in samples[0]:
-        labels = [s["label"] for s in samples]
-        whole = all(isinstance(x, int) for x in labels)
-        batch["label"] = torch.tensor(labels, dtype=torch.int64 if whole else torch.float32)
-    batch["index"] = torch.tensor([s["index"] for s in samples], dtype=torch.int64)
-    batch["slide_id"] = [s["slide_id"] for s in samples]
-    return batch
-
-
-def _padded(parts: list[torch.Tensor], blank: int) -> torch.Tensor:
-    if len(parts) == 1:
-        return parts[0][None]  # a slide may be large: no copy
-    return torch.nn.utils.rnn.pad_sequence(parts, batch_first=True, padding_value=blank)
-
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+#: no slide's shifts
+_NONE = np.empty((0, 2), np.int64)
 
 
 class SlideDataModule(SplitDataModule):
     """Slides as .h5 files with `features` (N, F) and `coords` (N, 2), as CLAM and TRIDENT write them, or .pt files.
 
-    Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label": (B,) int64 of
-    classes or float32, "index": (B,), "slide_id": list of B names}, padded on the right with features 0 and coords -1.
-    A slide's name is that of its file without the ending. With `class_token` a blank row of the same kind comes first,
-    which `lengths` counts: a slide of T tiles has T + 1 positions, tile t at position t + 1. Under "ring_dilated" a rank
-    reads the tiles of its part only (for B > 1, of its part of the positions of the longest slide).
+    Batches are {"features": (B, Nmax, F), "coords": (B, Nmax, 2) int64, "lengths": (B,) int64, "label", "index": (B,),
+    "slide_id": list of B names}, padded on the right with features 0 and coords -1. Labels are (B,) int64 of classes, (B,)
+    float32 of numbers, or (B, 2) float32 of times and events. A slide's name is that of its file without the ending. With
+    `class_token` a blank row of the same kind comes first, which `lengths` counts: a slide of T tiles has T + 1 positions,
+    tile t at position t + 1. Under "ring_dilated" a rank reads the tiles of its part only (for B > 1, of its part of the
+    positions of the longest slide).
 
     Args:
         paths: slide files, directories (read recursively) or globs. A .pt file holds a tensor (N, F), or a dict of tensors;
             features may be (1, N, F).
         labels_csv: a csv with a line for each slide; null for none, as in pretraining.
-        labels: "classes" (whole numbers or words; see `classes`), "numbers" (regression) or "none"; null is "classes" with
-            a csv and "none" without.
+        labels: "classes" (whole numbers or words; see `classes`), "numbers" (regression), "survival" (`time_column` and
+            `event_column`) or "none"; null is "classes" with a csv and "none" without.
         slide_column: column of the slide's id, which is the file's name; the ending of a file may follow.
         label_column: column of the label.
         split_column: column of train, val or test; "auto" is one called `split` where there is one; null splits by
             fractions.
         group_column: slides with the same value here, such as a patient's, stay in one split; a split column that puts them
             into several is an error.
-        classes: the labels in the order of their numbers; null sorts those there are.
+        classes: the labels in the order of their numbers; null takes those of the model that is tested, or sorts those there
+            are.
         val_fraction, test_fraction: shares of the slides (or groups) for validation and test, from 0 to below 1. Which ones
             depends on `seed`; each split has its share of every class (see `labels.split_groups`). With
             test_fraction 1 and val_fraction 0, or a split column that says test everywhere, all slides are
@@ -226,7 +84,9 @@ class SlideDataModule(SplitDataModule):
         class_token: put a blank row first.
         max_tiles: the most tiles of a slide; null for no limit.
         over: what to do with longer slides: "error", or "sample", a random subset, new in each epoch of training.
-        order: "file", or "raster", by rows of the slide from its top, from left to right.
+        order: of a slide's tiles in the sequence, which changes what a dilated branch sees: "raster", by rows of the slide
+            from its top, from left to right, or "file", as they lie in the file. null takes the order that the model was
+            trained with, and for a new model "raster" (without coordinates "file").
         features_name, coords_name: the arrays' names in a file; coords_name null reads slides without coordinates.
         feature_dtype: "float32", "float16" or "bfloat16".
         tile_size: side of a tile (less what tiles overlap) in pixels of the coordinates, which are compared with it; null
@@ -242,6 +102,16 @@ class SlideDataModule(SplitDataModule):
             `batch_size` padded ones; null does not pack. A larger slide is a batch by itself. Batches are then {"features":
             (1, N, F), "coords": (1, N, 2), "cu_seqlens": (D + 1,) int32 on the CPU, where the D slides begin and end, each
             with its blank row, "label", "index": (D,), "slide_id": list of D names}.
+        sampling: of training slides: "all", each once an epoch, or "balanced", all classes equally often: an epoch is as
+            long, and holds slides of rare classes several times (`ResumableSampler`).
+        folds: the number of folds of a cross-validation, in place of `test_fraction`: slides (or groups) are dealt to so
+            many folds, each with its share of every class; one is tested, and of the others `val_fraction` validates.
+        fold: which one is tested, from 0 to folds - 1.
+        time_column, event_column: columns of survival: time to the event or to the last visit, in a unit of your choice, and
+            1 where the event happened at that time, 0 where it had not.
+        merge_groups: make one sample of all slides of a group, such as a patient: one class token, then their tiles, slide
+            after slide; coordinates are shifted so that slides lie side by side. The sample's name is the group's, and the
+            labels of its slides must agree.
 
     Raises: TypeError or ValueError for values outside these ranges; data on disk is looked at by `check`.
     """
@@ -268,7 +138,7 @@ class SlideDataModule(SplitDataModule):
         class_token: bool = True,
         max_tiles: int | None = None,
         over: str = "error",
-        order: str = "file",
+        order: str | None = None,
         features_name: str = "features",
         coords_name: str | None = "coords",
         feature_dtype: str = "float32",
@@ -278,16 +148,40 @@ class SlideDataModule(SplitDataModule):
         num_workers: int = 0,
         pin_memory: bool | None = False,
         pack_tokens: int | None = None,
+        sampling: str = "all",
+        folds: int | None = None,
+        fold: int = 0,
+        time_column: str = "time",
+        event_column: str = "event",
+        merge_groups: bool = False,
     ) -> None:
         super().__init__(batch_size, seed, num_workers, pin_memory, pack_tokens)
         self.paths = path_list([] if paths is None else paths, hint=_HINT)
         self.labels_csv = labels_csv
-        kinds = ("classes", "numbers", "none")
+        kinds = ("classes", "numbers", "survival", "none")
         self.labels = one_of(labels or ("none" if labels_csv is None else "classes"), "data.labels", kinds)
         if labels_csv is None and (self.labels != "none" or group_column):
             raise ValueError("data.labels and data.group_column need data.labels_csv, a csv with a line for each slide")
-        label = None if self.labels == "none" else label_column
-        self.columns = Columns(slide_column, label, split_column, group_column)
+        label = label_column if self.labels in ("classes", "numbers") else None
+        survival = (time_column, event_column) if self.labels == "survival" else (None, None)
+        self.columns = Columns(slide_column, label, split_column, group_column, *survival)
+        self.merge_groups = flag(merge_groups, "data.merge_groups")
+        if merge_groups and group_column is None:
+            raise ValueError(
+                "data.merge_groups makes one sample of the slides of a group: set data.group_column to the column of groups"
+            )
+        self.sampling = one_of(sampling, "data.sampling", ("all", "balanced"))
+        if sampling == "balanced" and self.labels != "classes":
+            raise ValueError(
+                f"data.sampling 'balanced' draws classes equally often, but data.labels is {self.labels!r}: set "
+                "data.sampling to 'all', or data.labels to 'classes' (with data.labels_csv)"
+            )
+        self.folds = None if folds is None else integer(folds, "data.folds", 2)
+        self.fold = integer(fold, "data.fold", 0)
+        if fold >= (folds or 1):
+            raise ValueError(
+                f"data.fold is {fold}, but data.folds is {folds}: folds are counted from 0 to data.folds - 1"
+            )
         self.classes_wanted = None if classes is None else [str(x) for x in classes]
         self.val_fraction = real(val_fraction, "data.val_fraction", least=0, below=1)
         self.test_fraction = real(test_fraction, "data.test_fraction", least=0, most=1)
@@ -300,7 +194,7 @@ class SlideDataModule(SplitDataModule):
         self.class_token = flag(class_token, "data.class_token")
         self.max_tiles = None if max_tiles is None else integer(max_tiles, "data.max_tiles", 1)
         self.over = one_of(over, "data.over", ("error", "sample"))
-        self.order = one_of(order, "data.order", ("file", "raster"))
+        self._order = None if order is None else one_of(order, "data.order", ("file", "raster"))
         if coords_name is None and order == "raster":
             raise ValueError(
                 "data.order 'raster' needs coordinates, but data.coords_name is null: set one or the other"
@@ -311,6 +205,56 @@ class SlideDataModule(SplitDataModule):
         self.check_values = one_of(check_values, "data.check_values", ("first", "all"))
         self._inventory: Inventory | None = None
         self._logged_unchecked = False
+        #: of the model that is run: the classes and the order of tiles that it was trained with, its tile_size and grid
+        self._trained_classes: list[str] | None = None
+        self._trained_order: str | None = None
+        self._places: tuple[int | None, int | None] = None, None
+
+    # -- what a trained model brings ------------------------------------------------------------------------------------
+    @property
+    def order(self) -> str:
+        """Of a slide's tiles, "file" or "raster"."""
+        return self._order or self._trained_order or ("file" if self.reader.coords is None else "raster")
+
+    def follow_order(self, trained: str) -> None:
+        """Take the order of tiles that the model was trained with, unless `order` says one, which is then reported."""
+        self._trained_order = one_of(trained, "the model's order of tiles", ("file", "raster"))
+        if self.order != trained:
+            rank_zero_warn(
+                f"the model was trained with data.order {trained!r}, and tiles come in the order {self.order!r} now, which "
+                f"changes its numbers: set data.order to {trained!r}, or to null."
+            )
+        dataset: Any = None if self._train_loader is None else self._train_loader.dataset
+        while dataset is not None and not isinstance(dataset, SlideSequences):
+            dataset = getattr(dataset, "dataset", None)
+        if dataset is not None:
+            dataset.order = self.order
+
+    def follow_classes(self, trained: list[str] | None) -> None:
+        """Number the classes as the model was trained, unless `classes` says otherwise."""
+        if trained != self._trained_classes and self.classes_wanted is None:
+            self._inventory = None
+        self._trained_classes = trained
+
+    def setup(self, stage: str | None = None) -> None:
+        """SplitDataModule's; a trained model that is tested brings its classes."""
+        self._trained_order = None
+        if self.trainer is not None and stage != "fit":
+            self.follow_classes(getattr(self.trainer.lightning_module, "classes", None) or self._trained_classes)
+        elif stage == "fit":
+            self.follow_classes(None)
+        super().setup(stage)
+
+    def state_dict(self) -> dict[str, Any]:
+        """SplitDataModule's, and the order of tiles."""
+        state = super().state_dict()
+        return {**state, "order": self.order} if state else state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """SplitDataModule's; tiles come in the checkpoint's order (of older ones, the file's) unless `order` says one."""
+        if "train" in state_dict:
+            self.follow_order(state_dict.get("order", "file"))
+        super().load_state_dict(state_dict)
 
     # -- the slides -------------------------------------------------------------------------------------------------
     def check(self) -> None:
@@ -327,8 +271,12 @@ class SlideDataModule(SplitDataModule):
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
         self.tile_size = one_tile_size(slides, self.tile_size)
         labels, classes = self._numbers(rows)
-        splits, by_column = self._splits(slides, rows, None if classes is None else labels)
-        inventory = Inventory(slides, splits, by_column, labels, classes)
+        group = None if rows is None else self.columns.group
+        groups = [slide.name for slide in slides] if group is None else [str(row.group) for row in rows or ()]
+        if self.merge_groups and rows is not None:
+            check_agreement(str(self.labels_csv), rows, labels, str(group))
+        splits, by_column = self._splits(rows, groups, self._strata(labels))
+        inventory = Inventory(slides, splits, by_column, labels, classes, groups)
         self._check_splits(inventory)
         first = [slides[splits.index(split)] for split in SPLITS if split in splits]
         read = slides if self.check_values == "all" else first
@@ -336,7 +284,7 @@ class SlideDataModule(SplitDataModule):
         if self.reader.coords is not None:
             inventory.largest = each("slides have coordinates that cannot be used", self._check_coords, slides)
         if "train" in splits:
-            self.check_batch(splits.count("train"), 1)
+            self.check_batch(len(self._samples("train", inventory)), 1)
         self._inventory = inventory
 
     @property
@@ -363,15 +311,60 @@ class SlideDataModule(SplitDataModule):
 
     def dataset(self, split: str) -> SlideSequences:
         one_of(split, "split", SPLITS)
-        inventory = self.inventory
+        inventory, samples = self.inventory, self._samples(split)
         self._log_unchecked(None)
-        indices = [i for i, name in enumerate(inventory.splits) if name == split]
-        labels = None if inventory.labels is None else [inventory.labels[i] for i in indices]
-        slides, sample = (
-            [inventory.slides[i] for i in indices],
-            (self.class_token, self.max_tiles, self.order, self.seed),
-        )
-        return SlideSequences(self.reader, slides, labels, *sample)
+        indices = [i for members in samples.values() for i in members]
+        slides = [inventory.slides[i] for i in indices]
+        labels = None if inventory.labels is None else [inventory.labels[members[0]] for members in samples.values()]
+        options: dict[str, Any] = {}
+        if self.merge_groups:
+            place = {i: at for at, i in enumerate(indices)}
+            options["groups"] = {name: [place[i] for i in members] for name, members in samples.items()}
+            if self.reader.coords is not None:
+                options["shifts"] = np.concatenate([self._shifts(members) for members in samples.values()] or [_NONE])
+        settings = self.class_token, self.max_tiles, self.order, self.seed
+        return SlideSequences(self.reader, slides, labels, *settings, **options)
+
+    def _samples(self, split: str, inventory: Inventory | None = None) -> dict[str, list[int]]:
+        """{name: slides} of each sample of a split: a slide by itself, or those of a group."""
+        inventory = inventory or self.inventory
+        out: dict[str, list[int]] = {}
+        for i, (slide, group) in enumerate(zip(inventory.slides, inventory.groups, strict=True)):
+            if inventory.splits[i] == split:
+                out.setdefault(group if self.merge_groups else slide.name, []).append(i)
+        return out
+
+    def _shifts(self, members: list[int]) -> np.ndarray:
+        """(slides, 2) pixels by which the slides of a sample are shifted, whole cells of the model."""
+        tile_size, grid = self._places
+        cell = self.tile_size or tile_size or 1
+        sizes = np.array([self.inventory.largest[i] for i in members], np.int64) // cell + 1
+        return side_by_side(sizes, grid) * cell
+
+    def groups(self, split: str) -> list[str]:
+        """The group of each sample of a split, such as its patient; its own name where there are no groups."""
+        return [self.inventory.groups[members[0]] for members in self._samples(split).values()]
+
+    @property
+    def class_counts(self) -> list[int] | None:
+        """Training samples of each class; None without classes."""
+        if self.classes is None:
+            return None
+        labels = self.inventory.labels or []
+        numbers = [labels[members[0]] for members in self._samples("train").values()]
+        return [numbers.count(c) for c in range(len(self.classes))]
+
+    @property
+    def training_survival(self) -> list[tuple[float, float]] | None:
+        """(time, event) of each training sample; None for other labels."""
+        if self.labels != "survival":
+            return None
+        labels = self.inventory.labels or []
+        return [labels[members[0]] for members in self._samples("train").values()]
+
+    def balanced_classes(self) -> list[int] | None:
+        """The class of each training sample, where all classes are drawn equally often."""
+        return self.dataset("train").labels if self.sampling == "balanced" else None
 
     def describe(self) -> str:
         """One line: slides, tiles, features, slides of each split, and the classes with their numbers."""
@@ -394,6 +387,8 @@ class SlideDataModule(SplitDataModule):
             return "all slides are in the test split; see data.test_fraction and data.split_column" if only else None
         if inventory.by_column:
             return f"no line of {self.labels_csv} has the split {split!r}"
+        if self.folds is not None and split == "test":
+            return None
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
 
     def train_dataloader(self) -> ResumableLoader:
@@ -422,6 +417,7 @@ class SlideDataModule(SplitDataModule):
                 "the model places tiles by their coordinates, but data.coords_name is null: set it to the array of x and y "
                 "in the slides, or train a LongNetClassifier, which needs none"
             )
+        self._places = tile_size, grid
         if self.tile_size not in (None, tile_size):
             raise ValueError(
                 f"the model has tile_size={tile_size}, but the data's is {self.tile_size}: set the model's tile_size to "
@@ -433,29 +429,59 @@ class SlideDataModule(SplitDataModule):
             few = enough.count(False)
         elif grid is not None:
             beyond = [
-                s for s, most in zip(inventory.slides, inventory.largest, strict=True) if most // tile_size >= grid
+                s for s, most in zip(inventory.slides, inventory.largest, strict=True) if max(most) // tile_size >= grid
             ]
             each(what, lambda slide: self._check_grid(slide, tile_size, grid), beyond)
+        if self.merge_groups and grid is not None:
+            self._check_merged(tile_size, grid)
         self._log_unchecked(tile_size, few)
 
+    def _check_merged(self, tile_size: int, grid: int) -> None:
+        """Raise ValueError for a group whose slides do not fit the grid side by side."""
+        for split in SPLITS:
+            for name, members in self._samples(split).items():
+                ends = self._shifts(members) + np.array([self.inventory.largest[i] for i in members])
+                most = int(ends.max()) // tile_size
+                if most >= grid:
+                    raise ValueError(
+                        f"the {len(members)} slides of {self.columns.group} {name!r} take {most + 1:,} cells of {tile_size} "
+                        f"pixels side by side, but the model has positions for {grid:,}: set a grid (model.grid) of at "
+                        f"least {most + 1}, or data.merge_groups to false"
+                    )
+
     # -- the parts of check --------------------------------------------------------------------------------------------
-    def _splits(self, slides: list[Slide], rows: list[Row] | None, labels: list[int] | None) -> tuple[list[str], bool]:
+    def _splits(self, rows: list[Row] | None, groups: list[str], strata: list[int] | None) -> tuple[list[str], bool]:
         """(split of each slide, whether the csv has them)."""
-        group = None if rows is None else self.columns.group
         if rows is not None and rows[0].split is not None:
-            if group is not None:
-                column = "split" if self.columns.split == "auto" else str(self.columns.split)
-                check_groups(str(self.labels_csv), rows, column, group)
+            column = "split" if self.columns.split == "auto" else str(self.columns.split)
+            if self.folds is not None:
+                raise ValueError(
+                    f"data.folds deals the slides to folds, but the column {column!r} of {self.labels_csv} gives them "
+                    "splits already: set data.split_column to null, or leave data.folds out"
+                )
+            if self.columns.group is not None:
+                check_groups(str(self.labels_csv), rows, column, self.columns.group)
             return [str(row.split) for row in rows], True
-        groups = [slide.name for slide in slides] if group is None else [str(row.group) for row in rows or ()]
-        return split_groups(groups, labels, self.val_fraction, self.test_fraction, self.seed), False
+        if self.folds is not None:
+            return split_folds(groups, strata, self.folds, self.fold, self.val_fraction, self.seed), False
+        return split_groups(groups, strata, self.val_fraction, self.test_fraction, self.seed), False
+
+    def _strata(self, labels: list[Any] | None) -> list[int] | None:
+        """What each split has its share of: classes, or slides with and without an event."""
+        if self.labels == "survival":
+            return [int(event) for _, event in labels or ()]
+        return labels if self.labels == "classes" else None
 
     def _numbers(self, rows: list[Row] | None) -> tuple[Any, list[str] | None]:
+        """(label of each slide, names of the classes)."""
         if rows is None or self.labels == "none":
             return None, None
         if self.labels == "numbers":
             return numbers_of(str(self.labels_csv), rows), None
-        classes, numbers = class_numbers(str(self.labels_csv), rows, self.classes_wanted)
+        if self.labels == "survival":
+            return survival_of(str(self.labels_csv), rows, self.columns), None
+        known = self.classes_wanted or self._trained_classes
+        classes, numbers = class_numbers(str(self.labels_csv), rows, known, trained=self.classes_wanted is None)
         return numbers, classes
 
     def _check_splits(self, inventory: Inventory) -> None:
@@ -477,14 +503,15 @@ class SlideDataModule(SplitDataModule):
         for start in range(0, slide.tiles, BLOCK):
             self.reader.read(slide.path, np.arange(start, min(start + BLOCK, slide.tiles)))
 
-    def _check_coords(self, slide: Slide) -> int:
-        """The largest coordinate of a slide; raise ValueError where they look wrong."""
+    def _check_coords(self, slide: Slide) -> tuple[int, int]:
+        """The largest coordinates (x, y) of a slide; raise ValueError where they look wrong."""
         coords = self.reader.read_coords(slide.path)
         size = self.tile_size or tile_step(coords) or 1
         faults = coordinate_faults(coords, size, extent=slide.extent) or overlap_faults(coords, size, slide)
         if faults:
             raise ValueError(f"{slide.path}: {' '.join(faults)} (data.tile_size)")
-        return int(coords.max())
+        x, y = coords.max(0).tolist()
+        return x, y
 
     def _check_grid(self, slide: Slide, tile_size: int, grid: int) -> None:
         """Raise ValueError for a slide that reaches beyond the grid."""

@@ -43,8 +43,8 @@ class LongNetClassifier(PooledModule):
         pattern: see `TransformerModel`.
         feature_dim: F, for batches of features.
         vocab_size: V, for batches of tokens. One of the two is set.
-        task: "classification", "regression" or "ordinal"; None makes embeddings only.
-        num_classes: classes; of a regression its targets, 1 if None.
+        task: "classification", "regression", "ordinal" or "survival"; None makes embeddings only.
+        num_classes: classes; of a regression its targets, 1 if None; see `PooledModule`.
         pool: "mean" over the tokens, or "first", the first token's.
         drop_path: see `TransformerModel`.
         options: others of `PooledModule` and `TransformerModel`, but for residual_dtype, shift_layers and shift_below.
@@ -66,7 +66,7 @@ class LongNetClassifier(PooledModule):
         pattern: dict[str, Any] | DilatedPattern | list[dict[str, Any] | DilatedPattern],
         feature_dim: int | None = None,
         vocab_size: int | None = None,
-        task: Literal["classification", "regression", "ordinal"] | None = "classification",
+        task: Literal["classification", "regression", "ordinal", "survival"] | None = "classification",
         num_classes: int | None = None,
         pool: Literal["mean", "first"] = "mean",
         *,
@@ -116,6 +116,17 @@ class LongNetClassifier(PooledModule):
         )
         return {self.input: random, **self.example_label()}
 
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Features (B, N, F) or tokens (B, N)."""
+        shape, device = (batch_size, length), next(self.parameters()).device
+        if self.input == "tokens":
+            return {"tokens": torch.randint(0, self.width, shape, device=device)}
+        return {"features": torch.randn(*shape, self.width, device=device)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Embeddings (B, E), and logits (B, C) with a task, see `forward`."""
+        return self._exported(self.embed(inputs))
+
     def forward(self, x: Tensor, lengths: Tensor | None = None) -> Tensor:
         """Logits (B, num_classes), or embeddings (B, E) without a task, from features (B, N, F) or tokens (B, N).
 
@@ -145,11 +156,11 @@ class LongNetClassifier(PooledModule):
         if self.input not in batch:
             raise ValueError(f"the batch holds {list(batch)}, but no {self.input} for this model.")
         check_documents(batch, len(batch[self.input]), 1, "a sample has at least one token")
-        x, coords = batch[self.input], batch.get("coords")
-        if isinstance(coords, Tensor) and coords.numel() and bool((coords[:, 0] == -1).all()):
+        x, blank = batch[self.input], _blank_in_front(batch.get("coords"), batch.get("cu_seqlens"))
+        if blank:
             raise ValueError(
-                "the batch has a blank row in front, for a class token that this model does not have: set "
-                "data.class_token to false."
+                f"sample {blank[0]} of the batch has a blank row in front, for a class token that this model does not have: "
+                "set data.class_token to false."
             )
         if self.input == "tokens":
             if x.ndim != 2 or x.is_floating_point():
@@ -158,3 +169,14 @@ class LongNetClassifier(PooledModule):
             raise ValueError(
                 f"features must be floating point (B, N, {self.width}), got {x.dtype} of shape {tuple(x.shape)}."
             )
+
+
+def _blank_in_front(coords: Any, cu_seqlens: Any) -> list[int]:
+    """The samples, or of one row the documents, whose first row has no place: coordinates (B, N, 2) of -1."""
+    if not isinstance(coords, Tensor) or not coords.numel():
+        return []
+    first = coords[:, 0]
+    if cu_seqlens is not None:
+        starts = torch.as_tensor(cu_seqlens)[:-1].to(coords.device, torch.int64)
+        first = coords[0, starts[starts < coords.shape[1]]]  # attention refuses wrong bounds
+    return (first == -1).all(1).nonzero()[:, 0].tolist()

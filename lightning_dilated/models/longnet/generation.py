@@ -1,12 +1,13 @@
 """Continuing prompts with a causal model: the prompt is read at once, then tokens are drawn one by one.
 
-Shape letters: B batch, N tokens of a prompt, V vocabulary.
+Where ranks share a sequence, each reads its shard of the prompts, and all compute every token that follows.
+Shape letters: B batch, N tokens of a prompt, L of them on this rank, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,9 +18,13 @@ from torch import Tensor
 from lightning_dilated._device import send
 from lightning_dilated._validation import flag, integer
 from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.shared_prompts import SharedPrompts
 from lightning_dilated.models.longnet.int8 import call, check_int8, forget_rounded, rounded_weights
 from lightning_dilated.models.longnet.sampling import Sampling, stop_tokens
 from lightning_dilated.models.longnet.token_step import CausalModel, TokenStep, Weights, forget, refuse, token_step
+from lightning_dilated.sequence import SequenceGroup, SequenceSpec, active_sequence, sequence_gather, sequence_sum
+from lightning_dilated.sequence.collectives import stack_ranks
+from lightning_dilated.sequence.group import no_sequence
 
 #: tokens of a prompt that are processed at once
 PROMPT_CHUNK = 1 << 16
@@ -35,10 +40,9 @@ def checked_prompt(
     Raises:
         TypeError, ValueError: for what is no prompt.
     """
-    if tokens.ndim != 2 or 0 in tokens.shape:
+    _check_integers(tokens)
+    if 0 in tokens.shape:
         raise ValueError(f"the prompt must be (B, N) with at least one token, got {tuple(tokens.shape)}.")
-    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
-        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
     sizes, tokens = prompt_lengths(lengths, tokens), tokens.long()
     if sizes is not None:
         number = torch.arange(tokens.shape[1], device=tokens.device)
@@ -51,6 +55,14 @@ def checked_prompt(
             f"allows 0 to {vocab_size - 1}. Encode it with the tokenizer that the model was trained with."
         )
     return tokens, sizes
+
+
+def _check_integers(tokens: Tensor) -> None:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(f"the prompt must be (B, N) with at least one token, got {got}.")
+    if tokens.is_floating_point() or tokens.is_complex() or tokens.dtype == torch.bool:
+        raise TypeError(f"the prompt must hold integer tokens, got {tokens.dtype}.")
 
 
 def prompt_lengths(lengths: Tensor | Sequence[int] | None, tokens: Tensor) -> tuple[int, ...] | None:
@@ -82,6 +94,8 @@ class _Request:
     lengths: tuple[int, ...] | None
     max_length: int | None
     int8_weights: bool
+    #: the ranks that share the prompts; None: one has them
+    group: SequenceGroup | None = None
 
     @property
     def longest(self) -> int:
@@ -95,6 +109,60 @@ class _Request:
         at = send(torch.tensor(self.lengths)[:, None] - 1, self.tokens.device)
         return self.tokens.gather(1, at)[:, 0]
 
+    def caches(self, model: CausalModel) -> list[KVCache]:
+        """Empty ones, where a step is not captured."""
+        if self.group is None:
+            return model.transformer.new_caches(lengths=self.lengths)
+        batch, seq_len = self.tokens.shape
+        shared = SharedPrompts(self.group, seq_len, self.lengths or [seq_len] * batch)
+        return model.transformer.new_caches(self.longest + self.count, shared=shared)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """(B,) tokens; of ranks that share the prompts, those of rank 0."""
+        drawn = self.sampling.draw(logits, self.generator)
+        return drawn if self.group is None else stack_ranks(drawn, self.group)[0]
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal on ranks that share the prompts."""
+        names = ("count", "sampling", "ends", "lengths", "max_length", "int8_weights")
+        return {name: getattr(self, name) for name in names}
+
+    def guarded(self, prepare: Callable[..., Any], *args: Any) -> Any:
+        """prepare(*args); where it raises on a rank, those that share the prompts raise, too."""
+        return prepare(*args) if self.group is None else self.group.guard(prepare, *args)
+
+
+def _request(
+    model: CausalModel,
+    group: SequenceGroup | None,
+    tokens: Tensor,
+    max_new_tokens: int,
+    options: dict[str, Any],
+    generator: torch.Generator | None,
+    stop: int | Sequence[int] | None,
+    prompt_chunk: int,
+    lengths: Tensor | Sequence[int] | None,
+    max_length: int | None,
+    int8_weights: bool,
+) -> _Request:
+    """The arguments of `generate_stream`, checked; `tokens` are the whole prompts."""
+    count = integer(max_new_tokens, "max_new_tokens", 0)
+    chunk = integer(prompt_chunk, "prompt_chunk", 1)
+    sampling = Sampling(**options)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
+    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
+    ends = stop_tokens(stop, model.vocab_size)
+    if flag(int8_weights, "int8_weights"):
+        check_int8(model)
+    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights, group)
+    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
+        raise ValueError(
+            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
+            f"Set it to {request.longest + count} at least, or leave it out."
+        )
+    return request
+
 
 def generate_stream(
     model: CausalModel,
@@ -105,7 +173,7 @@ def generate_stream(
     top_k: int | None = None,
     top_p: float | None = None,
     generator: torch.Generator | None = None,
-    stop: int | Sequence[int] | None = None,
+    stop: int | Collection[int] | None = None,
     prompt_chunk: int = PROMPT_CHUNK,
     lengths: Tensor | Sequence[int] | None = None,
     max_length: int | None = None,
@@ -117,13 +185,20 @@ def generate_stream(
     next is captured as a CUDA graph by the first call, and replayed by later ones with as many samples and the same options;
     hooks, weights that are sharded or on the CPU, and a forward of one's own keep it from that.
 
+    Within an active `SequenceGroup` of several ranks, as in `predict_step` under "ring_dilated", ranks share the prompts:
+    `tokens` (B, L) are this rank's, `lengths` are global, and every rank makes the same call and yields the same tokens,
+    those that one rank would. Each keeps the keys and values of its shard that later tokens use, and its share of those of
+    later tokens. No CUDA graph is captured.
+
     Args:
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from the k likeliest tokens.
         top_p: draw from the likeliest tokens whose probabilities sum to top_p.
-        generator: of random numbers, on the prompt's device; None: torch's default.
-        stop: token or tokens that end a row. A row that has ended repeats its last token; when all have, the stream ends.
-        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory.
+        generator: of random numbers, on the prompt's device; None: torch's default. Of ranks, rank 0's counts.
+        stop: token or tokens, a list or a set, that end a row. A row that has ended repeats its last token; when all have,
+            the stream ends.
+        prompt_chunk: tokens of the prompt that are processed at once, which bounds the memory; ranks that share a prompt
+            take their shards at once.
         lengths: (B,) tokens of each prompt, where they differ; rows are padded on the right, by any tokens.
         max_length: most tokens of a row, prompt included, for which caches are made where heads see the whole sequence;
             None: as many as this call needs. A later call of up to as many then finds caches and graph.
@@ -133,23 +208,17 @@ def generate_stream(
     Raises:
         ImportError: for int8_weights without torchao.
         ValueError, TypeError: at the call, for an empty prompt, tokens that the model does not have, or options that define
-            no distribution.
+            no distribution; on every rank, if one's arguments are wrong or differ from the others'.
     """
-    count = integer(max_new_tokens, "max_new_tokens", 0)
-    chunk = integer(prompt_chunk, "prompt_chunk", 1)
-    sampling = Sampling(temperature, top_k, top_p)
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generator must be a torch.Generator or None, got {generator!r}.")
-    tokens, sizes = checked_prompt(tokens, lengths, model.vocab_size)
-    ends = stop_tokens(stop, model.vocab_size)
-    if flag(int8_weights, "int8_weights"):
-        check_int8(model)
-    request = _Request(tokens, count, sampling, generator, ends, chunk, sizes, max_length, int8_weights)
-    if max_length is not None and integer(max_length, "max_length", 1) < request.longest + count:
-        raise ValueError(
-            f"max_length={max_length} is below the prompt's {request.longest} tokens and max_new_tokens={count} together. "
-            f"Set it to {request.longest + count} at least, or leave it out."
-        )
+    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    others = options, generator, stop, prompt_chunk, lengths, max_length, int8_weights
+    group = active_sequence()
+    if group is None or group.ranks == 1:
+        return Continuation(model, _request(model, None, tokens, max_new_tokens, *others))
+    group.guard(_check_integers, tokens)
+    whole = sequence_gather(tokens.long(), sequence=group)
+    request = group.guard(_request, model, group, whole, max_new_tokens, *others)
+    group.agree({"call": "generate", **request.facts()})
     return Continuation(model, request)
 
 
@@ -169,7 +238,7 @@ class Continuation(Iterator[Tensor]):
         self._drawn.close()
 
     def joined(self) -> Tensor:
-        """(B, N + new): the prompts and all that continues them."""
+        """(B, N + new): the prompts and all that continues them, on every rank."""
         request, tokens = self._request, self._request.tokens
         drawn = list(_stream(self._model, request, AHEAD))
         if request.lengths is None:
@@ -185,12 +254,15 @@ class Continuation(Iterator[Tensor]):
 def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tensor]:
     if request.count == 0:
         return
-    with _evaluating(model):
-        model.configure_model()
+    with evaluating(model):
+        request.guarded(model.configure_model)
+    if request.group is not None:
+        yield from _one_by_one(model, request, request.guarded(_rounded, model, request))
+        return
     longest = request.max_length or request.longest + request.count
-    rounded = rounded_weights(model) if request.int8_weights else None
+    rounded = _rounded(model, request)
     with token_step(model, request.tokens, longest, request.sampling, len(request.ends), rounded) as step:
-        with _evaluating(model):
+        with evaluating(model):
             started = step is not None and _started(model, request, step)
         if started:
             yield from _replayed(request, step, Weights(model), ahead if request.ends else 0)
@@ -199,18 +271,24 @@ def _stream(model: CausalModel, request: _Request, ahead: int) -> Iterator[Tenso
     yield from _one_by_one(model, request, rounded)
 
 
+def _rounded(model: CausalModel, request: _Request) -> dict[str, Tensor] | None:
+    return rounded_weights(model) if request.int8_weights else None
+
+
 def _one_by_one(model: CausalModel, request: _Request, rounded: dict[str, Tensor] | None) -> Iterator[Tensor]:
     """Every token by a call of the model."""
     ends = torch.tensor(request.ends, device=request.tokens.device, dtype=torch.int64)
     ended = torch.zeros(len(request.tokens), dtype=torch.bool, device=request.tokens.device)
-    caches, last = model.transformer.new_caches(lengths=request.lengths), request.last()
+    caches, last = request.guarded(request.caches, model), request.last()
     for i in range(request.count):
-        with _evaluating(model):
+        if request.group is not None:
+            request.group.agree({"call": "generate"}, turn=f"token {i}")
+        with evaluating(model):
             if i:
                 logits = call(model, rounded, last[:, None], caches=caches, last_only=True)[:, -1]
             else:
                 logits = _read(model, request, caches)
-            drawn = request.sampling.draw(logits, request.generator)
+            drawn = request.draw(logits)
         last = torch.where(ended, last, drawn)
         if len(ends):
             ended = ended | torch.isin(last, ends)
@@ -280,7 +358,7 @@ def _read(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tenso
     Raises:
         ValueError: where they are no numbers.
     """
-    logits = _logits(model, request, caches)
+    logits = (_logits if request.group is None else _shared_logits)(model, request, caches)
     if bool(logits.isnan().any()):
         raise ValueError("the model's logits after the prompt are NaN, so no token can be drawn: its weights may be.")
     return logits
@@ -300,16 +378,31 @@ def _logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Ten
     return last
 
 
+def _shared_logits(model: CausalModel, request: _Request, caches: list[KVCache]) -> Tensor:
+    """(B, V) on every rank, from the rank that holds the last token of each prompt."""
+    group, shared = request.group, caches[0].shared
+    assert group is not None and shared is not None
+    tokens = SequenceSpec({"tokens": 1}).cut({"tokens": request.tokens}, group.place)["tokens"]
+    owners, local = zip(*(shared.dealt.shard.owner(length - 1) for length in shared.lengths), strict=True)
+    held = send(torch.tensor(owners) == group.rank, tokens.device)
+    at = send(torch.tensor(local), tokens.device).where(held, 0)
+    with group.active():
+        logits = model(tokens, caches=caches, last_only=at if tokens.shape[1] else False)
+    own = logits[:, -1] if tokens.shape[1] else logits.new_zeros(len(tokens), logits.shape[2])
+    return sequence_sum(own.where(held[:, None], 0), group)
+
+
 @contextmanager
-def _evaluating(model: CausalModel) -> Iterator[None]:
-    """The model in eval mode; afterwards every module in the mode it was in, new ones in the model's."""
+def evaluating(model: CausalModel) -> Iterator[None]:
+    """The model in eval mode, no sequence active; afterwards every module in the mode it was in, new ones in the model's."""
     modules: Callable[[], Iterator[Any]] = getattr(model, "modules", lambda: iter([model]))
     before, mode = {id(m): m.training for m in modules()}, model.training
     trains = any(before.values())
     if trains:
         model.eval()
     try:
-        yield
+        with no_sequence():
+            yield
     finally:
         if trains:
             model.train(mode)

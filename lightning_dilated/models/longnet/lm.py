@@ -17,17 +17,24 @@ from torch import Tensor, nn
 from lightning_dilated._validation import flag, integer, real
 from lightning_dilated.attention.functional import autocast
 from lightning_dilated.attention.kv_cache import KVCache
+from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.data.genome.variants import AlleleWindows
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, tiled_sum, token_nats
 from lightning_dilated.memory.token_chunks import tiled
 from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, sample_documents
 from lightning_dilated.models.longnet.generation import free_memory, generate, generate_stream
+from lightning_dilated.models.longnet.scoring import AlleleScores, Scores, Strands, embed, score, score_alleles
 from lightning_dilated.models.longnet.streamed import StreamedLosses
 from lightning_dilated.models.longnet.torchscale import convert, read_state_dict
+from lightning_dilated.models.pooled_model import mean_token
 from lightning_dilated.models.transformer import USUAL, init_weights
 from lightning_dilated.models.transformer_model import LongNetOptions, SizeOptions, TransformerModel, Unpack
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.sequence import SequenceSpec, sequence_sum
+
+#: entries of a batch that say where a sample comes from, which predictions repeat
+PLACE = ("index", "record", "start", "stop", "strand", "region")
 
 
 class TokenOptions(SizeOptions, LongNetOptions, total=False):
@@ -37,6 +44,7 @@ class TokenOptions(SizeOptions, LongNetOptions, total=False):
     residual_dtype: Literal["float32", "bfloat16", "float16"] | None
     shift_layers: Literal["none", "odd"]
     shift_below: int | None
+    predict_embeddings: bool
 
 
 class TokenModel(TransformerModel):
@@ -47,6 +55,8 @@ class TokenModel(TransformerModel):
         vocab_size: V.
         tie_embeddings: the output projection shares the embedding's weights.
         bytes_per_token: mean bytes a token stands for, 1 for bytes; bits per byte are loss / (ln 2 bytes_per_token).
+        predict_embeddings: `predict` gives `embedding` (B, E), the mean of each sequence's last hidden states, in place of
+            likelihoods. Not kept in checkpoints.
         dim, depth, num_heads, residual_dtype, shift_layers, shift_below: see `TransformerModel`.
         options: its others, but for `drop_path`.
 
@@ -54,7 +64,9 @@ class TokenModel(TransformerModel):
         ValueError, TypeError: naming the argument.
     """
 
-    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["index", "lengths", "cu_seqlens"])
+    sequence_spec = SequenceSpec({"tokens": 1, "labels": 1}, whole=["lengths", "cu_seqlens", *PLACE])
+    #: of a genome, which the model reads to compute one thing
+    strands: Strands = "forward"
     causal = True
     settled = ("drop_path",)
 
@@ -71,6 +83,7 @@ class TokenModel(TransformerModel):
         residual_dtype: Literal["float32", "bfloat16", "float16"] | None = None,
         shift_layers: Literal["none", "odd"] = "none",
         shift_below: int | None = None,
+        predict_embeddings: bool = False,
         **options: Unpack[LongNetOptions],
     ) -> None:
         super().__init__(
@@ -80,6 +93,7 @@ class TokenModel(TransformerModel):
         real(bytes_per_token, "bytes_per_token", above=0)
         self.vocab_size = integer(vocab_size, "vocab_size", 1)
         self.tie_embeddings, self.bytes_per_token = flag(tie_embeddings, "tie_embeddings"), bytes_per_token
+        self.predict_embeddings = flag(predict_embeddings, "predict_embeddings")
 
     def setup(self, stage: str) -> None:
         """Check that every token of the data has an embedding."""
@@ -111,6 +125,15 @@ class TokenModel(TransformerModel):
         text = torch.randint(0, self.vocab_size, (1, tokens))
         return {"tokens": text, "labels": text.roll(-1, 1), "index": torch.zeros(1, dtype=torch.int64)}
 
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Tokens (B, N)."""
+        device = self.embedding.weight.device
+        return {"tokens": torch.randint(0, self.vocab_size, (batch_size, length), device=device)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Logits (B, N, V)."""
+        return {"logits": self(inputs["tokens"])}
+
     def _hidden(self, tokens: Tensor, **options: Any) -> Tensor:
         """(B, N, E) of tokens (B, N), before the last norm."""
         x = self.transformer.residual(self.dropout(self.embedding(tokens)))
@@ -119,9 +142,13 @@ class TokenModel(TransformerModel):
             options["positions"] = Documents.of(bounds, x.shape[1]).position  # they begin anew with each document
         return self.transformer(x, normed=False, **options)
 
+    def final_norm(self, x: Tensor) -> Tensor:
+        """(..., E), as the output projection reads them, of hidden states (..., E)."""
+        return self.transformer.norm(working(x, self.head.weight))
+
     def _logits(self, x: Tensor) -> Tensor:
         """(..., V) of hidden states (..., E)."""
-        return self.head(self.transformer.norm(working(x, self.head.weight)))
+        return self.head(self.final_norm(x))
 
     def _nats(self, x: Tensor, labels: Tensor) -> Tensor:
         """(B, N) nats of the labels of hidden states (B, N, E), at least fp32, 0 where the label is -100."""
@@ -136,6 +163,68 @@ class TokenModel(TransformerModel):
             return tiled_sum(self._nats, *within)
         losses = tiled(self._nats, *within)
         return losses.sum() if summed else losses
+
+    # -- sequences without a Trainer -----------------------------------------------------------------------------------
+    def embed(
+        self,
+        sequences: Any,
+        *,
+        pool: Literal["mean", "none"] = "mean",
+        layer: int | None = None,
+        strands: Strands | None = None,
+        batch_size: int = 8,
+    ) -> Tensor:
+        """Hidden states of B sequences, without a gradient, at least fp32: (B, E), or (B, N, E) by position.
+
+        Args:
+            sequences: as of `score`.
+            pool: "mean" over the tokens of each sequence; "none" keeps them, padded on the right with 0.
+            layer: the states behind this block, as the next one reads them, -1 for the last; None: the last ones, normed, as
+                the output projection reads them.
+            strands: of a genome, which are read: "forward", "reverse", or "both" for the mean of both. Positions are those
+                of the sequence as given, so with "both" `embed(reverse_complement(x))` is `embed(x)` with positions
+                backwards. None: the model's own, "forward" unless it was made with strands="both".
+            batch_size: sequences that are computed at a time; those of similar length together.
+
+        Raises:
+            TypeError, ValueError: as `score`; for other words or a layer that is not there.
+        """
+        return embed(self, sequences, pool, layer, self.strands if strands is None else strands, batch_size)
+
+    def score_alleles(
+        self, variants: Sequence[AlleleWindows], *, strands: Strands = "forward", flank: int = 8, batch_size: int = 8
+    ) -> AlleleScores:
+        """Log-likelihoods of two alleles of each variant, in nats.
+
+        LongNetLM: of the whole windows, as `score`. LongNetMLM: of substitutions the alleles' log-probabilities at the sites
+        where they differ, all of these masked at once; of insertions and deletions those of each site masked by itself, from
+        `flank` tokens before the alleles to `flank` behind the longer one, in as many sites of both windows.
+
+        Args:
+            variants: windows of both alleles, as `data.allele_windows` makes them.
+            strands: as of `score`.
+            flank: tokens, as above.
+            batch_size: as of `score`.
+        """
+        flank, size = integer(flank, "flank", 0), integer(batch_size, "batch_size", 1)
+        return score_alleles(self, variants, strands, flank, size)
+
+    def _sample_embeddings(self, batch: Mapping[str, Any]) -> Tensor:
+        """(B, E), on every rank: the mean of each sample's last hidden states; (D, E) of a row of D packed samples."""
+        self.configure_model()
+        tokens, lengths, bounds = batch["tokens"], batch.get("lengths"), batch.get("cu_seqlens")
+        documents = sample_documents(batch, tokens.shape[1])
+        positions = token_positions(0, tokens.shape[1]) if documents is None else documents.position
+        x = self._last_states(tokens, lengths=lengths, cu_seqlens=bounds)
+        return mean_token(x, positions, lengths, documents=documents)
+
+    def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
+        """(B, N, E), normed."""
+        return self.final_norm(self._hidden(tokens, **options))
+
+    def _predicted(self, batch: Mapping[str, Any], values: dict[str, Tensor]) -> dict[str, Any]:
+        """A prediction: where each sample comes from, as the data says it, and then the values."""
+        return {**{name: batch[name] for name in PLACE if name in batch}, **values}
 
 
 class LongNetLM(StreamedLosses, TokenModel):
@@ -240,11 +329,14 @@ class LongNetLM(StreamedLosses, TokenModel):
         """Bits per byte and perplexity of a token. In a genome a base is one byte, so they are bits per base."""
         return {"bits_per_byte": loss / (math.log(2) * self.bytes_per_token), "perplexity": loss.exp()}
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """The batch's `index`, if any; `tokens` (B,) that have a label, and `bits_per_byte` (B,), NaN without labels.
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+        """The batch's `index`, and of a genome `record`, `start`, `stop`, `strand` and `region`, those that it has; `tokens`
+        (B,) that have a label, and `bits_per_byte` (B,), NaN without labels; or `embedding` with `predict_embeddings`.
 
         Where a row packs D samples, each with a number in `index` (D,): (D,), one a sample.
         """
+        if self.predict_embeddings:
+            return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
         losses, counted = self.token_losses(batch), batch["labels"] != IGNORE
         documents = sample_documents(batch, losses.shape[1])
         if documents is None:
@@ -253,8 +345,32 @@ class LongNetLM(StreamedLosses, TokenModel):
             counts = counted[0].to(losses.device, torch.float64)
             losses, counted = documents.sum(losses[0]), documents.sum(counts).long()
         bits = losses / counted / (math.log(2) * self.bytes_per_token)
-        index = {"index": batch["index"]} if "index" in batch else {}
-        return {**index, "tokens": counted, "bits_per_byte": bits}
+        return self._predicted(batch, {"tokens": counted, "bits_per_byte": bits})
+
+    def score(
+        self,
+        sequences: Any,
+        *,
+        strands: Strands = "forward",
+        ignore_tokens: Sequence[int] | None = None,
+        batch_size: int = 8,
+    ) -> Scores:
+        """The log-likelihood of each of B sequences, in nats: of every token but the first, given those before it.
+
+        Nothing is in front of the first token, so the model gives it no probability.
+
+        Args:
+            sequences: strings of bases (for a model of a genome), tokens (N,) each, or a tensor (B, N).
+            strands: of a genome, which are read: "forward", "reverse", or "both" for the mean of both log-likelihoods.
+            ignore_tokens: tokens that are not scored; None: of a genome N, of others none.
+            batch_size: sequences that are computed at a time; those of similar length together.
+
+        Raises:
+            TypeError: for a single sequence in place of several.
+            ValueError: for a character that is no base, tokens that the model does not have, and strings or another strand
+                where the vocabulary is no genome's.
+        """
+        return score(self, sequences, strands, None, ignore_tokens, batch_size)
 
     def generate(self, tokens: Tensor, max_new_tokens: int, **options: Any) -> Tensor:
         """Tokens (B, N + new): the prompt (B, N >= 1) and its continuation by `max_new_tokens`, or up to a stop token.

@@ -9,27 +9,28 @@ Shape letters: B batch, L tokens of this rank, V vocabulary, N tokens (a rank's 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from lightning_dilated._device import send
-from lightning_dilated._validation import integer, real
+from lightning_dilated._validation import integer, one_of, real
 from lightning_dilated.attention.dropout import START, fold
 from lightning_dilated.attention.rotary import token_positions
+from lightning_dilated.data.genome.bases import COMPLEMENTS, backward_places, complement
 from lightning_dilated.memory.chunked_loss import IGNORE, loss_tile, token_nats
 from lightning_dilated.memory.token_chunks import tiled
-from lightning_dilated.models.blocks import working
 from lightning_dilated.models.documents import Documents, sample_documents
 from lightning_dilated.models.longnet.lm import TokenModel, TokenOptions
+from lightning_dilated.models.longnet.scoring import MOST_GENOME_TOKENS, Scores, Strands, reads_bases, score
 from lightning_dilated.models.metrics import TokenMean
 from lightning_dilated.models.module import STAGES
 from lightning_dilated.models.transformer_model import Unpack
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.sequence import sequence_sum
+from lightning_dilated.sequence import active_sequence, sequence_sum
 
 _HASHES = 2**32
 #: keys of the hashes: starts of spans, choice of spans, their treatment, random tokens
@@ -185,6 +186,10 @@ class LongNetMLM(TokenModel):
         random_fraction: share of the masked tokens that the model sees as a random token.
         ignore_tokens: tokens that are never masked, such as a genome's N; `mask_token` never is.
         mask_seed: of the masks.
+        strands: "both", for genomes: logits are the mean of those of the sequence and of its reverse complement, read
+            backwards and for the complementary bases. The logits of a reverse complement are then those of the sequence,
+            backwards and for the complementary bases, to the last bit where both are computed alike. Twice the work. Not
+            where ranks share a sequence.
         options: others of `TokenModel`, but for `bytes_per_token`.
 
     Logged with the mean loss: bits per token, and in validation and test the accuracy over all masked tokens.
@@ -207,6 +212,7 @@ class LongNetMLM(TokenModel):
         random_fraction: float = 0.1,
         ignore_tokens: list[int] | None = None,
         mask_seed: int = 0,
+        strands: Literal["forward", "both"] = "forward",
         **options: Unpack[TokenOptions],
     ) -> None:
         super().__init__(pattern, vocab_size, bytes_per_token=1.0, **options)
@@ -223,6 +229,13 @@ class LongNetMLM(TokenModel):
             mask_fraction, mask_span, keep_fraction, random_fraction, self.mask_token, vocab_size, tuple(never),
             integer(mask_seed, "mask_seed", 0),
         )  # fmt: skip
+        one_of(strands, "strands", ("forward", "both"))
+        self.strands = strands
+        if strands == "both" and not reads_bases(self):
+            raise ValueError(
+                f"strands='both' is for genomes, whose vocab_size is 5 to {MOST_GENOME_TOKENS} (A C G T N first), got "
+                f"{vocab_size}."
+            )
         right = nn.ModuleDict({stage: TokenMean() for stage in STAGES[1:]})
         self.accuracy: Mapping[str, TokenMean] = right  # type: ignore[assignment]  # as `mean_loss`
 
@@ -245,13 +258,57 @@ class LongNetMLM(TokenModel):
         With `at`, (B, N) bool, only those of the M tokens where it is true: (M, V).
         """
         self.configure_model()
-        x = self._hidden(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
+        x = self._read(tokens, positions=positions, lengths=lengths, cu_seqlens=cu_seqlens)
         return self._logits(x if at is None else x[at])
+
+    def _read(self, tokens: Tensor, **options: Any) -> Tensor:
+        """(B, N, E) hidden states before the last norm; with both strands (B, N, 2 E), the other's behind this one's."""
+        x = self._hidden(tokens, **options)
+        if self.strands == "forward":
+            return x
+        places = _backwards(tokens, options)
+        other = self._hidden(complement(tokens.gather(1, places)), **options)
+        return torch.cat([x, other.gather(1, places[:, :, None].expand_as(other))], -1)
+
+    def _last_states(self, tokens: Tensor, **options: Any) -> Tensor:
+        """(B, N, E), normed; with both strands their mean."""
+        parts = [self.final_norm(x) for x in self._read(tokens, **options).split(self.dim, -1)]
+        return parts[0] if len(parts) == 1 else (parts[0] + parts[1]) / 2
 
     def _logits(self, x: Tensor) -> Tensor:
         # the embedding may have one more row, the mask token's
-        x = self.transformer.norm(working(x, self.head.weight))
-        return nn.functional.linear(x, self.head.weight[: self.vocab_size])
+        weight = self.head.weight[: self.vocab_size]
+        this, *others = (nn.functional.linear(self.final_norm(part), weight) for part in x.split(self.dim, -1))
+        if not others:
+            return this
+        complements = [*COMPLEMENTS, *range(len(COMPLEMENTS), self.vocab_size)]
+        return (this + others[0][..., complements]) / 2
+
+    def score(
+        self,
+        sequences: Any,
+        *,
+        strands: Strands = "forward",
+        passes: int | None = None,
+        ignore_tokens: Sequence[int] | None = None,
+        batch_size: int = 8,
+    ) -> Scores:
+        """The pseudo-log-likelihood of each of B sequences, in nats (arXiv 1910.14659): of every token by all the others.
+
+        Each token is masked by itself, in as many passes of the model as the sequence has tokens. Nothing is drawn.
+
+        Args:
+            sequences, strands, batch_size: as of `LongNetLM.score`.
+            passes: of K passes, pass j masks tokens j, j + K, ... together: N / K times less work, for less context. None:
+                as many as tokens.
+            ignore_tokens: tokens that are not scored; None: those that are never masked, and of a genome N.
+
+        Raises:
+            TypeError, ValueError: as `LongNetLM.score`.
+        """
+        if passes is not None:
+            integer(passes, "passes", 1)
+        return score(self, sequences, strands, passes, ignore_tokens, batch_size)
 
     def masked(self, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """(the model's input, the tokens that it has to predict) for this rank's part of a batch: (B, N) int64 and bool.
@@ -312,14 +369,14 @@ class LongNetMLM(TokenModel):
         """(hidden states before the last norm (B, N, E), the tokens to predict (B, N) bool)."""
         self.configure_model()
         seen, chosen = self.masked(batch)
-        return self._hidden(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
+        return self._read(seen, lengths=batch.get("lengths"), cu_seqlens=batch.get("cu_seqlens")), chosen
 
     def planning_copy(self, depth: int) -> LongNetMLM:
         """DilatedModule's, with a loss of all tokens: which ones are masked follows from values."""
         made = super().planning_copy(depth)
 
         def loss_terms(batch: Mapping[str, Any]) -> tuple[Tensor, Any]:
-            return made._losses(made._hidden(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
+            return made._losses(made._read(batch["tokens"]), batch["labels"], summed=True), batch["labels"].numel()
 
         made.loss_terms = loss_terms  # type: ignore[method-assign]
         return made
@@ -338,15 +395,17 @@ class LongNetMLM(TokenModel):
         self._log_of_all(f"{stage}_accuracy", self.accuracy[stage].compute(), prog_bar=stage == "val")
         self.accuracy[stage].reset()
 
-    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Tensor]:
-        """How well the model predicts masked tokens of each sample: `index`, `masked` (their number), `bits_per_token` and
-        `accuracy`, each (B,), the latter NaN where none is masked.
+    def predict_step(self, batch: Mapping[str, Any], batch_idx: int) -> dict[str, Any]:
+        """How well the model predicts masked tokens of each sample: `index`, and of a genome `record`, `start`, `stop`,
+        `strand` and `region`, those that the batch has; `masked` (their number), `bits_per_token` and `accuracy`, each (B,),
+        the latter NaN where none is masked. Or `embedding` with `predict_embeddings`.
 
         Every sample is masked at the same positions, so a sequence has the same numbers in any row, batch and number of
         ranks, and sequences that differ in a few tokens are compared at the same positions. This is not a likelihood of the
-        sequence, nor a score of a variant: those need the variant's position masked,
-        `model(tokens with mask_token there, at=...)`.
+        sequence, nor a score of a variant: see `score` and `score_alleles`.
         """
+        if self.predict_embeddings:
+            return self._predicted(batch, {"embedding": self._sample_embeddings(batch)})
         # with the sample's number equal sequences would get different masks
         same_masks = {**batch, "index": torch.zeros_like(sample_numbers(batch["index"]))} if "index" in batch else batch
         losses, right, sample = self.masked_terms(same_masks)
@@ -354,12 +413,32 @@ class LongNetMLM(TokenModel):
         sums = terms.new_zeros(3, len(batch.get("index", batch["tokens"]))).index_add(1, sample, terms)
         total, correct, counted = sequence_sum(sums)
         bits = total / counted / math.log(2)
-        return {
-            "index": batch["index"],
-            "masked": counted.long(),
-            "bits_per_token": bits,
-            "accuracy": correct / counted,
-        }
+        values = {"masked": counted.long(), "bits_per_token": bits, "accuracy": correct / counted}
+        return self._predicted(batch, values)
+
+
+def _backwards(tokens: Tensor, options: Mapping[str, Any]) -> Tensor:
+    """(B, N) where each token is taken from to read every sample, or document, of tokens (B, N) backwards.
+
+    Raises:
+        ValueError: where ranks share a sequence.
+    """
+    group = active_sequence()
+    if group is not None and group.ranks > 1:
+        raise ValueError(
+            f"strands='both' reads sequences backwards, which {group.ranks} ranks that share each do not offer: set "
+            "sequence_size=1 of the strategy, or strands='forward' and data.reverse_complement."
+        )
+    if options.get("positions") is not None:
+        raise ValueError("strands='both' takes no positions: those of the other strand would be others.")
+    bounds, lengths = options.get("cu_seqlens"), options.get("lengths")
+    if bounds is not None:
+        documents = Documents.of(bounds, tokens.shape[1])
+        first = documents.sizes.cumsum(0) - documents.sizes
+        places = (first + documents.sizes - 1)[documents.number] - documents.position
+        return send(places, tokens.device).expand_as(tokens)
+    sizes = torch.full((len(tokens),), tokens.shape[1]) if lengths is None else torch.as_tensor(lengths)
+    return send(backward_places(tokens.shape[1], sizes), tokens.device)
 
 
 #: the class's own method, to recognise one that a user has put in its place

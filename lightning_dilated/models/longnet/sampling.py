@@ -5,7 +5,7 @@ Shape letters: B batch, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -70,13 +70,13 @@ def sample(
     return (logits.softmax(-1) / clocks).argmax(-1)
 
 
-def stop_tokens(stop: int | Sequence[int] | None, vocab_size: int) -> list[int]:
+def stop_tokens(stop: int | Collection[int] | None, vocab_size: int) -> list[int]:
     """The tokens that end a continuation, as a list; raises for one that can never be drawn."""
     if stop is None:
         return []
     stop = stop.tolist() if hasattr(stop, "tolist") else stop
-    if isinstance(stop, (str, bytes)) or not isinstance(stop, (int, Sequence)):
-        raise TypeError(f"stop must be a token, a list of tokens or None, got {stop!r}.")
+    if isinstance(stop, (str, bytes, Mapping)) or not isinstance(stop, (int, Collection)):
+        raise TypeError(f"stop must be a token, a list or set of tokens, or None, got {stop!r}.")
     ends = [integer(x, "stop", 0) for x in ([stop] if isinstance(stop, int) else stop)]
     if ends and max(ends) >= vocab_size:
         raise ValueError(f"stop must lie below vocab_size={vocab_size}, got {max(ends)}: it would never be drawn.")

@@ -51,7 +51,7 @@ class LongViTOptions(StackOptions, PooledOptions, total=False):
     """Options of a LongViT that are not its own."""
 
     dropout: float
-    task: Literal["classification", "regression", "ordinal"] | None
+    task: Literal["classification", "regression", "ordinal", "survival"] | None
     num_classes: int | None
 
 

@@ -50,7 +50,10 @@ class GridPositions(nn.Module):
         if device not in self._axes:
             quarter = torch.arange(self.dim // 4, dtype=torch.float64, device="cpu") / (self.dim / 4)
             angle = torch.arange(self.grid, dtype=torch.float64, device="cpu")[:, None] / 10000**quarter
-            self._axes[device] = torch.cat([angle.sin(), angle.cos()], 1).float().to(device)
+            axis = torch.cat([angle.sin(), angle.cos()], 1).float().to(device)
+            if torch.compiler.is_compiling():  # a tensor of the graph, not of this process
+                return axis
+            self._axes[device] = axis
         return self._axes[device]
 
     def forward(self, cells: Tensor) -> Tensor:
@@ -100,6 +103,19 @@ def check_coords(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> 
 def cells_of(coords: Tensor, counted: Tensor, tile_size: int) -> Tensor:
     """(B, N, 2) int64 cells of tiles; (0, 0) for other rows."""
     return torch.div(_filled(coords, counted), tile_size, rounding_mode="floor").long()
+
+
+@torch.library.custom_op("lightning_dilated::checked_cells", mutates_args=())
+def checked_cells(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
+    """`cells_of` after `check_coords`, as one node of a graph: compiled models check coordinates, too."""
+    if not (coords.is_cuda and torch.cuda.is_current_stream_capturing()):  # which cannot wait for their values
+        check_coords(coords, counted, tile_size, grid)
+    return cells_of(coords, counted, tile_size)
+
+
+@checked_cells.register_fake
+def _(coords: Tensor, counted: Tensor, tile_size: int, grid: int) -> Tensor:
+    return torch.empty_like(coords, dtype=torch.int64, memory_format=torch.contiguous_format)
 
 
 def _filled(coords: Tensor, counted: Tensor) -> Tensor:
@@ -259,8 +275,12 @@ class SlideBackbone(ReleasedModel):
     # -- rows ----------------------------------------------------------------------------------------------------------
     def _placed(self, x: Tensor, coords: Tensor, counted: Tensor) -> Tensor:
         """Projected tiles (B, L, E) plus their positions, in the dtype of the parameters; checks coordinates."""
-        checked_by_all(check_coords, coords, counted.to(coords.device), self.tile_size, self.grid)
-        cells = cells_of(coords, counted.to(coords.device), self.tile_size)
+        counted = counted.to(coords.device)
+        if torch.compiler.is_compiling():
+            cells = torch.ops.lightning_dilated.checked_cells(coords, counted, self.tile_size, self.grid)
+        else:
+            checked_by_all(check_coords, coords, counted, self.tile_size, self.grid)
+            cells = cells_of(coords, counted, self.tile_size)
         return x + self.grid_positions(send(cells, x.device)).to(self.cls_token.dtype)
 
     def _project(self, features: Tensor) -> Tensor:
@@ -322,6 +342,8 @@ class SlideBackbone(ReleasedModel):
 
 def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
     """Raise unless every first row of a slide is blank; of slides that are not `packed` this rank's first row may be one."""
+    if torch.compiler.is_compiling():  # for any values
+        return
     at = (positions == 0).nonzero()[:, 0] if packed else torch.arange(int((positions[:1] == 0).any()))
     in_front = coords[:, send(at, coords.device)]
     if not len(at) or bool((in_front.double() == BLANK).all()):
@@ -337,5 +359,5 @@ def _check_blank(coords: Tensor, positions: Tensor, packed: bool) -> None:
 def _within(positions: Tensor, lengths: Tensor | None, samples: int) -> Tensor:
     """(B, L) bool: rows that are not padding."""
     if lengths is None:
-        return torch.ones(samples, len(positions), dtype=torch.bool)
+        return torch.ones(samples, positions.shape[0], dtype=torch.bool)
     return positions < lengths[:, None]

@@ -115,7 +115,7 @@ PRETRAINING = ("mask_ratio", "normalise", "decoder_dim", "decoder_depth", "mask_
 class SlideEncoderOptions(SlideOptions, PooledOptions, total=False):
     """Options of a SlideEncoder that are not its own."""
 
-    task: Literal["classification", "regression", "ordinal"] | None
+    task: Literal["classification", "regression", "ordinal", "survival"] | None
     num_classes: int | None
 
 
@@ -165,6 +165,18 @@ class SlideEncoder(SlideBackbone, PooledModule):
     def example_batch(self, tokens: int) -> dict[str, Any]:
         """A random slide of N rows, and its label."""
         return {**self.example_rows(tokens), **self.example_label()}
+
+    export_rows = 1
+
+    def export_inputs(self, length: int, batch_size: int) -> dict[str, Tensor]:
+        """Features (B, T, F) and coords (B, T, 2)."""
+        rows, device = self.example_rows(1 + length), self.cls_token.device
+        features = torch.randn(batch_size, length, self.feature_dim, device=device)
+        return {"features": features, "coords": rows["coords"][:, 1:].repeat(batch_size, 1, 1)}
+
+    def export_outputs(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Embeddings (B, E), and logits (B, C) with a task."""
+        return self._exported(self(inputs["features"], inputs["coords"]))
 
     @classmethod
     def from_gigapath(

@@ -1,0 +1,273 @@
+"""The op as plain torch operations whose graph does not depend on the number of tokens: what an exported model contains.
+
+Each branch gathers the rows of its heads by segment, attends within segments, and gathers the results back; branches are
+merged by their log-sum-exp. Which operations there are follows from the pattern and the longest sequence alone, so N may
+be a symbol. A segment that holds the longest sequence is one segment. Rows of tokens and heads lie in one axis, so that no
+symbolic size can be 1, for which torch would make a graph of its own.
+Shape letters: B batch, N tokens, H query heads, K kv heads, D head dim; of a branch: w segment length, r dilation rate, t
+shift, S segments, J heads that it serves, m rows of a head in a segment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_dilated.attention.spec import CallSpec
+from lightning_dilated.pattern import Branch
+from lightning_dilated.pattern.rows import check_padding
+
+#: log-sum-exp of no key, and the score of a key that is not seen: finite, so that differences of two are not NaN
+NOTHING = -1e30
+#: most scores that are formed at once, in elements; those of a single head may be more
+SCORES = 1 << 26
+
+
+def decomposed(
+    q: Tensor, k: Tensor, v: Tensor, spec: CallSpec, longest: int, known: dict[Any, Any] | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out (B, N, H, D) in q's dtype, lse (B, H, N), at least fp32), as the op's first two results.
+
+    Args:
+        q: (B, N, H, D); N, from 1 to `longest`, may be symbolic, and is then at least 2.
+        k, v: (B, N, K, D).
+        spec: of the call: one rank, the whole sequence, without dropout.
+        longest: the most tokens that the graph is made for.
+        known: keeps where rows lie for later calls of one trace, whose graph then computes that once; their q and k have
+            equal shapes.
+
+    Raises:
+        ValueError: for a call that cannot be exported, and for padding="attended" where it is not defined.
+    """
+    named = {"sequence": "a sequence shared by ranks", "stream": "a chunk of a stream", "window": "a chunk of heads"}
+    for name, what in named.items():
+        if getattr(spec, name):
+            raise ValueError(f"{what} cannot be exported: export whole sequences on one rank.")
+    if spec.dropout:
+        raise ValueError(f"attention dropout {spec.dropout} cannot be exported: call model.eval() first.")
+    check_padding(spec.pattern, longest)
+    batch, tokens, heads, head_dim = q.shape
+    wide, known = torch.promote_types(q.dtype, torch.float32), {} if known is None else known
+    flat = [x.to(wide).reshape(batch, -1, head_dim) for x in (q, k, v)]
+    out, total, top = None, None, None
+    for i, branch in enumerate(spec.pattern.branches):
+        key = spec.pattern.code, i, spec.causal, heads, k.shape[2]
+        if key not in known:
+            rows = _Rows.of(spec, branch, q, k.shape[2], longest)
+            known[key] = rows.places(heads // k.shape[2], spec) if rows.offsets else None
+        if known[key] is None:
+            continue
+        part, lse = known[key].attend(*flat, spec)
+        if out is None:
+            out, total, top = part, torch.ones_like(lse), lse
+            continue
+        highest = torch.maximum(top, lse)
+        before, new = (top - highest).exp(), (lse - highest).exp()
+        out, total, top = out * before[..., None] + part * new[..., None], total * before + new, highest
+    if out is None:
+        raise ValueError(f"no branch of {spec.pattern} serves any of {heads} heads.")
+    lse = torch.where(top > NOTHING / 2, top + total.log(), -torch.inf)
+    out = (out / total[..., None]).to(q.dtype).reshape(batch, tokens, heads, head_dim)
+    return out, lse.reshape(batch, tokens, heads).transpose(1, 2).contiguous()
+
+
+def numbers(values: Sequence[int], device: torch.device) -> Tensor:
+    """(len(values),) int64, computed: a tensor made from a list cannot be traced here."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and (len(runs[-1]) == 1 or value - runs[-1][-1] == runs[-1][1] - runs[-1][0]):
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    steps = [run[1] - run[0] if len(run) > 1 else 0 for run in runs]
+    parts = [torch.arange(len(run), device=device) * step + run[0] for run, step in zip(runs, steps, strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _over(x: Tensor, divisor: Any) -> Tensor:
+    return torch.div(x, divisor, rounding_mode="floor")
+
+
+def _modulo(x: Tensor, divisor: Any) -> Tensor:
+    return x - _over(x, divisor) * divisor  # ONNX has no remainder of a symbolic divisor
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Index tensors of a branch.
+
+    Attributes:
+        rows: m.
+        parts: for heads that are computed at once, J of them: which of the N H queries and of the N K keys the rows are,
+            (S J m,) each; whether a row is a token (S J m,), None where all are; and zero keys next to them, (S J, 1, 1) or
+            None.
+        back: (N H,) the row of each token and head.
+        used: (N H,) whether the head uses the token; None where all do.
+    """
+
+    rows: Any
+    parts: tuple[tuple[Tensor, Tensor, Tensor | None, Tensor | None], ...]
+    back: Tensor
+    used: Tensor | None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, spec: CallSpec) -> tuple[Tensor, Tensor]:
+        """(out (B, N H, D), lse (B, N H)) of the branch, 0 and `NOTHING` where a head does not use a token.
+
+        Args:
+            q: (B, N H, D).
+            k, v: (B, N K, D).
+        """
+        batch, _, head_dim = q.shape
+        outs, lses = [], []
+        for of_query, of_key, seen, pads in self.parts:
+            indexed = (q, of_query), (k, of_key), (v, of_key)
+            rows = (x.index_select(1, index).reshape(-1, self.rows, head_dim) for x, index in indexed)
+            out, lse = _softmax(*rows, seen, pads, batch, spec)
+            outs.append(out.reshape(batch, -1, head_dim))
+            lses.append(lse.reshape(batch, -1))
+        out, lse = (x[0] if len(x) == 1 else torch.cat(x, 1) for x in (outs, lses))
+        out, lse = out.index_select(1, self.back), lse.index_select(1, self.back)
+        if self.used is None:
+            return out, lse
+        return torch.where(self.used[:, None], out, 0.0), torch.where(self.used, lse, NOTHING)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Where the rows of a branch lie.
+
+    Attributes:
+        branch: whose they are.
+        offsets: (head, offset) of the J heads that it serves.
+        tokens, heads: N and H.
+        segments, rows: S and m; there may be more than needed, of which no row is a token.
+        width: w, or N + t where `whole`.
+        whole: whether one segment holds every sequence.
+        step: heads whose scores are formed at once.
+        device: of the call.
+    """
+
+    branch: Branch
+    offsets: tuple[tuple[int, int], ...]
+    tokens: Any
+    heads: int
+    segments: Any
+    rows: Any
+    width: Any
+    whole: bool
+    step: int
+    device: torch.device
+
+    @classmethod
+    def of(cls, spec: CallSpec, branch: Branch, q: Tensor, kv_heads: int, longest: int) -> _Rows:
+        """The rows of a branch for q (B, N, H, D)."""
+        batch, tokens, heads, _ = q.shape
+        rate, shift, length = branch.dilation_rate, branch.shift, branch.segment_length
+        offset = lambda h: spec.pattern.offset(branch, h, heads, kv_heads)  # noqa: E731
+        offsets = tuple((h, offset(h)) for h in range(heads) if branch.serves(h))
+        # a size that may be 1 for some N is made larger
+        symbolic = int(not isinstance(tokens, int))
+        whole = length is None or length >= longest + shift
+        width: Any
+        if whole:
+            width, segments, counted = tokens + shift, 1, 1
+            rows, most = (width + rate - 1) // rate + (symbolic if rate > 1 else 0), -(-(longest + shift) // rate)
+        else:
+            width, counted = length, -(-(longest + shift) // length)
+            segments = (tokens + shift + width - 1) // width + (symbolic if batch * len(offsets) == 1 else 0)
+            rows = most = -(-width // rate)
+        step = max(1, SCORES // (batch * counted * most * most))
+        return cls(branch, offsets, tokens, heads, segments, rows, width, whole, step, q.device)
+
+    @property
+    def plain(self) -> bool:
+        """Whether row i of a head is token i, without rows that are none."""
+        return self.whole and self.branch.dilation_rate == 1 and not self.branch.shift
+
+    def places(self, group: int, spec: CallSpec) -> _Places:
+        """The index tensors; `group` = H / K."""
+        parts = []
+        for first in range(0, len(self.offsets), self.step):
+            offsets = self.offsets[first : first + self.step]
+            tokens, seen = self._tokens(offsets)
+            of_query, of_key = (
+                tokens * (self.heads // each)
+                + numbers([h // each for h, _ in offsets], self.device).index_select(0, self._head(len(offsets)))
+                for each in (1, group)
+            )
+            parts.append((of_query, of_key, seen, self._pads(seen, spec)))
+        return _Places(self.rows, tuple(parts), *self._back())
+
+    def _head(self, number: int) -> Tensor:
+        """(S J m,) which of J heads a row is of, 0 to J - 1."""
+        return _modulo(_over(torch.arange(self.segments * number * self.rows, device=self.device), self.rows), number)
+
+    def _tokens(self, offsets: Sequence[tuple[int, int]]) -> tuple[Tensor, Tensor | None]:
+        """(the token of each row (S J m,), clamped to those that there are; whether it is one, None where all are)."""
+        number, rate, shift = len(offsets), self.branch.dilation_rate, self.branch.shift
+        row = torch.arange(self.segments * number * self.rows, device=self.device)
+        offset = numbers([o for _, o in offsets], self.device).index_select(0, self._head(number))
+        within = _modulo(row, self.rows) * rate + offset
+        place = _over(row, number * self.rows) * self.width + within - shift
+        if self.plain:
+            return place, None
+        seen = (within < self.width) & (place >= 0) & (place < self.tokens)
+        return place.clamp(min=0, max=self.tokens - 1), seen
+
+    def _pads(self, seen: Tensor | None, spec: CallSpec) -> Tensor | None:
+        """(S J, 1, 1) zero keys next to the rows: ceil(min(w, N) / r) - keys; None where there are none."""
+        if seen is None or spec.causal or spec.pattern.padding != "attended":
+            return None
+        rate = self.branch.dilation_rate
+        width = (torch.arange(self.tokens, device=self.device) < self.width).sum()
+        return (_over(width + rate - 1, rate) - seen.reshape(-1, self.rows).sum(-1))[:, None, None]
+
+    def _back(self) -> tuple[Tensor, Tensor | None]:
+        """(the row of each token and head (N H,), whether the head uses the token; None where all do)."""
+        rate, served = self.branch.dilation_rate, [h for h, _ in self.offsets]
+        at = torch.arange(self.tokens * self.heads, device=self.device)
+        head, place = _modulo(at, self.heads), _over(at, self.heads) + self.branch.shift
+        segment, within = _over(place, self.width), _modulo(place, self.width)
+        # by head: rows of heads before its chunk in a segment, heads of its chunk, its place in the chunk
+        table: list[tuple[int, int, int, int]] = []
+        for h in range(self.heads):
+            i = served.index(h) if h in served else 0
+            first = i // self.step * self.step
+            table.append((first, min(self.step, len(served) - first), i - first, self.offsets[i][1]))
+        before, number, own, offset = (
+            numbers(list(x), self.device).index_select(0, head) for x in zip(*table, strict=True)
+        )
+        row = (before * self.segments + segment * number + own) * self.rows + _over(within, rate)
+        used = None if rate == 1 else _modulo(within, rate) == offset
+        if len(served) < self.heads:
+            serves = numbers([int(h in served) for h in range(self.heads)], self.device).index_select(0, head) > 0
+            used = serves if used is None else used & serves
+        return row, used
+
+
+def _softmax(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None, pads: Tensor | None, batch: int, spec: CallSpec
+) -> tuple[Tensor, Tensor]:
+    """(out (B S J, m, D), lse (B S J, m)) of dense attention within segments; rows that are no tokens have any value."""
+    scores = (q * spec.scale) @ k.transpose(-1, -2)
+    mask = None if seen is None else seen.reshape(-1, 1, q.shape[1])
+    if batch > 1:
+        mask, pads = (None if x is None else torch.cat([x] * batch) for x in (mask, pads))
+    if spec.causal:
+        at = torch.arange(q.shape[1], device=q.device)
+        earlier = at <= at[:, None]
+        mask = earlier if mask is None else mask & earlier
+    if mask is not None:
+        scores = torch.where(mask, scores, NOTHING)
+    top = scores.amax(-1, keepdim=True)
+    if pads is not None:  # whose scores are 0
+        top = torch.where(pads > 0, top.clamp(min=0.0), top)
+    weights = (scores - top).exp()
+    total = weights.sum(-1, keepdim=True)
+    if pads is not None:
+        total = total + pads * torch.where(pads > 0, -top, NOTHING).exp()
+    return (weights @ v) / total, (top + total.log())[..., 0]
