@@ -112,7 +112,8 @@ def dilated_attention(
         cu_seqlens: int32 (documents + 1,), bounds of documents packed into one sample (B = 1); segments restart at each
             document and nothing crosses one. On the CPU they rise from 0 to N. On q's GPU, with one rank, they are read by
             the kernels as `lengths` are: one CUDA graph serves all rows of up to N tokens in as many documents, some of
-            them empty; rows beyond the last bound give 0, and values beyond 0..N count as 0 and N.
+            them empty; rows beyond the last bound give 0, and values beyond 0..N count as 0 and N. Calls that these kernels
+            do not serve (another engine, say) read both on the host, which waits for them and refuses such values.
         return_lse: also return the natural logarithm of the softmax denominator, without a gradient.
         engine: "auto", "sdpa", or one engine's name; `engines.choose` says what "auto" picks and why.
         sequence: the ranks that share the sequence: q, k and v then hold this rank's tokens (N of them, 0 on an empty
