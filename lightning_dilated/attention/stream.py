@@ -15,9 +15,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lightning_dilated._device import send
 from lightning_dilated._validation import integer
 from lightning_dilated.sequence.chunks import ENDLESS, CarriedRows, CarryPlan, exchanged
 from lightning_dilated.sequence.exchange import gather
@@ -86,11 +88,10 @@ def chunk_route(plan: CarryPlan, chunk: int, device: torch.device) -> ChunkRoute
     ]
     leaving = Rows.of(expand(runs), len(piece), problem.kv_heads[1] - problem.kv_heads[0]).to(device)
     later = problem.shard.begin(chunk + 1)
-    read_again = torch.tensor([x.last >= later for x in live], dtype=torch.bool, device=device)
-    sizes = torch.tensor([x.count for x in live], dtype=torch.int64, device=device)
-    stays = torch.repeat_interleave(read_again, sizes, output_size=exchange.carried)
-    index = lambda x: x.nonzero()[:, 0]  # noqa: E731
-    return ChunkRoute(exchange, leaving, index(stays), index(~stays))
+    read_again = np.array([x.last >= later for x in live], dtype=bool)
+    stays = np.repeat(read_again, np.array([x.count for x in live], dtype=np.int64))
+    staying, dropped = (send(torch.from_numpy(np.flatnonzero(x)), device) for x in (stays, ~stays))
+    return ChunkRoute(exchange, leaving, staying, dropped)
 
 
 class Store:

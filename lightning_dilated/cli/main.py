@@ -15,14 +15,14 @@ from lightning_dilated.cli.lightning_cli import DilatedCLI, with_checkpoint, wit
 #: the commands that are not LightningCLI's, each a function of its arguments; imported by name, as loading takes seconds
 OTHERS = {
     "generate": "lightning_dilated.cli.generate:run",
-    "score": "lightning_dilated.cli.genome.score:run",
+    "score": "lightning_dilated.cli.score:run",
     "tokenize": "lightning_dilated.cli.datasets:tokenize",
     "pairs": "lightning_dilated.cli.datasets:pairs",
     "explain": "lightning_dilated.cli.explain:run",
     "verify": "lightning_dilated.cli.verify:run",
     "bench": "lightning_dilated.cli.bench:run",
     "consolidate": "lightning_dilated.cli.consolidate:run",
-    "folds": "lightning_dilated.cli.slides.folds:run",
+    "folds": "lightning_dilated.cli.folds:run",
     "export": "lightning_dilated.cli.export:run",
     "plan": "lightning_dilated.cli.plan:run",
 }

@@ -48,8 +48,8 @@ def test_dtype_and_head_dim(engine, dtype, head_dim):
     close("out", out, want, tol)
     close_lse("lse", lse, want_lse, tol)
     grads = zip(GRADIENTS, gradients(out, (q, k, v), grad), gradients(want, exact, grad.double()), strict=True)
-    for name, a, b in grads:
-        close(name, a, b, tol)
+    for name, a, b in grads:  # inputs are of unit size, and so is what is rounded, also where a sum cancels
+        close(name, a, b, tol, floor=1.0)
 
 
 # (engine, what it does not take, the reason in words)

@@ -44,7 +44,9 @@ def genome(folder: Path, seed: int) -> GenomeDataModule:
     return GenomeDataModule(str(folder / "a.fa"), 10, **OPTIONS)
 
 
-def slides(folder: Path, seed: int, what: str = "features", kind: str = "h5") -> SlideDataModule:
+def slides(
+    folder: Path, seed: int, what: str = "features", kind: str = "h5", order: str | None = None
+) -> SlideDataModule:
     for i in range(3):
         rng = np.random.default_rng([seed if what == "features" else 0, i])
         x, c = rng.standard_normal((20, 3)).astype(np.float32), grid(20) + (256 * seed if what == "coords" else 0)
@@ -52,7 +54,7 @@ def slides(folder: Path, seed: int, what: str = "features", kind: str = "h5") ->
             write(folder / f"s{i}.h5", x, c, patch_size_level0=256)
         else:
             torch.save({"features": torch.from_numpy(x).bfloat16(), "coords": torch.from_numpy(c)}, folder / f"s{i}.pt")
-    return SlideDataModule(str(folder), **OPTIONS)
+    return SlideDataModule(str(folder), order=order, **OPTIONS)
 
 
 KINDS = {
@@ -105,7 +107,8 @@ def test_the_first_part_is_that_of_earlier_versions(tmp_path):
     """Recorded before content was part of fingerprints."""
     found = some_bytes(tmp_path, 0).dataset("train").fingerprint()
     assert re.fullmatch(r"16009a3b5dc805b6, 99 sequences from byte 0; content [0-9a-f]{16}", found)
-    assert slides(tmp_path, 0).dataset("train").fingerprint().startswith("0195a3979bc34a0e; content ")
+    in_files = slides(tmp_path, 0, order="file")  # the default then
+    assert in_files.dataset("train").fingerprint().startswith("0195a3979bc34a0e; content ")
 
 
 def test_attention_written_into_a_slide_changes_nothing(tmp_path):

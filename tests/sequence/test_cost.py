@@ -17,8 +17,8 @@ from lightning_dilated.sequence.shard import Shard
 
 N, HEADS = 1 << 20, 12
 PATTERN = DilatedPattern.longnet([2048 << i for i in range(5)], [1 << i for i in range(5)])
-#: seconds of one core
-LIMIT = 0.020
+#: in turns of `yardstick`, which take 7 ms of a core at 3 GHz: 20 ms there, and more on a core that others share
+LIMIT = 2.8
 
 
 def packed(count: int) -> list[Document]:
@@ -44,6 +44,11 @@ def seconds(call) -> float:
     return best
 
 
+def yardstick() -> int:
+    """Arithmetic of ranges."""
+    return sum(len(range(i, i + 50, 3)) + max(i, 7) for i in range(17_000))
+
+
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("ranks", [8, 64])
@@ -57,8 +62,8 @@ def test_ten_thousand_documents(ranks, layout, causal):
         assert needed_rows(problem, rank)
         return gather.program(problem, rank, 8)
 
-    took = seconds(prepare)
-    assert took < LIMIT, f"{took * 1e3:.1f} ms"
+    took, unit = seconds(prepare), seconds(yardstick)
+    assert took < LIMIT * unit, f"{took * 1e3:.1f} ms, where the yardstick takes {unit * 1e3:.1f}"
 
 
 @pytest.mark.parametrize("ranks", [8, 64, 512])

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
+from lightning_dilated._device import send
 from lightning_dilated.sequence.exchange.program import Message, RowSet
 from lightning_dilated.sequence.ranges import intersect, remove
 from lightning_dilated.sequence.requirements import Document, Problem, RowRequest
@@ -28,14 +30,19 @@ Progression = tuple[int, int, int]
 
 def expand(runs: Iterable[Progression]) -> Tensor:
     """All numbers of the runs, one after another, int64."""
-    start, step, count = torch.tensor(list(runs), dtype=torch.int64).view(-1, 3).unbind(1)
-    before = torch.repeat_interleave(count.cumsum(0) - count, count)
-    within = torch.arange(int(count.sum())) - before
-    return torch.repeat_interleave(start, count) + torch.repeat_interleave(step, count) * within
+    start, step, count = np.array(list(runs), dtype=np.int64).reshape(-1, 3).T
+    numbers = np.repeat(start - step * (count.cumsum() - count), count)
+    numbers += np.repeat(step, count) * np.arange(len(numbers))
+    return torch.from_numpy(numbers)
 
 
 def _overlap(rows: range, other: range) -> tuple[Progression, Progression] | None:
     """Where the elements of both lie in `rows` and in `other`."""
+    step, first, begin = rows.step, rows.start, other.start
+    if step == other.step and (first - begin) % step == 0:  # the usual case, and thousands of them
+        start = max(first, begin)
+        count = (min(rows.stop, other.stop) - start + step - 1) // step
+        return (((start - first) // step, 1, count), ((start - begin) // step, 1, count)) if count > 0 else None
     both = intersect(rows, other)
     if not both:
         return None
@@ -162,8 +169,8 @@ class Packing:
         return cls(**indices)
 
     def to(self, device: torch.device) -> Packing:
-        at = None if self.own_at is None else self.own_at.to(device)
-        return Packing(self.own.to(device), at, self.store.to(device), self.store_at.to(device))
+        at = None if self.own_at is None else send(self.own_at, device)
+        return Packing(send(self.own, device), at, send(self.store, device), send(self.store_at, device))
 
 
 def _located(
@@ -201,7 +208,7 @@ class Batch:
     distinct: bool = False
 
     def to(self, device: torch.device) -> Batch:
-        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
+        return replace(self, queries=send(self.queries, device), keys=send(self.keys, device))
 
     def positions(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """(sample (G,), head (G,), query position (G, n), key position (G, m)), global, for dropout."""
@@ -236,9 +243,15 @@ def _batch(problem: Problem, group: list[RowRequest], queries: LocalRows | Recei
         queries=query_numbers.view(count, -1),
         keys=key_numbers.view(count, -1),
         requests=group,
-        distinct=int(torch.zeros(store.size, dtype=torch.bool).index_fill_(0, key_numbers, True).sum())
-        == len(key_numbers),
+        distinct=_distinct(key_numbers, store.size),
     )
+
+
+def _distinct(numbers: Tensor, size: int) -> bool:
+    """Whether none of the numbers below `size` occurs twice."""
+    named = np.zeros(size, dtype=bool)
+    named[numbers.numpy()] = True
+    return int(np.count_nonzero(named)) == len(numbers)
 
 
 def _numbers(source: LocalRows | ReceivedRows, requested: Iterable[tuple[RowRequest, int, Iterable[range]]]) -> Tensor:
@@ -281,7 +294,8 @@ class Rows:
         return cls(at, flat, (sample * heads + head) * length + token)
 
     def to(self, device: torch.device) -> Rows:
-        return Rows(tuple(x.to(device) for x in self.at), self.flat.to(device), self.turned.to(device))
+        sample, token, head = (send(x, device) for x in self.at)
+        return Rows((sample, token, head), send(self.flat, device), send(self.turned, device))
 
     def take(self, x: Tensor) -> Tensor:
         """(n, ...) of a (B, L, J, ...) tensor of any strides."""

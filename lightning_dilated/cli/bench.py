@@ -17,7 +17,7 @@ import torch
 from lightning_dilated._validation import integer
 from lightning_dilated.attention import DilatedAttention, dilated_attention
 from lightning_dilated.attention.backends import Request, choose, engine_names
-from lightning_dilated.cli.bench import links
+from lightning_dilated.cli import bench_links
 from lightning_dilated.cli.generate import check_device
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import pairs
@@ -182,7 +182,7 @@ PARTS = {
         measure_attention,
         "the op, forward and backward, next to dense attention of the same FLOPs",
     ),
-    "links": (links.options, links.run, 'latency and bandwidth between ranks, for exchange="auto"'),
+    "links": (bench_links.options, bench_links.run, 'latency and bandwidth between ranks, for exchange="auto"'),
 }
 
 
