@@ -194,7 +194,7 @@ class SplitDataModule(pl.LightningDataModule):
         """Raise ValueError where the settings leave no training data."""
         missing = self.wanted("train")
         if missing is not None:
-            raise ValueError(f"there is no train split to fit: {missing}")
+            raise ValueError(f"there is no train split to fit on: {missing}")
 
     def _sampled(self, dataset: Dataset, rank: int, replicas: int, **order: Any) -> tuple[Dataset, ResumableSampler]:
         """The samples, or packs of them, and this rank's order."""

@@ -29,6 +29,8 @@ COMMANDS = (
     "explain",
     "verify",
     "consolidate",
+    "folds",
+    "export",
     "plan",
     "bench",
 )

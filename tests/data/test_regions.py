@@ -207,7 +207,7 @@ def test_nothing_to_train_on(folder: Path, options: dict) -> None:
     assert first["record"] == ["one"]
     run.test(model(LongNetLM), module, verbose=False)
     said = "test_fraction is 1" if "test_fraction" in options else "test_names holds all records"
-    with pytest.raises(ValueError, match=f"there is no train split to fit: data.{said}, so everything is test data"):
+    with pytest.raises(ValueError, match=f"there is no train split to fit on: data.{said}, so everything is test data"):
         run.fit(model(LongNetLM), module)
     with pytest.raises(ValueError, match="there is no train split to fit"):
         module.train_dataloader()
