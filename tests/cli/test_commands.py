@@ -68,6 +68,7 @@ def test_help_of_a_command(cli, command):
         "consolidate": "--out",
         "plan": "--host_memory",
         "score": "--vcf",
+        "folds": "--out",
     }
     assert own.get(command, "--ckpt_path") in result.out
 

@@ -14,7 +14,6 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from lightning_dilated._validation import flag, integer, one_of, real
 from lightning_dilated.data.files import collect_files, path_list
 from lightning_dilated.data.module import SPLITS, SplitDataModule
-from lightning_dilated.data.sampler import ResumableLoader
 from lightning_dilated.data.slides.coordinates import (
     Inventory,
     by_name,
@@ -390,13 +389,6 @@ class SlideDataModule(SplitDataModule):
         if self.folds is not None and split == "test":
             return None
         return None if getattr(self, f"{split}_fraction") > 0 else f"data.{split}_fraction is 0; set it above 0"
-
-    def train_dataloader(self) -> ResumableLoader:
-        """The training slides; raises ValueError if there are none."""
-        missing = self.wanted("train")
-        if missing is not None:
-            raise ValueError(f"there is no train split to fit on: {missing}")
-        return super().train_dataloader()
 
     def check_places(self, tile_size: int, grid: int | None = None) -> None:
         """Compare the coordinates of all slides with the cells of a model, and log in one line what could not be compared.
