@@ -13,7 +13,7 @@ from lightning_dilated.models import (
     SlidePretrainer,
 )
 from lightning_dilated.models.export import Exported, export
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.sequence import SequenceSpec, loss_share
 from lightning_dilated.strategy import RingDilatedFSDPStrategy, RingDilatedStrategy
 
@@ -36,6 +36,7 @@ __all__ = [
     "SlideEncoder",
     "SlidePretrainer",
     "StreamState",
+    "Window",
     "__version__",
     "callbacks",
     "data",

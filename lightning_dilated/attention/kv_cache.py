@@ -26,7 +26,7 @@ from lightning_dilated.attention.functional import autocast, dilated_attention
 from lightning_dilated.attention.rotary import RotaryTable
 from lightning_dilated.attention.shared_prompts import SharedPrompts, numbers
 from lightning_dilated.pattern import Branch, DilatedPattern
-from lightning_dilated.pattern.pattern import LARGEST
+from lightning_dilated.pattern.branch import LARGEST
 from lightning_dilated.pattern.rows import check_padding, head_rows
 from lightning_dilated.sequence.shard import DealtRows
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from lightning_dilated._validation import integer
 from lightning_dilated.attention.functional import autocast, check_call
 from lightning_dilated.pattern import DilatedPattern
-from lightning_dilated.pattern.pattern import Branch
+from lightning_dilated.pattern.branch import AnyBranch
 from lightning_dilated.pattern.rows import check_bounds, check_padding, head_rows, padded_keys, segment_at
 from lightning_dilated.sequence.group import active_sequence
 
@@ -156,7 +156,7 @@ def _sample_counts(
 
 
 def _using_heads(
-    pattern: DilatedPattern, branch: Branch, position: int, num_heads: int, num_kv_heads: int
+    pattern: DilatedPattern, branch: AnyBranch, position: int, num_heads: int, num_kv_heads: int
 ) -> list[int]:
     """The query heads that use `position` in the branch."""
     width = position + branch.shift + 1 if branch.segment_length is None else branch.segment_length

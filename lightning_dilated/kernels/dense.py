@@ -40,6 +40,8 @@ OVER_ROWS = {16: (64, 64, 4, 2), 32: (64, 64, 4, 2), 64: (64, 64, 4, 2), 128: (6
 WIDE_BACKWARD = {16: (32, 32, 4, 1), 32: (32, 32, 4, 1), 64: (32, 32, 4, 1), 128: (32, 32, 4, 1), 256: (16, 16, 4, 1)}
 #: rows of a program that computes delta
 DELTA_ROWS = 64
+#: arguments whose values do not make another kernel
+COUNTS = ["heads", "n", "m", "tiles", "lower", "upper", "state", "threshold"]
 
 
 def config(dtype: torch.dtype, dim: int) -> tuple[int, int, int, int]:
@@ -123,12 +125,12 @@ def _into_rows(into, rows, mask, all_heads, length):
     return at, (token // length * all_heads + head) * length + token % length
 
 
-@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold", "all_heads", "length"])
+@triton.jit(do_not_specialize=[*COUNTS, "all_heads", "length"])
 def _forward(
     out, lse, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn,
-    heads, n, m, tiles, scale, state, threshold, keep, sample, head, queries, keys,
+    heads, n, m, tiles, lower, upper, scale, state, threshold, keep, sample, head, queries, keys,
     into, all_heads, length, pads,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr, CHAIN: tl.constexpr,
 ):  # fmt: skip
     g, h, tile = _program(heads, tiles)
@@ -158,21 +160,35 @@ def _forward(
             acc = acc * rescale[:, None]
             most = top
     acc, most, total = attend(
-        acc, most, total, query, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold,
-        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        acc, most, total, query, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold,
+        CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     acc = acc * tl.where(total > 0, keep / total, 0.0)[:, None]
     tl.store(out + rows[:, None] * DIM + column[None, :], acc.to(out.dtype.element_ty), mask=mask)
     tl.store(lse + at_lse, (most + tl.log2(total)) * LN2, mask=i < n)
 
 
+def _band_arguments(band: tuple[int, int] | None) -> dict[str, object]:
+    """The kernels' arguments of a band; without one, placeholders that are not read."""
+    lower, upper = band or (0, 0)
+    return {"lower": lower, "upper": upper, "BAND": band is not None}
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, drop: Drop | None = None, into: Into | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    drop: Drop | None = None,
+    into: Into | None = None,
+    band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
 
     Any strides, but 1 along D. The log-sum-exp is that without dropout. With `into` the attention continues from its state,
-    which is changed in place and returned: no merge is needed afterwards.
+    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper), in place of `causal`,
+    row i sees key j where lower <= j - i <= upper.
     """
     groups, heads, n, dim = q.shape
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -189,7 +205,7 @@ def forward(
     tiles = triton.cdiv(n, rows)
     _forward[(groups * heads * tiles,)](
         out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], heads, n, k.shape[2], tiles,
-        scale * LOG2E.value, **_drop_arguments(drop, q), **chain, CAUSAL=causal, PRECISION=precision(q), ROWS=rows,
+        scale=scale * LOG2E.value, **_drop_arguments(drop, q), **_band_arguments(band), **chain, CAUSAL=causal, PRECISION=precision(q), ROWS=rows,
         KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
@@ -208,11 +224,11 @@ def _delta(
     tl.store(delta + (g * heads + h) * n + i, tl.sum(a * b, 1), mask=i < n)
 
 
-@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def _backward_keys(
     dk, dv, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
-    heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    heads, n, m, tiles, lower, upper, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g, h, tile = _program(heads, tiles)
@@ -231,8 +247,8 @@ def _backward_keys(
         queries += at * n
         key_positions = tl.load(keys + at * m + j, mask=j < m, other=0)
     acc_k, acc_v = key_gradients(
-        key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, m, scale, hash_state, queries, key_positions, threshold,
-        keep, CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, m, lower, upper, scale, hash_state, queries,
+        key_positions, threshold, keep, CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     rows = (at * m + j)[:, None] * DIM + column[None, :]
     mask = (j < m)[:, None] & (column < DIM)[None, :]
@@ -240,11 +256,11 @@ def _backward_keys(
     tl.store(dv + rows, acc_v.to(dv.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["heads", "n", "m", "tiles", "state", "threshold"])
+@triton.jit(do_not_specialize=COUNTS)
 def _backward_rows(
     dq, q, q_sg, q_sj, q_sn, k, k_sg, k_sj, k_sn, v, v_sg, v_sj, v_sn, grad, g_sg, g_sj, g_sn, lse, delta,
-    heads, n, m, tiles, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    heads, n, m, tiles, lower, upper, scale, plain_scale, state, threshold, keep, sample, head, queries, keys,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     g, h, tile = _program(heads, tiles)
@@ -261,8 +277,8 @@ def _backward_rows(
         row_state = fold(_hash_state(state, sample, head, at), tl.load(queries + at * n + i, mask=i < n, other=0))
         keys += at * m
     acc = query_gradient(
-        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold, keep,
-        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold, keep,
+        CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     rows = (at * n + i)[:, None] * DIM + column[None, :]
     mask = (i < n)[:, None] & (column < DIM)[None, :]
@@ -279,10 +295,12 @@ def backward(
     causal: bool,
     scale: float,
     drop: Drop | None = None,
+    band: tuple[int, int] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dq, dk, dv of q (G, J, n, D) and k, v (G, J, m, D) from the gradient of out, out and lse (G, J, n), contiguous.
 
-    out and lse may be those of a softmax over more keys than these: then this is their share of its gradient.
+    out and lse may be those of a softmax over more keys than these: then this is their share of its gradient. `band`: as in
+    `forward`.
     """
     groups, heads, n, dim = q.shape
     m, block = k.shape[2], block_dim(dim)
@@ -293,12 +311,12 @@ def backward(
         delta, grad, *grad.stride()[:3], out, *out.stride()[:3], heads, n, tiles, ROWS=DELTA_ROWS, DIM=dim, BLOCK=block
     )
     views = [argument for x in (q, k, v, grad) for argument in (x, *x.stride()[:3])]
-    options = {**_drop_arguments(drop, q), "CAUSAL": causal, "PRECISION": precision(q), "DIM": dim, "BLOCK": block}
+    options = {**_drop_arguments(drop, q), **_band_arguments(band), "CAUSAL": causal, "PRECISION": precision(q), "DIM": dim, "BLOCK": block}
     for kernel, over_keys, results in ((_backward_keys, True, (dk, dv)), (_backward_rows, False, (dq,))):
         rows, keys, warps, stages = backward_config(q.dtype, dim, causal, over_keys)
         tiles = triton.cdiv(m, keys) if over_keys else triton.cdiv(n, rows)
         kernel[(groups * heads * tiles,)](
-            *results, *views, lse, delta, heads, n, m, tiles, scale * LOG2E.value, scale, **options, ROWS=rows, KEYS=keys,
+            *results, *views, lse, delta, heads, n, m, tiles, scale=scale * LOG2E.value, plain_scale=scale, **options, ROWS=rows, KEYS=keys,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

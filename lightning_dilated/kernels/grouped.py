@@ -45,6 +45,8 @@ DOCUMENT_JOB = (
 )  # fmt: skip
 #: rows of a program of the kernels that prepare delta, the log-sum-exp and the positions of rows
 PREPARED = 64
+#: rows that no window of a launch exceeds
+ENDLESS = 2**30
 #: a divisor that leaves nothing of a position
 NONE = 2**31 - 1
 #: (query rows, key rows, warps, stages) by columns of a tile, where the best are not those of `dense`: finding the job takes
@@ -103,6 +105,7 @@ class Work:
         positions: positions of all spans.
         pads: whether any job has zero pads that take softmax mass.
         rate: the largest dilation rate of a job.
+        windows: (jobs,) int32, the width in rows of each job's window, `ENDLESS` without one; None where no job has one.
         jobs: (jobs, 16) int64, columns as in `JOB`; for launches with lengths the last is the branch's segment length,
             N at most. For documents as in `DOCUMENT_JOB`.
         grids: the programs, by rows of a tile.
@@ -120,6 +123,7 @@ class Work:
     positions: int
     pads: bool
     rate: int
+    windows: Tensor | None
     jobs: Tensor
     grids: dict[int, Grid]
     tokens: int
@@ -138,12 +142,17 @@ class Work:
         stream.wait_event(self.sent[1])
         outputs = [x for o in (self.queries, self.keys) for x in (o.entries, o.starts)]
         grids = [x for g in self.grids.values() for x in (g.job, g.first)]
-        for x in (self.jobs, self.spans, self.span, *outputs, *grids):
+        windows = [] if self.windows is None else [self.windows]
+        for x in (*windows, self.jobs, self.spans, self.span, *outputs, *grids):
             x.record_stream(stream)
 
     def far(self, *tensors: Tensor) -> bool:
         """Whether neighbouring rows of a job can be 2**31 elements apart in one of the (B, N, H, D) tensors."""
         return self.rate * max(x.stride(1) for x in tensors) >= 2**31
+
+    def window_arguments(self) -> dict[str, object]:
+        """The kernels' arguments of windows; without any, a placeholder that is not read."""
+        return {"windows": self.jobs if self.windows is None else self.windows, "BAND": self.windows is not None}
 
     def place(self, size: int, lengths: Tensor | None) -> tuple[Tensor, ...]:
         """The arguments by which programs with tiles of `size` rows find their job; the last is not read without lengths."""
@@ -260,6 +269,18 @@ def _find(
 
 
 @triton.jit
+def _window(windows, job_of, CAUSAL: tl.constexpr, BAND: tl.constexpr):
+    """(lowest, highest) row of a key minus that of a query that sees it, in the job of a program."""
+    lower, upper = 0, 0
+    if BAND:
+        width = tl.load(windows + tl.load(job_of + tl.program_id(0)))
+        lower = 1 - width
+        if not CAUSAL:
+            upper = width - 1
+    return lower, upper
+
+
+@triton.jit
 def _hash_state(states, job, sample, head):
     """The dropout hash, (1,) uint32, after seed, branch, sample and head."""
     start = tl.full([1], 0, tl.int64) + tl.load(states + tl.load(job + 14))
@@ -296,8 +317,8 @@ def _positions_of(work: Work, drop: GroupedDrop | None, lengths: Tensor | None) 
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_forward(
     out, lse, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, jobs, job_of, first_of,
-    lengths, scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
+    lengths, scale, states, threshold, keep, first_head, positions, windows,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
     BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -318,12 +339,13 @@ def _grouped_forward(
         hash_state = _hash_state(states, job, sample, head + first_head)
         row_state = fold(hash_state, tl.load(job + 13) + position + i * rate)
         positions += row
+    lower, upper = _window(windows, job_of, CAUSAL, BAND)
     acc = tl.zeros([ROWS, BLOCK], tl.float32)
     most = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc, most, total = attend(
-        acc, most, total, query, k, v, k_sn, v_sn, i, tile, n, scale, row_state, positions, threshold,
-        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        acc, most, total, query, k, v, k_sn, v_sn, i, tile, n, lower, upper, scale, row_state, positions, threshold,
+        CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     if PADS:  # zero keys with zero values: scores of 0
         if LENGTHS:  # there the table has the segment length: a sample shorter than that is its segment
@@ -364,7 +386,8 @@ def forward(
     if work.rows:
         _grouped_forward[(work.grids[rows].programs,)](
             out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], *work.place(rows, lengths),
-            scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop, lengths), q), CAUSAL=causal,
+            scale * LOG2E.value, **_drop_arguments(drop, _positions_of(work, drop, lengths), q),
+            **work.window_arguments(), CAUSAL=causal,
             PADS=work.pads and not causal, FAR=work.far(q, k, v), LENGTHS=lengths is not None, BITS=work.bits,
             PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
         )  # fmt: skip
@@ -396,8 +419,8 @@ def _grouped_delta(
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_keys(
     dk, dv, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
-    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
+    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions, windows,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     job, tile, _, n, rate, row, sample, position, head, kv_head, _ = _find(
@@ -421,9 +444,10 @@ def _grouped_keys(
         hash_state = _hash_state(states, job, sample, head + first_head)
         positions += row
         key_positions = tl.load(job + 13) + position + j * rate
+    lower, upper = _window(windows, job_of, CAUSAL, BAND)
     acc_k, acc_v = key_gradients(
-        key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, n, scale, hash_state, positions, key_positions, threshold,
-        keep, CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, n, lower, upper, scale, hash_state, positions,
+        key_positions, threshold, keep, CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     tl.debug_barrier()  # find the job again, so that the loops need not keep it in registers
     _, tile, _, n, _, row, _, _, _, _, _ = _find(jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS, BITS)
@@ -437,8 +461,8 @@ def _grouped_keys(
 @triton.jit(do_not_specialize=["threshold", "first_head"])
 def _grouped_rows(
     dq, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
-    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
+    jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions, windows,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr, BITS: tl.constexpr,
     PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     job, tile, tiles, n, rate, row, sample, position, head, kv_head, _ = _find(
@@ -463,9 +487,10 @@ def _grouped_rows(
         hash_state = _hash_state(states, job, sample, head + first_head)
         row_state = fold(hash_state, tl.load(job + 13) + position + i * rate)
         positions += row
+    lower, upper = _window(windows, job_of, CAUSAL, BAND)
     acc = query_gradient(
-        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, n, scale, row_state, positions, threshold, keep,
-        CAUSAL, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, n, lower, upper, scale, row_state, positions, threshold,
+        keep, CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     mask = (i < n)[:, None] & (column < DIM)[None, :]
     to = dq + (row + i)[:, None] * DIM + column[None, :]
@@ -536,7 +561,8 @@ class Backward:
         if self.work.rows:
             kernel[(self.work.grids[tile].programs,)](
                 *out, *views, self.lse, self.delta, *self.work.place(tile, self.lengths), self.scale * LOG2E.value,
-                self.scale, **_drop_arguments(self.drop, self.positions, q), CAUSAL=self.causal,
+                self.scale, **_drop_arguments(self.drop, self.positions, q), **self.work.window_arguments(),
+                CAUSAL=self.causal,
                 FAR=self.work.far(*self.tensors), LENGTHS=self.lengths is not None, BITS=self.work.bits,
                 PRECISION=precision(q), ROWS=rows, KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps,
                 num_stages=stages,

@@ -54,9 +54,30 @@ def read(base, i, stride, column, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, 
 
 
 @triton.jit
+def _seen(there, i, j, lower, upper, CAUSAL: tl.constexpr, BAND: tl.constexpr):
+    """Of pairs that are there, those in which query row i sees key row j."""
+    if BAND:
+        there = there & (j - i >= lower) & (j - i <= upper)
+    elif CAUSAL:
+        there = there & (j <= i)
+    return there
+
+
+@triton.jit
+def _band(first, size, count, lower, upper, STEP: tl.constexpr):
+    """(begin, inner, whole, end) of the columns c, of `count`, that rows first .. first + size - 1 see: lower <= c - row <=
+    upper. All of the rows see those from `inner` to below `whole`, multiples of STEP, as `begin` is."""
+    begin = tl.minimum(tl.maximum(first + lower, 0), count) // STEP * STEP
+    end = tl.maximum(begin, tl.minimum(count, first + size + upper))
+    inner = tl.minimum(tl.cdiv(tl.maximum(first + size - 1 + lower, begin), STEP) * STEP, end)
+    whole = tl.maximum(inner, tl.minimum(count, first + upper + 1) // STEP * STEP)
+    return begin, inner, whole, end
+
+
+@triton.jit
 def _attend(
-    acc, most, total, query, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold,
-    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    acc, most, total, query, k, v, k_sn, v_sn, i, low, high, m, lower, upper, scale, row_state, keys, threshold,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`attend` over keys low..high; EDGE: some of them may be masked."""
@@ -66,13 +87,14 @@ def _attend(
         key = read(k, j, k_sn, column, m, DIM, BLOCK, not EDGE)
         score = tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale
         if EDGE:
-            seen = (j < m)[None, :]
-            if CAUSAL:
-                seen = seen & (j[None, :] <= i[:, None])
+            seen = _seen((j < m)[None, :], i[:, None], j[None, :], lower, upper, CAUSAL, BAND)
             score = tl.where(seen, score, float("-inf"))
         top = tl.maximum(most, tl.max(score, 1))
-        p = tl.exp2(score - top[:, None])
-        rescale = tl.exp2(most - top)
+        finite = top
+        if BAND and EDGE:  # a row may see none of these keys, and none before
+            finite = tl.where(top == float("-inf"), 0.0, top)
+        p = tl.exp2(score - finite[:, None])
+        rescale = tl.exp2(most - finite)
         total = total * rescale + tl.sum(p, 1)
         acc = acc * rescale[:, None]
         if DROP:
@@ -86,35 +108,42 @@ def _attend(
 
 @triton.jit
 def attend(
-    acc, most, total, query, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    acc, most, total, query, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The online softmax of query rows i of a tile over every key that they see (arXiv 2307.08691, algorithm 1).
 
     Takes and returns acc (ROWS, BLOCK), the sum of values by their weights, and the weights' maximum `most`, a power of 2,
-    and sum `total`. `row_state`: the dropout hash of each row; `keys`: global positions of the keys.
+    and sum `total`. `row_state`: the dropout hash of each row; `keys`: global positions of the keys. With BAND query row i
+    sees key row j where lower <= j - i <= upper, whether CAUSAL or not.
     """
-    high = m
+    inner, high = 0, m
     whole = m // KEYS * KEYS
-    if CAUSAL:
+    if BAND:
+        begin, inner, whole, high = _band(tile * ROWS, ROWS, m, lower, upper, KEYS)
+        acc, most, total = _attend(
+            acc, most, total, query, k, v, k_sn, v_sn, i, begin, inner, m, lower, upper, scale, row_state, keys, threshold,
+            CAUSAL, BAND, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+        )  # fmt: skip
+    elif CAUSAL:
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
     acc, most, total = _attend(
-        acc, most, total, query, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold,
-        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+        acc, most, total, query, k, v, k_sn, v_sn, i, inner, whole, m, lower, upper, scale, row_state, keys, threshold,
+        CAUSAL, BAND, False, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
     return _attend(
-        acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold,
-        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+        acc, most, total, query, k, v, k_sn, v_sn, i, whole, high, m, lower, upper, scale, row_state, keys, threshold,
+        CAUSAL, BAND, True, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _key_gradients(
-    dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, low, high, n, m, scale, hash_state, queries, key_positions,
-    threshold, keep,
-    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, low, high, n, m, lower, upper, scale, hash_state, queries,
+    key_positions, threshold, keep,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`key_gradients` over query rows low..high; EDGE: some of them may be masked."""
@@ -132,9 +161,7 @@ def _key_gradients(
         score = tl.dot(key, tl.trans(query), input_precision=PRECISION) * scale
         p = tl.exp2(score - (row_lse * LOG2E)[None, :])
         if EDGE:
-            seen = (i < n)[None, :] & (j < m)[:, None]
-            if CAUSAL:
-                seen = seen & (j[:, None] <= i[None, :])
+            seen = _seen((i < n)[None, :] & (j < m)[:, None], i[None, :], j[:, None], lower, upper, CAUSAL, BAND)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(value, tl.trans(do), input_precision=PRECISION)
         weight = p
@@ -151,40 +178,46 @@ def _key_gradients(
 
 @triton.jit
 def key_gradients(
-    key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, m, scale, hash_state, queries, key_positions, threshold, keep,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    key, value, q, grad, q_sn, g_sn, lse, delta, j, tile, n, m, lower, upper, scale, hash_state, queries, key_positions,
+    threshold, keep,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """(dk without the scale, dv), (KEYS, BLOCK) each, of keys j of a tile (arXiv 2307.08691, algorithm 2).
 
-    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows.
+    `hash_state`: the dropout hash before the query; `queries`: global positions of the query rows. CAUSAL and BAND: as in
+    `attend`.
     """
     dk = tl.zeros([KEYS, BLOCK], tl.float32)
     dv = tl.zeros([KEYS, BLOCK], tl.float32)
-    begin = 0
+    inner, high = 0, n
     whole = n // ROWS * ROWS
-    if CAUSAL:  # rows before the tile see none of its keys; rows within it see some
-        begin = tl.minimum(tl.cdiv((tile + 1) * KEYS, ROWS) * ROWS, n)
+    if BAND or CAUSAL:
+        if BAND:
+            begin, inner, whole, high = _band(tile * KEYS, KEYS, n, -upper, -lower, ROWS)
+        else:  # rows before the tile see none of its keys; rows within it see some
+            begin, inner = tile * KEYS // ROWS * ROWS, tl.minimum(tl.cdiv((tile + 1) * KEYS, ROWS) * ROWS, n)
+            whole = tl.maximum(whole, inner)
         dk, dv = _key_gradients(
-            dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, tile * KEYS // ROWS * ROWS, begin, n, m, scale,
-            hash_state, queries, key_positions, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
+            dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, begin, inner, n, m, lower, upper, scale, hash_state,
+            queries, key_positions, threshold, keep, CAUSAL, BAND, True, DROP, PRECISION, ROWS, DIM, BLOCK,
         )  # fmt: skip
-        whole = tl.maximum(whole, begin)
     # keys beyond m are zeros and their gradients are not stored, so only rows beyond n need a mask
     dk, dv = _key_gradients(
-        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, begin, whole, n, m, scale, hash_state, queries,
-        key_positions, threshold, keep, CAUSAL, False, DROP, PRECISION, ROWS, DIM, BLOCK,
+        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, inner, whole, n, m, lower, upper, scale, hash_state,
+        queries, key_positions, threshold, keep, CAUSAL, BAND, False, DROP, PRECISION, ROWS, DIM, BLOCK,
     )  # fmt: skip
     return _key_gradients(
-        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, whole, n, n, m, scale, hash_state, queries,
-        key_positions, threshold, keep, CAUSAL, True, DROP, PRECISION, ROWS, DIM, BLOCK,
+        dk, dv, key, value, q, grad, q_sn, g_sn, lse, delta, j, whole, high, n, m, lower, upper, scale, hash_state,
+        queries, key_positions, threshold, keep, CAUSAL, BAND, True, DROP, PRECISION, ROWS, DIM, BLOCK,
     )  # fmt: skip
 
 
 @triton.jit
 def _query_gradient(
-    dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, low, high, m, scale, row_state, keys, threshold, keep,
-    CAUSAL: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, low, high, m, lower, upper, scale, row_state, keys, threshold,
+    keep,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, EDGE: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """`query_gradient` over keys low..high; EDGE: some of them may be masked."""
@@ -195,9 +228,7 @@ def _query_gradient(
         value = read(v, j, v_sn, column, m, DIM, BLOCK, not EDGE)
         p = tl.exp2(tl.dot(query, tl.trans(key), input_precision=PRECISION) * scale - row_lse[:, None])
         if EDGE:
-            seen = (j < m)[None, :]
-            if CAUSAL:
-                seen = seen & (j[None, :] <= i[:, None])
+            seen = _seen((j < m)[None, :], i[:, None], j[None, :], lower, upper, CAUSAL, BAND)
             p = tl.where(seen, p, 0.0)
         dp = tl.dot(do, tl.trans(value), input_precision=PRECISION)
         if DROP:
@@ -210,24 +241,30 @@ def _query_gradient(
 
 @triton.jit
 def query_gradient(
-    query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, scale, row_state, keys, threshold, keep,
-    CAUSAL: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
+    query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold, keep,
+    CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, PRECISION: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """dq without the scale, (ROWS, BLOCK), of query rows i of a tile; arguments as in `attend`, `row_lse` in powers of 2."""
     dq = tl.zeros([ROWS, BLOCK], tl.float32)
-    high = m
+    inner, high = 0, m
     whole = m // KEYS * KEYS
-    if CAUSAL:
+    if BAND:
+        begin, inner, whole, high = _band(tile * ROWS, ROWS, m, lower, upper, KEYS)
+        dq = _query_gradient(
+            dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, begin, inner, m, lower, upper, scale, row_state, keys,
+            threshold, keep, CAUSAL, BAND, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+        )  # fmt: skip
+    elif CAUSAL:
         high = tl.minimum((tile + 1) * ROWS, m)
         whole = tile * ROWS // KEYS * KEYS
     dq = _query_gradient(
-        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, 0, whole, m, scale, row_state, keys, threshold, keep,
-        CAUSAL, False, DROP, PRECISION, KEYS, DIM, BLOCK,
+        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, inner, whole, m, lower, upper, scale, row_state, keys,
+        threshold, keep, CAUSAL, BAND, False, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
     return _query_gradient(
-        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, whole, high, m, scale, row_state, keys, threshold, keep,
-        CAUSAL, True, DROP, PRECISION, KEYS, DIM, BLOCK,
+        dq, query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, whole, high, m, lower, upper, scale, row_state, keys,
+        threshold, keep, CAUSAL, BAND, True, DROP, PRECISION, KEYS, DIM, BLOCK,
     )  # fmt: skip
 
 

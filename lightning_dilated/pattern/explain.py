@@ -7,21 +7,25 @@ Shape letters: N tokens, H query heads, r dilation rate, w segment length, t shi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from lightning_dilated._validation import integer
-from lightning_dilated.pattern.rows import in_turns, segment_index, shortest_cycle, used_index
+from lightning_dilated.pattern.rows import in_turns, segment_index, shortest_cycle, used_index, window_reach
 from lightning_dilated.pattern.rows import pairs as count_pairs
 
 if TYPE_CHECKING:
-    from lightning_dilated.pattern.pattern import Branch, DilatedPattern
+    from lightning_dilated.pattern.branch import AnyBranch
+    from lightning_dilated.pattern.pattern import DilatedPattern
 
 
+#: from the positions that reach the last token to those that reach it through one branch more, (N,) bool each
+Step: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 #: longest side of a panel in pixels; longer sequences are binned
 PIXELS = 256
 #: longest sequence drawn: a panel looks at PIXELS x N pairs a head
@@ -59,7 +63,9 @@ def plot(
         axes.set_xlabel("key")
         axes.set_ylabel("query")
         axes.tick_params(labelsize=7)
-    branches = ", ".join(f"({b.segment_length}, {b.dilation_rate})" for b in pattern.branches)
+    branches = ", ".join(
+        f"({b.segment_length}, {b.dilation_rate})" if b.width is None else repr(b) for b in pattern.branches
+    )
     figure.suptitle(
         f"branches (segment, dilation): {branches}; {'causal' if causal else 'both directions'}", fontsize=9
     )
@@ -86,6 +92,8 @@ def picture(
     for i in range(len(pattern.branches)):
         segment, used = used_index(pattern, i, seq_len, num_heads, num_kv_heads)
         together = segment[query][:, None] == segment[None, :]
+        if (reach := window_reach(pattern.branches[i])) is not None:
+            together &= (query[:, None] - torch.arange(seq_len)[None, :]).abs() < reach
         for h in heads:
             seen += together & used[h][query][:, None] & used[h][None, :]
     if causal:
@@ -217,7 +225,7 @@ def explain(
     cycle = shortest_cycle(in_turns(list(pattern) if isinstance(pattern, Sequence) else [pattern], depth))
     for member in cycle:
         num_heads, kv_heads = member.check_heads(num_heads, num_kv_heads)
-    reach, full = _reach([_classes_of(x, seq_len, num_heads, kv_heads) for x in cycle], seq_len, depth, causal)
+    reach, full = _reach([_steps(x, seq_len, num_heads, kv_heads, causal) for x in cycle], seq_len, depth)
     pairs = {x: count_pairs(x, seq_len, num_heads, kv_heads, causal) for x in cycle}
     uncovered = {x: _uncovered(x, seq_len, num_heads, kv_heads) for x in cycle}
     mean = lambda values: sum(values[x] for x in in_turns(cycle, depth)) / depth  # noqa: E731
@@ -247,7 +255,9 @@ def explain(
 
 def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
     """Positions x such that no branch of any layer has x - 1 and x in one segment."""
-    branches = [b for pattern in patterns for b in pattern.branches]
+    branches = [b for pattern in patterns for b in pattern.branches if b.width != 1]  # such a window sees the query only
+    if not branches:
+        return tuple(range(1, seq_len))
     segments = [(b.segment_length, b.shift) for b in branches if b.segment_length is not None]
     if len(segments) < len(branches):
         return ()
@@ -256,12 +266,12 @@ def walls(patterns: Sequence[DilatedPattern], seq_len: int) -> tuple[int, ...]:
     return tuple(x for x in cuts if all((x + t) % w == 0 for w, t in segments))
 
 
-def _residues(pattern: DilatedPattern, branch: Branch, num_heads: int, num_kv_heads: int) -> frozenset[int]:
+def _residues(pattern: DilatedPattern, branch: AnyBranch, num_heads: int, num_kv_heads: int) -> frozenset[int]:
     served = range(num_heads) if branch.heads is None else branch.heads
     return frozenset(pattern.offset(branch, h, num_heads, num_kv_heads) for h in served)
 
 
-def _dead(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[int, ...]:
+def _dead(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[int, ...]:
     longest = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return tuple(o for o in range(min(branch.dilation_rate, longest)) if o not in used)
 
@@ -283,20 +293,27 @@ def _uncovered(pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_hea
     return missing / (num_heads * seq_len)
 
 
-def _classes_of(
-    pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int
-) -> list[tuple[torch.Tensor, int]]:
-    """`_classes` of every branch; nothing beyond `REACH_LIMIT`."""
-    branches = pattern.branches if seq_len <= REACH_LIMIT else ()
-    return [_classes(b, _residues(pattern, b, num_heads, num_kv_heads), seq_len) for b in branches]
+def _steps(
+    pattern: DilatedPattern, seq_len: int, num_heads: int, num_kv_heads: int, causal: bool
+) -> list[Step]:
+    """Of every branch, what it maps reached positions to: those that some reached query attends to. None beyond
+    `REACH_LIMIT`."""
+    steps: list[Step] = []
+    for b in pattern.branches if seq_len <= REACH_LIMIT else ():
+        used = _residues(pattern, b, num_heads, num_kv_heads)
+        if b.width is None:
+            group, size = _classes(b, used, seq_len)
+            steps.append(functools.partial(_sources, group=group, size=size, causal=causal))
+        else:
+            residue = b.dilation_rate, *used
+            steps.append(functools.partial(_window_sources, residue=residue, width=b.width, causal=causal))
+    return steps
 
 
-def _reach(
-    layers: list[list[tuple[torch.Tensor, int]]], seq_len: int, depth: int, causal: bool
-) -> tuple[float | None, int | None]:
+def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
     """(share of positions that reach the last token in `depth` layers, layers until all do or None).
 
-    `layers` are those of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below layer 0.
+    `layers` are the steps of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below layer 0.
     """
     if seq_len > REACH_LIMIT:
         return None, None
@@ -305,8 +322,8 @@ def _reach(
     share, layer, still = 1 / seq_len, 0, 0
     while not bool(reached.all()):
         grown = reached.clone()
-        for group, size in layers[(depth - 1 - layer) % len(layers)]:
-            grown |= _sources(reached, group, size, causal)
+        for step in layers[(depth - 1 - layer) % len(layers)]:
+            grown |= step(reached)
         still = still + 1 if bool((grown == reached).all()) else 0
         if still == len(layers):
             return (share if layer >= depth else float(reached.float().mean())), None
@@ -316,7 +333,7 @@ def _reach(
     return (1.0 if layer <= depth else share), layer
 
 
-def _classes(branch: Branch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
+def _classes(branch: AnyBranch, used: frozenset[int], seq_len: int) -> tuple[torch.Tensor, int]:
     """(class of each position, number of classes): positions that see each other share one; 0 is for unused positions."""
     segment, index = segment_index(branch, seq_len, torch.arange(seq_len))
     residue = index % branch.dilation_rate
@@ -334,6 +351,23 @@ def _sources(reached: torch.Tensor, group: torch.Tensor, size: int, causal: bool
     furthest[0] = -1
     limit = furthest[group]
     return position <= limit if causal else limit >= 0
+
+
+def _window_sources(reached: torch.Tensor, residue: tuple[int, int], width: int, causal: bool) -> torch.Tensor:
+    """The same for a window over the positions p with p mod r = o; `residue` = (r, o)."""
+    rate, offset = residue
+    here, sources = reached[offset::rate], torch.zeros_like(reached)
+    number = torch.arange(len(here))
+    if not len(here):
+        return sources
+    beyond = len(here) + width
+    after = torch.where(here, number, beyond).flip(0).cummin(0).values.flip(0)  # the next reached query
+    seen = after - number < width
+    if not causal:
+        before = torch.where(here, number, -beyond).cummax(0).values
+        seen |= number - before < width
+    sources[offset::rate] = seen
+    return sources
 
 
 # -- sight -------------------------------------------------------------------------------------------------------------
@@ -402,12 +436,14 @@ def _seen(
     seen = torch.zeros(num_heads, len(query), dtype=torch.bool)
     for branch in pattern.branches:
         residue = _common_residue(branch, query, key, seq_len)
+        if (reach := window_reach(branch)) is not None:
+            residue = torch.where((query - key).abs() < reach, residue, -1)
         for head in filter(branch.serves, range(num_heads)):
             seen[head] |= residue == pattern.offset(branch, head, num_heads, num_kv_heads)
     return seen
 
 
-def _common_residue(branch: Branch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
+def _common_residue(branch: AnyBranch, query: torch.Tensor, key: torch.Tensor, seq_len: int) -> torch.Tensor:
     """The residue that query and key share in one segment; -1 in different segments, or where residues differ."""
     (query_segment, q), (key_segment, k) = (segment_index(branch, seq_len, x) for x in (query, key))
     residue = q % branch.dilation_rate

@@ -1,4 +1,4 @@
-"""Branch and DilatedPattern: the validated, immutable description of which positions attend to each other.
+"""DilatedPattern: the validated, immutable description of which positions attend to each other.
 
 Shape letters: H query heads, Hkv kv heads, N tokens, w segment length, r dilation rate, t shift, o offset.
 """
@@ -9,10 +9,11 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
 
-from lightning_dilated._validation import integer, known_keys, one_of, real
+from lightning_dilated._validation import flag, integer, known_keys, one_of, real
+from lightning_dilated.pattern.branch import AnyBranch, Branch, BranchLike, Window, join_residues, read_branch
 from lightning_dilated.pattern.explain import Explanation, explain, plot
 from lightning_dilated.pattern.rows import counts
 
@@ -20,127 +21,9 @@ if TYPE_CHECKING:
     import torch
 
 
-#: so that sums of positions, and products of rates with strides, stay within 64 bits
-LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One branch: global position p lies in segment (p + shift) // segment_length at index (p + shift) % segment_length,
-    and head h uses the positions whose index % dilation_rate equals the head's offset.
-
-    Args:
-        segment_length: w, in tokens; None means one segment that holds the whole sequence.
-        dilation_rate: r >= 1. It need not divide w.
-        shift: t with 0 <= t < w; the first segment then holds only w - t tokens.
-        heads: the query heads that this branch serves; None means all of them.
-        offset: one offset in [0, r) for every head of the branch; None leaves it to the pattern's rule.
-
-    Raises:
-        TypeError, ValueError: naming the argument, what was given and what is allowed.
-    """
-
-    segment_length: int | None
-    dilation_rate: int
-    shift: int = 0
-    heads: tuple[int, ...] | None = None
-    offset: int | None = None
-
-    def __post_init__(self) -> None:
-        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
-        if self.segment_length is not None:
-            fix("segment_length", integer(self.segment_length, "segment_length", 1))
-        fix("dilation_rate", integer(self.dilation_rate, "dilation_rate", 1, " Use 1 for no dilation."))
-        for name, largest in LARGEST.items():
-            if (getattr(self, name) or 0) > largest:
-                raise ValueError(f"{name} must be at most 2^{largest.bit_length() - 1}, got {getattr(self, name)}.")
-        fix("shift", integer(self.shift, "shift", 0))
-        if self.segment_length is None and self.shift:
-            raise ValueError(f"shift={self.shift} has no meaning without segments: give segment_length, or shift=0.")
-        if self.segment_length is not None and self.shift >= self.segment_length:
-            raise ValueError(
-                f"shift must be below segment_length={self.segment_length}, got {self.shift}; "
-                f"a shift acts modulo the segment, so shift={self.shift % self.segment_length} is the same cut."
-            )
-        if self.heads is not None:
-            fix("heads", self._checked_heads(self.heads))
-        if self.offset is not None:
-            fix("offset", integer(self.offset, "offset", 0))
-            if self.offset >= self.dilation_rate:
-                raise ValueError(f"offset must be below dilation_rate={self.dilation_rate}, got {self.offset}.")
-
-    @staticmethod
-    def _checked_heads(heads: Any) -> tuple[int, ...]:
-        if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
-            raise TypeError(f"heads must be a list of query heads such as range(0, 4), or None for all; got {heads!r}.")
-        numbers = tuple(sorted(integer(h, "each entry of heads", 0) for h in heads))
-        if not numbers:
-            raise ValueError(
-                "heads is empty, so the branch would serve nobody: name at least one head, or None for all."
-            )
-        if len(set(numbers)) != len(numbers):
-            raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
-        return numbers
-
-    def serves(self, head: int) -> bool:
-        """Whether a query head takes this branch."""
-        return self.heads is None or head in self.heads
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values for YAML and JSON, without fields at their defaults."""
-        out: dict[str, Any] = {"segment_length": self.segment_length, "dilation_rate": self.dilation_rate}
-        if self.shift:
-            out["shift"] = self.shift
-        if self.heads is not None:
-            out["heads"] = list(self.heads)
-        if self.offset is not None:
-            out["offset"] = self.offset
-        return out
-
-    @classmethod
-    def of(cls, value: Any, name: str = "branch") -> Branch:
-        """A Branch from a Branch, a mapping of its fields, or a (segment_length, dilation_rate) pair."""
-        if isinstance(value, Branch):
-            return value
-        if isinstance(value, Mapping):
-            names = [f.name for f in fields(cls)]
-            known_keys(value, name, names)
-            missing = [n for n in ("segment_length", "dilation_rate") if n not in value]
-            if missing:
-                raise ValueError(f"{name} lacks {' and '.join(missing)}: {dict(value)!r}.")
-            return _named(name, cls, **value)
-        if isinstance(value, (tuple, list)) and len(value) == 2:
-            return _named(name, cls, *value)
-        raise TypeError(f"{name} must be a Branch, a mapping or a (segment_length, dilation_rate) pair, got {value!r}.")
-
-    def __repr__(self) -> str:
-        parts = [str(self.segment_length), str(self.dilation_rate)]
-        parts += [f"shift={self.shift}"] if self.shift else []
-        parts += [f"heads={_ranges(self.heads)}"] if self.heads is not None else []
-        parts += [f"offset={self.offset}"] if self.offset is not None else []
-        return f"Branch({', '.join(parts)})"
-
-
-def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> Branch:
-    """make(...), with the branch's name in front of its error messages."""
-    try:
-        return make(*args, **kwargs)
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"{name}: {error}") from None
-
-
-def _ranges(heads: tuple[int, ...]) -> str:
-    """`range(a, b)` where the heads are consecutive, else the list."""
-    if len(heads) > 2 and heads == tuple(range(heads[0], heads[-1] + 1)):
-        return f"range({heads[0]}, {heads[-1] + 1})"
-    return str(list(heads))
-
-
 OFFSETS = ("interleaved", "blocked")
 OFFSET_HEADS = ("query", "kv")
 PADDING = ("masked", "attended")
-#: what a pattern takes as a branch
-BranchLike: TypeAlias = Branch | tuple[int | None, int] | Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -148,7 +31,8 @@ class DilatedPattern:
     """Branches of dilated attention; immutable, hashable, and free of the sequence length.
 
     Args:
-        branches: `Branch` objects, (segment_length, dilation_rate) pairs, or mappings of a branch's fields.
+        branches: `Branch` and `Window` objects, (segment_length, dilation_rate) pairs, or mappings of their fields. A
+            window of rate r becomes r windows, one for each residue.
         offsets: how a head's offset follows from its number in a branch of rate r: "interleaved" is h mod r (the LongNet
             paper), "blocked" is h // ceil(H / r) (torchscale and GigaPath checkpoints). A branch's own `offset` wins.
         offset_heads: "query", or "kv": with grouped-query attention the offset follows the kv head.
@@ -158,7 +42,7 @@ class DilatedPattern:
         TypeError, ValueError: naming the branch and the argument.
     """
 
-    branches: tuple[Branch, ...]
+    branches: tuple[AnyBranch, ...]
     offsets: str = "interleaved"
     offset_heads: str = "query"
     padding: str = "masked"
@@ -176,11 +60,12 @@ class DilatedPattern:
         ) -> None: ...
 
     def __post_init__(self) -> None:
-        if isinstance(self.branches, (str, bytes, Mapping, Branch)) or not isinstance(self.branches, Iterable):
+        if isinstance(self.branches, (str, bytes, Mapping, Branch, Window)) or not isinstance(self.branches, Iterable):
             raise TypeError(
-                f"branches must be a list of Branch or (segment_length, dilation_rate), got {self.branches!r}."
+                f"branches must be a list of Branch, Window or (segment_length, dilation_rate), got {self.branches!r}."
             )
-        branches = tuple(Branch.of(b, f"branches[{i}]") for i, b in enumerate(self.branches))
+        listed = [read_branch(b, f"branches[{i}]") for i, b in enumerate(self.branches)]
+        branches = tuple(x for b in listed for x in b.residues())
         if not branches:
             raise ValueError("branches is empty: a pattern needs at least one branch, such as Branch(2048, 1).")
         object.__setattr__(self, "branches", branches)
@@ -192,6 +77,11 @@ class DilatedPattern:
                     raise ValueError(
                         f"branches[{i}]: padding='attended' reproduces unshifted releases, so shift={branch.shift} "
                         "is not defined for it. Use shift=0, or padding='masked'."
+                    )
+                if branch.width is not None:
+                    raise ValueError(
+                        f"branches[{i}]: padding='attended' reproduces releases without windows, so it is not defined for "
+                        f"{branch}. Use padding='masked'."
                     )
         object.__setattr__(self, "code", json.dumps(self.to_dict(), separators=(",", ":")))
 
@@ -246,6 +136,7 @@ class DilatedPattern:
         far: DilatedPattern | Mapping[str, Any] | None = None,
         shifted: bool = True,
         global_first: int | None = None,
+        window: bool = False,
     ) -> list[DilatedPattern]:
         """The patterns of `depth` layers: local segments everywhere, and a few heads that see the whole sequence.
 
@@ -270,10 +161,12 @@ class DilatedPattern:
                 (benchmarks/results/2026-11-24_h100_recall_first.md). Dense heads in layer 0 as well recalled single
                 keys, but learned to copy in one seed of two (benchmarks/results/2026-11-25_h200_learning.md).
 
+            window: sliding windows of `local` tokens in place of segments; they have no boundaries to shift.
+
         Raises:
             TypeError, ValueError: naming the argument.
         """
-        depth, local = integer(depth, "depth", 1), integer(local, "local", 1)
+        depth, local, window = integer(depth, "depth", 1), integer(local, "local", 1), flag(window, "window")
         num_heads, num_kv_heads = DilatedPattern.dense(local).check_heads(num_heads, num_kv_heads)
         global_every = integer(global_every, "global_every", 1)
         first = _first_global_layer(depth, global_every, global_first)
@@ -284,24 +177,23 @@ class DilatedPattern:
                 raise ValueError(f"global_heads={kv_heads} is above the {num_kv_heads} kv heads of the model.")
             dense = num_heads // num_kv_heads * kv_heads
         rules: dict[str, Any] = {}
-        far_branches: tuple[Branch, ...] = ()
+        far_branches: tuple[AnyBranch, ...] = ()
         if far is not None:
             far = DilatedPattern.from_dict(far)
             far_branches = far.branches
             rules = {"offsets": far.offsets, "offset_heads": far.offset_heads, "padding": far.padding}
         layers = []
         for layer in range(depth):
-            shift = local // 2 if shifted and layer % 2 else 0
+            near: AnyBranch = Window(local) if window else Branch(local, 1, local // 2 if shifted and layer % 2 else 0)
+            branches: tuple[AnyBranch, ...]
             if layer < first or (layer - first) % global_every:
-                branches = (Branch(local, 1, shift), *far_branches)
+                branches = (near, *far_branches)
             elif dense == num_heads:
                 branches = (Branch(None, 1),)
             else:
                 split = num_heads - dense
-                branches = (
-                    Branch(local, 1, shift, heads=tuple(range(split))),
-                    Branch(None, 1, heads=tuple(range(split, num_heads))),
-                )
+                far_heads = tuple(range(split, num_heads))
+                branches = (replace(near, heads=tuple(range(split))), Branch(None, 1, heads=far_heads))
             layers.append(DilatedPattern(branches, **rules))
         return layers
 
@@ -320,7 +212,7 @@ class DilatedPattern:
             below = integer(below, "below", 1)
         branches = (
             b
-            if b.segment_length is None or (below is not None and b.segment_length >= below)
+            if isinstance(b, Window) or b.segment_length is None or (below is not None and b.segment_length >= below)
             else replace(b, shift=math.floor(fraction * b.segment_length))
             for b in self.branches
         )
@@ -330,7 +222,7 @@ class DilatedPattern:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for YAML, JSON and checkpoints; `from_dict` gives an equal pattern back."""
         return {
-            "branches": [b.to_dict() for b in self.branches],
+            "branches": [b.to_dict() for b in join_residues(self.branches)],
             "offsets": self.offsets,
             "offset_heads": self.offset_heads,
             "padding": self.padding,
@@ -365,16 +257,16 @@ class DilatedPattern:
         return DilatedPattern.from_dict(json.loads(code))
 
     def __repr__(self) -> str:
+        plain = lambda b: not (b.shift or b.heads or b.offset is not None or b.width is not None)  # noqa: E731
         inner = ", ".join(
-            f"({b.segment_length}, {b.dilation_rate})" if not (b.shift or b.heads or b.offset is not None) else repr(b)
-            for b in self.branches
+            f"({b.segment_length}, {b.dilation_rate})" if plain(b) else repr(b) for b in join_residues(self.branches)
         )
         defaults = (("offsets", "interleaved"), ("offset_heads", "query"), ("padding", "masked"))
         rules = "".join(f", {name}={getattr(self, name)!r}" for name, value in defaults if getattr(self, name) != value)
         return f"DilatedPattern([{inner}]{rules})"
 
     # -- what it means ---------------------------------------------------------------------------------------------
-    def offset(self, branch: Branch, head: int, num_heads: int, num_kv_heads: int | None = None) -> int:
+    def offset(self, branch: AnyBranch, head: int, num_heads: int, num_kv_heads: int | None = None) -> int:
         """The residue o that query head `head` uses in `branch` (index mod r == o)."""
         if branch.offset is not None:
             return branch.offset

@@ -18,7 +18,8 @@ import torch
 from lightning_dilated._validation import flag, integer
 
 if TYPE_CHECKING:
-    from lightning_dilated.pattern.pattern import Branch, DilatedPattern
+    from lightning_dilated.pattern.branch import AnyBranch
+    from lightning_dilated.pattern.pattern import DilatedPattern
 
 
 def in_turns(patterns: Sequence[Any], depth: int) -> tuple[Any, ...]:
@@ -44,13 +45,18 @@ class Segment(NamedTuple):
     first: int
 
 
-def segment_width(branch: Branch, seq_len: int) -> int:
+def segment_width(branch: AnyBranch, seq_len: int) -> int:
     """w of a branch over a document: a segment longer than N + t holds the same positions as one of that length."""
     longest = seq_len + branch.shift
     return longest if branch.segment_length is None else min(branch.segment_length, longest)
 
 
-def segment_at(branch: Branch, seq_len: int, position: int) -> Segment:
+def window_reach(branch: AnyBranch) -> int | None:
+    """The distance from which on a window sees no key, width * r; None for a branch without a window."""
+    return None if branch.width is None else branch.width * branch.dilation_rate
+
+
+def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
     """The segment of a branch that holds a position."""
     width = segment_width(branch, seq_len)
     first = (position + branch.shift) // width * width - branch.shift
@@ -76,7 +82,7 @@ def head_rows(start: int, stop: int, first: int, rate: int, offset: int) -> rang
     return range(start + (first + offset - start) % rate, stop, rate)
 
 
-def padded_keys(pattern: DilatedPattern, branch: Branch, seq_len: int, keys: int) -> int:
+def padded_keys(pattern: DilatedPattern, branch: AnyBranch, seq_len: int, keys: int) -> int:
     """n_pad of a segment in which a head has `keys` keys: ceil(min(w, N) / r) - keys; 0 unless padding="attended".
 
     Callers leave it out of causal attention, where the pads come after every query.
@@ -101,7 +107,7 @@ def check_padding(pattern: DilatedPattern, seq_len: int) -> None:
 
 
 # -- the definition ----------------------------------------------------------------------------------------------------
-def segment_index(branch: Branch, seq_len: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def segment_index(branch: AnyBranch, seq_len: int, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(number of the segment, index within it) of int64 positions."""
     width = seq_len + branch.shift if branch.segment_length is None else branch.segment_length
     return (positions + branch.shift) // max(width, 1), (positions + branch.shift) % max(width, 1)
@@ -145,6 +151,9 @@ def counts(
         for i in range(len(pattern.branches)):
             segment, used = used_index(pattern, i, stop - start, num_heads, num_kv_heads)
             together = (segment[:, None] == segment[None, :]) & used[:, :, None] & used[:, None, :]
+            if (reach := window_reach(pattern.branches[i])) is not None:
+                position = torch.arange(stop - start)
+                together &= (position[:, None] - position[None, :]).abs() < reach
             total[:, start:stop, start:stop] += together
     return total.tril() if causal else total
 
@@ -177,7 +186,8 @@ class Block:
 
     Row i of head j in segment s is position first + s * segment_stride + j * position_step + i * row_stride: in a strided
     view of (B, N, H, D) the head stride may move along the sequence too, so heads of different offsets share a call.
-    `pads` zero keys are attended next to the rows (padding="attended").
+    `pads` zero keys are attended next to the rows (padding="attended"). With a `width` row i sees row j only where
+    |i - j| < width.
     """
 
     branch: int
@@ -193,11 +203,13 @@ class Block:
     kv_head_step: int
     position_step: int
     pads: int
+    width: int | None = None
 
     def pairs(self, causal: bool) -> int:
         """(query, key) pairs of the block."""
-        per_head = self.rows * (self.rows + 1) // 2 if causal else self.rows * self.rows
-        return self.segments * self.heads * per_head
+        rows, width = self.rows, self.rows if self.width is None else min(self.width, self.rows)
+        until = width * (width + 1) // 2 + (rows - width) * width  # with keys not after the query
+        return self.segments * self.heads * (until if causal else 2 * until - rows)
 
 
 @dataclass(frozen=True)
@@ -250,7 +262,8 @@ def blocks(
                     zero_keys = padded_keys(pattern, branch, seq_len, len(keys)) if attended else 0
                     numbers = h - window.start, h // group - window.start // group
                     all_rows.append(_HeadRows(*numbers, rows.start - start, len(rows), zero_keys))
-            out += (_block(i, run, number, width, rate) for run in _runs(tuple(all_rows), strides))
+            runs = _runs(tuple(all_rows), strides)
+            out += (_block(i, run, number, width, rate, branch.width) for run in runs)
     return tuple(out)
 
 
@@ -279,13 +292,15 @@ def pairs_of_part(
     return own, until[1] - until[0] - own
 
 
-def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: int) -> Block:
+def _block(
+    branch: int, run: list[_HeadRows], segments: int, segment: int, rate: int, width: int | None
+) -> Block:
     a, b = run[0], run[1] if len(run) > 1 else run[0]
     return Block(
         branch=branch,
         first=a.first,
         segments=segments,
-        segment_stride=width,
+        segment_stride=segment,
         rows=a.rows,
         row_stride=rate,
         heads=len(run),
@@ -295,6 +310,7 @@ def _block(branch: int, run: list[_HeadRows], segments: int, width: int, rate: i
         kv_head_step=b.kv_head - a.kv_head,
         position_step=b.first - a.first,
         pads=a.pads,
+        width=width if width is not None and width < a.rows else None,
     )
 
 

@@ -12,6 +12,7 @@ from lightning_dilated.attention import backends as engines
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES, FAMILIES, Engine, Request, choose, engine_names
 from lightning_dilated.attention.backends import math as math_engine
+from lightning_dilated.attention.backends.base import Band
 from lightning_dilated.attention.backends.sdpa import CPU_FLASH, CUDNN, FLASH
 from lightning_dilated.pattern import DilatedPattern
 
@@ -194,7 +195,7 @@ def test_empty(name, shape):
 
 def test_math_leaves_out_what_causality_hides(monkeypatch):
     monkeypatch.setattr(math_engine, "SCORE_BUDGET", 2 * 64 * 4)
-    tiles = list(math_engine._tiles(torch.empty(3, 2, 64, 8), 64, causal=True))
+    tiles = list(math_engine._tiles(torch.empty(3, 2, 64, 8), 64, Band(-64, 0)))
     scores = sum((g.stop - g.start) * (i.stop - i.start) * (j.stop - j.start) for g, i, j in tiles)
     assert 3 * 64 * 65 // 2 <= scores < 3 * 64 * 64 * 0.6
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, seed, settings
+from hypothesis import assume, given, seed, settings
 
 from lightning_dilated.attention import dilated_attention
 from lightning_dilated.attention.backends import ENGINES as registry
@@ -88,6 +88,8 @@ def test_random_low_precision(engine, dtype):
     @settings(max_examples=examples(80))
     @given(cases())
     def random(case):
+        # of a single key q and k have no gradient, and the plain softmax, whose weight is 1, has no rounding to compare with
+        assume(all(b.width != 1 for b in case.pattern.branches))
         q, k, v, grad = case.tensors(dtype)
         out = case.run(q, k, v, engine=engine)
         exact, rough = leaves(q, k, v, dtype=torch.float64), leaves(q, k, v)

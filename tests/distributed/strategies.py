@@ -134,7 +134,7 @@ def sharded_patterns(draw, heads: int, kv_heads: int) -> DilatedPattern:
     shifts = kind == "random"
     if kind == "attended":
         rules["padding"] = "attended"
-    one = branches(heads, heads // kv_heads, rules["offset_heads"] == "kv", shifts=shifts, widest=90)
+    one = branches(heads, heads // kv_heads, rules["offset_heads"] == "kv", shifts=shifts, widest=90, windows=shifts)
     return DilatedPattern(draw(st.lists(one, min_size=1, max_size=4)), **rules)
 
 

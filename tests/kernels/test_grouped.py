@@ -267,14 +267,19 @@ def test_compiles_without_a_gpu():
 
     kinds = dict.fromkeys(("scale", "plain_scale", "keep"), "fp32")
     kinds |= dict.fromkeys(("jobs", "spans", "states", "positions"), "*i64")
-    kinds |= dict.fromkeys(("job_of", "first_of", "lengths", "bounds", "span_of", "entries", "starts"), "*i32")
+    kinds |= dict.fromkeys(("job_of", "first_of", "windows", "lengths", "bounds", "span_of", "entries", "starts"), "*i32")
     kinds |= dict.fromkeys(("lse", "row_lse", "delta", "weights"), "*fp32")
     kinds |= dict.fromkeys(("q", "k", "v", "out", "dq", "dk", "dv", "grad", "second", "parts"), "*bf16")
     tile = {"FAR": False, "LENGTHS": True, "BITS": 5, "ROWS": 32, "DIM": 32, "BLOCK": 32}
-    dense = {**tile, "CAUSAL": True, "DROP": False, "PRECISION": "tf32", "KEYS": 32}
+    dense = {**tile, "CAUSAL": True, "BAND": False, "DROP": False, "PRECISION": "tf32", "KEYS": 32}
+    window = {**dense, "BAND": True}
     out = {"LENGTHS": True, "BITS": 5, "TOKENS": 32, "DIM": 32, "BLOCK": 32}
     for kernel, options in (
         (jobs._grouped_forward, {**dense, "CAUSAL": False, "PADS": True}),
+        (jobs._grouped_forward, {**window, "PADS": False}),
+        (jobs._grouped_keys, {**window, "CAUSAL": False}),
+        (jobs._grouped_keys, window),
+        (jobs._grouped_rows, window),
         (jobs._positions, {"BITS": 5, "ROWS": 64}),
         (jobs._grouped_delta, tile),
         (jobs._grouped_keys, dense),

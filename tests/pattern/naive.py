@@ -41,6 +41,8 @@ def counts(pattern: DilatedPattern, bounds: list[int], heads: int, kv_heads: int
                 for p in range(stop - start):
                     for j in range(stop - start):
                         sees = at[p] is not None and at[p] == at[j] and (j <= p or not causal)
+                        if branch.width is not None:
+                            sees = sees and abs(p - j) < branch.width * branch.dilation_rate
                         c[h][start + p][start + j] += sees
     return c
 

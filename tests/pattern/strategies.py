@@ -2,7 +2,7 @@
 
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 
 
 @st.composite
@@ -13,16 +13,28 @@ def head_counts(draw, largest: int = 13):
 
 
 @st.composite
-def branches(draw, heads: int, group: int, whole_groups: bool, shifts: bool = True, widest: int = 70):
-    """One branch; `whole_groups` where a kv head's query heads must stay together."""
+def subsets(draw, heads: int, group: int, whole_groups: bool):
+    """Heads that a branch serves, or None for all."""
+    if not draw(st.booleans()):
+        return None
+    size = group if whole_groups else 1
+    lots = draw(st.sets(st.integers(0, heads // size - 1), min_size=1))
+    return [lot * size + i for lot in lots for i in range(size)]
+
+
+@st.composite
+def branches(
+    draw, heads: int, group: int, whole_groups: bool, shifts: bool = True, widest: int = 70, windows: bool = True
+):
+    """One branch, or one window in three; `whole_groups` where a kv head's query heads must stay together."""
+    if windows and draw(st.integers(0, 2)) == 0:
+        served, r = draw(subsets(heads, group, whole_groups)), draw(st.sampled_from([1, 1, 2, 3]))
+        offset = draw(st.one_of(st.none(), st.none(), st.integers(0, r - 1)))
+        return Window(draw(st.integers(1, max(1, widest // 2))), r, heads=served, offset=offset)
     w = draw(st.one_of(st.integers(1, widest), st.none()))
     r = draw(st.integers(1, 9))
     shift = draw(st.one_of(st.just(0), st.integers(0, w - 1))) if w and shifts else 0
-    served = None
-    if draw(st.booleans()):
-        size = group if whole_groups else 1
-        lots = draw(st.sets(st.integers(0, heads // size - 1), min_size=1))
-        served = [lot * size + i for lot in lots for i in range(size)]
+    served = draw(subsets(heads, group, whole_groups))
     offset = draw(st.one_of(st.none(), st.integers(0, r - 1)))
     return Branch(w, r, shift=shift, heads=served, offset=offset)
 
@@ -31,7 +43,8 @@ def branches(draw, heads: int, group: int, whole_groups: bool, shifts: bool = Tr
 def patterns(draw, heads: int, kv_heads: int, padding: str = "masked", widest: int = 70):
     """A pattern for these heads."""
     offset_heads = draw(st.sampled_from(["query", "kv"]))
-    one = branches(heads, heads // kv_heads, offset_heads == "kv", shifts=padding == "masked", widest=widest)
+    masked = padding == "masked"
+    one = branches(heads, heads // kv_heads, offset_heads == "kv", shifts=masked, widest=widest, windows=masked)
     return DilatedPattern(
         draw(st.lists(one, min_size=1, max_size=4)),
         offsets=draw(st.sampled_from(["interleaved", "blocked"])),

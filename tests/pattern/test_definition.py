@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern.rows import counts, pads
 
 from ..examples import examples
@@ -26,8 +26,23 @@ CORNERS = {
     "blocked kv offsets": (DilatedPattern([(8, 3)], offsets="blocked", offset_heads="kv"), 9, 8, 4),
     "kv offsets": (DilatedPattern([(6, 2)], offset_heads="kv"), 9, 6, 3),
     "the same branch twice counts twice": (DilatedPattern([(4, 2), (4, 2)]), 9, 2, 2),
+    "window": (DilatedPattern([Window(3)]), 9, 2, 2),
+    "window of one": (DilatedPattern([Window(1, 3)]), 5, 2, 2),
+    "dilated window": (DilatedPattern([Window(2, 3, heads=[1])]), 11, 2, 2),
+    "window longer than the sequence": (DilatedPattern([Window(9, 2)]), 7, 2, 2),
+    "window of one residue": (DilatedPattern([Window(2, 3, offset=2)]), 11, 2, 2),
     "fixed offset": (DilatedPattern([Branch(6, 3, heads=[1], offset=2)]), 9, 3, 3),
 }
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+@pytest.mark.parametrize("width, rate", [(1, 1), (4, 1), (3, 2), (2, 5), (30, 3)])
+def test_a_window_says_what_its_docstring_does(width, rate, causal):
+    c = DilatedPattern([Window(width, rate, heads=[1])]).counts(17, 2, causal)
+    for p in range(17):
+        seen = {j for j in range(17) if (p - j) % rate == 0 and abs(p - j) < width * rate and (j <= p or not causal)}
+        assert c[1, p].tolist() == [int(j in seen) for j in range(17)] and p in seen
+    assert not c[0].any()
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])

@@ -38,6 +38,7 @@ __all__ = [
     "choose",
     "engine_names",
     "environment",
+    "for_band",
     "for_rows",
 ]
 
@@ -82,6 +83,13 @@ def engine_names() -> list[str]:
 def for_rows(engine: Engine, rows: int) -> Engine:
     """The engine, or the math engine for fewer rows (of queries or of keys) than it takes."""
     return engine if rows >= engine.min_rows else MATH
+
+
+def for_band(engine: Engine, request: Request) -> Engine:
+    """The engine, or one that takes a `Band` where it does not: triton where that serves the request, else math."""
+    if engine.bands:
+        return engine
+    return MATH if TRITON.why_not(request) else TRITON
 
 
 def check_name(name: str) -> str:

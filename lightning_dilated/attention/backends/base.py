@@ -9,12 +9,20 @@ import math
 import struct
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Forward = Callable[..., tuple[Tensor, Tensor]]
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+class Band(NamedTuple):
+    """Which pairs of a block are computed: query row i and key row j where lower <= j - i <= upper."""
+
+    lower: int
+    upper: int
 
 
 @dataclass(frozen=True)
@@ -49,20 +57,23 @@ class Engine:
     forward(q, k, v, causal, scale, dropout) takes strided views of q (G, J, n, D) and of k, v (G, J, m, D), m = n where
     causal, and returns out (G, J, n, D) and its natural log-sum-exp (G, J, n).
     backward(grad, q, k, v, out, lse, causal, scale, dropout) takes the *merged* out and lse of the block's rows and returns
-    dq, dk, dv. Every statement below is tested.
+    dq, dk, dv. Engines with `bands` take a `Band` as a last argument, in place of causal; every query row then sees a key.
+    Every statement below is tested.
 
     Attributes:
         devices: device types it runs on; empty: any.
         dtypes: dtypes it takes; empty: every floating one.
         max_head_dim, head_dim_multiple: the head dims it takes.
         dropout: whether it applies `PairDropout` exactly, in the backward as well.
+        bands: whether it takes a `Band`.
         empty: whether a call with no rows is safe (the op never makes one).
         alignment: bytes that every row must be aligned to.
         deterministic: whether every run gives the same bits, in the backward as well.
         any_scale: whether it is also correct for a scale of 0 or below.
         rows_in_place: whether its results have the layout of q, where q's rows are adjacent.
         forward_into: None, or forward(..., into) that continues, in place, from a running state into = (out (B, L, H, D),
-            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well).
+            lse (B, H, L), the flat row of out of each query row (G, J, n), number of zero keys to attend as well), with a
+            `Band` after it where the engine takes one.
         min_rows: fewest query rows and key rows that it takes; the op gives smaller blocks to the math engine.
         available: device -> None, or why it cannot run there.
     """
@@ -75,6 +86,7 @@ class Engine:
     max_head_dim: int | None = None
     head_dim_multiple: int = 1
     dropout: bool = False
+    bands: bool = False
     empty: bool = False
     alignment: int = 1
     deterministic: bool = True

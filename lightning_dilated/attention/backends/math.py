@@ -5,12 +5,13 @@ Shape letters: G samples and segments, J heads, n query rows, m key rows (m = n 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.backends.base import Band, Engine
 from lightning_dilated.attention.dropout import PairDropout
 
 #: scores formed at once, in elements (16 MiB in fp32); a single row of scores may exceed it
@@ -23,35 +24,48 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def _tiles(q: Tensor, keys: int, causal: bool, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
-    """(groups, rows, keys) rectangles of scores within the budget; where causal, up to the last of the rows."""
+def _tiles(q: Tensor, keys: int, band: Band | None, dropout: bool = False) -> Iterator[tuple[slice, slice, slice]]:
+    """(groups, rows, keys) rectangles of scores within the budget; of a band, the keys that any of the rows sees."""
     groups, heads, rows, _ = q.shape
-    budget = SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET
-    row_step = max(1, min(rows, budget // max(1, heads * keys)))
-    group_step = max(1, budget // max(1, heads * keys * row_step))
+    budget = (SCORE_BUDGET // DROPOUT_ROOM if dropout else SCORE_BUDGET) // max(1, heads)
+    band = band or Band(-rows, keys)
+    span = band.upper - band.lower
+    # a tile of s rows has s * min(keys, s + span) scores, and in a narrow band s is about the root of twice the budget
+    row_step = max(1, min(rows, max(budget // max(1, keys), (math.isqrt(span * span + 4 * budget) - span) // 2)))
+    group_step = max(1, budget // max(1, min(keys, row_step + span) * row_step))
     for g in range(0, groups, group_step):
         for i in range(0, rows, row_step):
             stop = min(i + row_step, rows)
-            yield slice(g, min(g + group_step, groups)), slice(i, stop), slice(0, stop if causal else keys)
+            low, high = max(0, i + band.lower), min(keys, stop + band.upper)
+            yield slice(g, min(g + group_step, groups)), slice(i, stop), slice(low, max(low, high))
 
 
-def _scores(q: Tensor, k: Tensor, scale: float, causal: bool, first_row: int) -> Tensor:
+def _scores(q: Tensor, k: Tensor, scale: float, band: Band | None, i: slice, j: slice) -> Tensor:
+    """Scores of query rows i and key rows j, -inf where the band has no pair."""
     s = (q * scale) @ k.transpose(-1, -2)
-    if causal:
-        i = torch.arange(first_row, first_row + q.shape[2], device=q.device)
-        s.masked_fill_(torch.arange(k.shape[2], device=q.device) > i[:, None], -torch.inf)
+    if band is not None:
+        distance = torch.arange(j.start, j.stop, device=q.device) - torch.arange(i.start, i.stop, device=q.device)[:, None]
+        s.masked_fill_((distance < band.lower) | (distance > band.upper), -torch.inf)
     return s
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: PairDropout | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
+    if band is None and causal:
+        band = Band(-q.shape[2], 0)
     wide = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(q.shape, dtype=wide)
     lse = q.new_empty(q.shape[:-1], dtype=wide)
-    for g, i, j in _tiles(q, k.shape[2], causal, dropout is not None):
-        s = _scores(_wide(q[g, :, i]), _wide(k[g, :, j]), scale, causal, i.start)
+    for g, i, j in _tiles(q, k.shape[2], band, dropout is not None):
+        s = _scores(_wide(q[g, :, i]), _wide(k[g, :, j]), scale, band, i, j)
         lse[g, :, i] = torch.logsumexp(s, -1)
         p = torch.exp_(s.sub_(lse[g, :, i, None]))
         if dropout is not None:
@@ -70,15 +84,18 @@ def backward(
     causal: bool,
     scale: float,
     dropout: PairDropout | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Engine`: the backward of flash attention (arXiv 2205.14135, algorithm 4)."""
+    if band is None and causal:
+        band = Band(-q.shape[2], 0)
     wide = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_empty(q.shape, dtype=wide)
     dk, dv = (x.new_zeros(x.shape, dtype=wide) for x in (k, v))
-    for g, i, j in _tiles(q, k.shape[2], causal, dropout is not None):
+    for g, i, j in _tiles(q, k.shape[2], band, dropout is not None):
         qi, kj, do = _wide(q[g, :, i]), _wide(k[g, :, j]), _wide(grad[g, :, i])
         delta = (do * out[g, :, i]).sum(-1, keepdim=True)
-        p = torch.exp_(_scores(qi, kj, scale, causal, i.start).sub_(lse[g, :, i, None]))
+        p = torch.exp_(_scores(qi, kj, scale, band, i, j).sub_(lse[g, :, i, None]))
         dp = do @ _wide(v[g, :, j]).transpose(-1, -2)
         if dropout is None:
             dv[g, :, j] += p.transpose(-1, -2) @ do
@@ -92,4 +109,4 @@ def backward(
     return dq, dk, dv
 
 
-MATH = Engine(name="math", forward=forward, backward=backward, dropout=True, empty=True)
+MATH = Engine(name="math", forward=forward, backward=backward, dropout=True, bands=True, empty=True)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_dilated import kernels
-from lightning_dilated.attention.backends.base import Engine
+from lightning_dilated.attention.backends.base import Band, Engine
 from lightning_dilated.attention.dropout import PairDropout
 
 if TYPE_CHECKING:
@@ -30,25 +30,38 @@ def _drop(dropout: PairDropout | None, device: torch.device) -> Drop | None:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: PairDropout | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor]:
     """See `Engine`."""
     from lightning_dilated.kernels import dense, pipelined
 
     with kernels.on(q.device):
-        if dropout is None and pipelined.serves(q, k, v, scale):
+        if dropout is None and band is None and pipelined.serves(q, k, v, scale):
             return pipelined.forward(q, k, v, causal, scale)
-        return dense.forward(q, k, v, causal, scale, _drop(dropout, q.device))
+        return dense.forward(q, k, v, causal, scale, _drop(dropout, q.device), band=band)
 
 
 def _forward_into(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, dropout: PairDropout | None, into: tuple
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    scale: float,
+    dropout: PairDropout | None,
+    into: tuple,
+    band: Band | None = None,
 ) -> None:
     """See `Engine.forward_into`."""
     from lightning_dilated.kernels.dense import Into, forward
 
     with kernels.on(q.device):
-        forward(q, k, v, causal, scale, _drop(dropout, q.device), into=Into(*into))
+        forward(q, k, v, causal, scale, _drop(dropout, q.device), into=Into(*into), band=band)
 
 
 def _backward(
@@ -61,12 +74,13 @@ def _backward(
     causal: bool,
     scale: float,
     dropout: PairDropout | None,
+    band: Band | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `Engine`."""
     from lightning_dilated.kernels.dense import backward
 
     with kernels.on(q.device):
-        return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device))
+        return backward(grad, q, k, v, out, lse.contiguous(), causal, scale, _drop(dropout, q.device), band)
 
 
 TRITON = Engine(
@@ -76,6 +90,7 @@ TRITON = Engine(
     dtypes=(torch.bfloat16, torch.float16, torch.float32),
     max_head_dim=256,
     dropout=True,
+    bands=True,
     forward_into=_forward_into,
     available=kernels.why_not,
 )

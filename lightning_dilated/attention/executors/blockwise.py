@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lightning_dilated._compat.cpython import with_room
-from lightning_dilated.attention.backends import for_rows
-from lightning_dilated.attention.backends.base import Engine, merge
+from lightning_dilated.attention.backends import Request, for_band, for_rows
+from lightning_dilated.attention.backends.base import Band, Engine, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
@@ -73,11 +73,20 @@ def merge_block(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, span: 
     rows_lse.copy_(total)
 
 
+def engine_of(call: Call, block: Block, q: Tensor) -> tuple[Engine, tuple[Band, ...]]:
+    """The engine of a block, and what it takes as last arguments: the band of a window."""
+    if block.width is None:
+        return for_rows(call.engine, block.rows), ()
+    band = Band(1 - block.width, 0 if call.causal else block.width - 1)
+    return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (band,)
+
+
 def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:
     """A block's (G, J, n, D) output and (G, J, n) log-sum-exp from q, k, v (B, N, heads, D)."""
     q, k, v = (row_view(x, span, block, kv) for x, kv in zip(inputs, (False, True, True), strict=True))
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
-    part, part_lse = for_rows(call.engine, block.rows).forward(q, k, v, call.causal, call.scale, keep)
+    engine, band = engine_of(call, block, q)
+    part, part_lse = engine.forward(q, k, v, call.causal, call.scale, keep, *band)
     if block.pads and not call.causal:
         part, part_lse = attend_pads(part, part_lse, block.pads)
     return part, part_lse
@@ -87,10 +96,11 @@ def block_backward(
     call: Call, tensors: Sequence[Tensor], lse: Tensor, span: Span, block: Block
 ) -> tuple[Tensor, Tensor, Tensor]:
     """A block's shares of dq, dk, dv, (G, J, n, D) each; `tensors` are grad, q, k, v and the merged out."""
-    views = (row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True))
+    views = [row_view(x, span, block, kv) for x, kv in zip(tensors, (False, False, True, True, False), strict=True)]
     rows_lse = cell_view(lse.transpose(1, 2), span, block).flatten(0, 1).contiguous()
     keep = call.mask and BlockDropout(call.mask, span, block, call.heads[0])
-    return for_rows(call.engine, block.rows).backward(*views, rows_lse, call.causal, call.scale, keep)
+    engine, band = engine_of(call, block, views[1])
+    return engine.backward(*views, rows_lse, call.causal, call.scale, keep, *band)
 
 
 def _add(total: Sequence[Tensor], parts: Sequence[Tensor], span: Span, block: Block) -> None:

@@ -98,11 +98,13 @@ class _Document:
 
     Attributes:
         jobs: (blocks, 16) int64, without offsets.
+        windows: (blocks,) int32, as `Work` has them.
         rows: by query head and by kv head: entries (entries, 7) int32, and how many each head has.
         step, tiles: of the programs that combine, in one sample.
     """
 
     jobs: Tensor
+    windows: Tensor
     rows: tuple[tuple[Tensor, Tensor], ...]
     step: int
     tiles: int
@@ -188,6 +190,7 @@ def _build(
         positions=int((facts[:, 3] * facts[:, 6]).sum()),
         pads=pads,
         rate=int(column["rate"].max()) if len(jobs) else 1,
+        windows=_windows(torch.cat([d.windows for d in documents]) if documents else jobs.new_empty(0), to),
         jobs=to(jobs),
         grids={size: _grid(column["rows"], heads, size, to) for size in set(sizes)},
         tokens=tokens,
@@ -197,6 +200,18 @@ def _build(
         queries=_outputs([d.rows[0] for d in documents], each, to),
         keys=_outputs([d.rows[1] for d in documents], each, to),
     )
+
+
+def _width(width: int | None) -> int:
+    """A window's width as kernels read it."""
+    from lightning_dilated.kernels.grouped import ENDLESS
+
+    return ENDLESS if width is None else min(width, ENDLESS)
+
+
+def _windows(widths: Tensor, to: functools.partial[Tensor]) -> Tensor | None:
+    """The windows of jobs, where any has one."""
+    return to(widths.int()) if bool((widths < _width(None)).any()) else None
 
 
 def bits_of(documents: int) -> int:
@@ -261,6 +276,7 @@ def _build_packed(
         positions=length,
         pads=pattern.padding == "attended",
         rate=int(jobs[:, 5].max()) if len(jobs) else 1,
+        windows=_windows(torch.tensor([_width(pattern.branches[i].width) for i in jobs[:, 14].tolist()]), to),
         jobs=to(jobs),
         grids={size: _packed_grid(jobs, size, 2**bits, to) for size in set(sizes)},
         tokens=tokens,
@@ -347,7 +363,8 @@ def _document(
         step = together if together <= 64 and together * tokens <= length else step
     tiles = -(-length // (tokens * step)) * step
     table = torch.tensor(jobs, dtype=torch.int64).reshape(-1, 16)
-    return _Document(table, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles)
+    windows = torch.tensor([_width(b.width) for b in every], dtype=torch.int32)
+    return _Document(table, windows, (_rows(every, heads[1] - heads[0], False), _rows(every, kv_heads, True)), step, tiles)
 
 
 def _rows(every: tuple[Block, ...], heads: int, kv: bool) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,230 @@
+"""Branch and Window: what a query head sees in one branch of a pattern; validated and immutable.
+
+Shape letters: w segment length, r dilation rate, t shift, o offset.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, TypeAlias
+
+from lightning_dilated._validation import integer, known_keys
+
+#: so that sums of positions, and products of rates with strides, stay within 64 bits
+LARGEST = {"segment_length": 1 << 62, "dilation_rate": 1 << 40}
+
+
+#: a window of rate r is r branches
+MOST_RESIDUES = 1024
+
+
+@dataclass(frozen=True)
+class Branch:
+    """One branch: global position p lies in segment (p + shift) // segment_length at index (p + shift) % segment_length,
+    and head h uses the positions whose index % dilation_rate equals the head's offset.
+
+    Args:
+        segment_length: w, in tokens; None means one segment that holds the whole sequence.
+        dilation_rate: r >= 1. It need not divide w.
+        shift: t with 0 <= t < w; the first segment then holds only w - t tokens.
+        heads: the query heads that this branch serves; None means all of them.
+        offset: one offset in [0, r) for every head of the branch; None leaves it to the pattern's rule.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+
+    segment_length: int | None
+    dilation_rate: int
+    shift: int = 0
+    heads: tuple[int, ...] | None = None
+    offset: int | None = None
+    #: only windows have one
+    width: ClassVar[None] = None
+
+    def __post_init__(self) -> None:
+        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
+        if self.segment_length is not None:
+            fix("segment_length", integer(self.segment_length, "segment_length", 1))
+        fix("dilation_rate", integer(self.dilation_rate, "dilation_rate", 1, " Use 1 for no dilation."))
+        for name, largest in LARGEST.items():
+            if (getattr(self, name) or 0) > largest:
+                raise ValueError(f"{name} must be at most 2^{largest.bit_length() - 1}, got {getattr(self, name)}.")
+        fix("shift", integer(self.shift, "shift", 0))
+        if self.segment_length is None and self.shift:
+            raise ValueError(f"shift={self.shift} has no meaning without segments: give segment_length, or shift=0.")
+        if self.segment_length is not None and self.shift >= self.segment_length:
+            raise ValueError(
+                f"shift must be below segment_length={self.segment_length}, got {self.shift}; "
+                f"a shift acts modulo the segment, so shift={self.shift % self.segment_length} is the same cut."
+            )
+        _fix_heads_and_offset(self)
+
+    def residues(self) -> tuple[Branch]:
+        """The branch itself: a head uses one residue of it."""
+        return (self,)
+
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this branch."""
+        return self.heads is None or head in self.heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON, without fields at their defaults."""
+        out: dict[str, Any] = {"segment_length": self.segment_length, "dilation_rate": self.dilation_rate}
+        if self.shift:
+            out["shift"] = self.shift
+        if self.heads is not None:
+            out["heads"] = list(self.heads)
+        if self.offset is not None:
+            out["offset"] = self.offset
+        return out
+
+    @classmethod
+    def of(cls, value: Any, name: str = "branch") -> AnyBranch:
+        """See `read_branch`."""
+        return read_branch(value, name)
+
+    def __repr__(self) -> str:
+        parts = [str(self.segment_length), str(self.dilation_rate)]
+        parts += [f"shift={self.shift}"] if self.shift else []
+        parts += [f"heads={_ranges(self.heads)}"] if self.heads is not None else []
+        parts += [f"offset={self.offset}"] if self.offset is not None else []
+        return f"Branch({', '.join(parts)})"
+
+
+@dataclass(frozen=True)
+class Window:
+    """A sliding window: query p sees key j of its document where r divides p - j and |p - j| < width * r; causal, j <= p.
+
+    With rate 1 these are the `width` latest tokens. No position is without a key, and there are no walls.
+
+    Args:
+        width: keys that a causal query sees, itself among them; 2 width - 1 where attention is not causal.
+        dilation_rate: r >= 1, the distance between these keys.
+        heads: the query heads that this window serves; None means all of them.
+        offset: the one residue (position mod r) whose positions see each other; None: all of them.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+
+    width: int
+    dilation_rate: int = 1
+    heads: tuple[int, ...] | None = None
+    offset: int | None = None
+    #: the window moves within one segment, the whole document
+    segment_length: ClassVar[None] = None
+    shift: ClassVar[int] = 0
+
+    def __post_init__(self) -> None:
+        fix = lambda name, value: object.__setattr__(self, name, value)  # noqa: E731 - frozen dataclass
+        fix("width", integer(self.width, "width", 1))
+        fix("dilation_rate", integer(self.dilation_rate, "dilation_rate", 1, " Use 1 for no dilation."))
+        if self.dilation_rate > MOST_RESIDUES:
+            raise ValueError(f"dilation_rate of a Window must be at most {MOST_RESIDUES}, got {self.dilation_rate}.")
+        if self.width * self.dilation_rate > LARGEST["segment_length"]:
+            raise ValueError(f"width * dilation_rate must be at most 2^62, got {self.width * self.dilation_rate}.")
+        _fix_heads_and_offset(self)
+
+    def residues(self) -> tuple[Window, ...]:
+        """A window for each residue, so that a head uses one residue of each, as it does of a `Branch`."""
+        if self.offset is not None or self.dilation_rate == 1:
+            return (self,)
+        return tuple(replace(self, offset=o) for o in range(self.dilation_rate))
+
+    def serves(self, head: int) -> bool:
+        """Whether a query head takes this window."""
+        return self.heads is None or head in self.heads
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for YAML and JSON, without fields at their defaults."""
+        out: dict[str, Any] = {"width": self.width}
+        if self.dilation_rate > 1:
+            out["dilation_rate"] = self.dilation_rate
+        if self.heads is not None:
+            out["heads"] = list(self.heads)
+        if self.offset is not None:
+            out["offset"] = self.offset
+        return out
+
+    def __repr__(self) -> str:
+        parts = [str(self.width)]
+        parts += [str(self.dilation_rate)] if self.dilation_rate > 1 else []
+        parts += [f"heads={_ranges(self.heads)}"] if self.heads is not None else []
+        parts += [f"offset={self.offset}"] if self.offset is not None else []
+        return f"Window({', '.join(parts)})"
+
+
+AnyBranch: TypeAlias = Branch | Window
+#: what a pattern takes as a branch
+BranchLike: TypeAlias = AnyBranch | tuple[int | None, int] | Mapping[str, Any]
+
+
+def read_branch(value: Any, name: str = "branch") -> AnyBranch:
+    """A branch or window as it is, or one from a mapping of its fields or a (segment_length, dilation_rate) pair."""
+    if isinstance(value, (Branch, Window)):
+        return value
+    if isinstance(value, Mapping):
+        kind, required = (Window, ["width"]) if "width" in value else (Branch, ["segment_length", "dilation_rate"])
+        known_keys(value, name, [f.name for f in fields(kind)])
+        missing = [n for n in required if n not in value]
+        if missing:
+            raise ValueError(f"{name} lacks {' and '.join(missing)}: {dict(value)!r}.")
+        return _named(name, kind, **value)
+    if isinstance(value, (tuple, list)) and len(value) == 2:
+        return _named(name, Branch, *value)
+    raise TypeError(
+        f"{name} must be a Window, a Branch, a mapping or a (segment_length, dilation_rate) pair, got {value!r}."
+    )
+
+
+def join_residues(branches: Sequence[AnyBranch]) -> list[AnyBranch]:
+    """The branches with r neighbouring windows, one of each residue, as the window that they are the `residues` of."""
+    out: list[AnyBranch] = []
+    i = 0
+    while i < len(branches):
+        whole = branches[i]
+        if isinstance(whole, Window) and whole.offset == 0 and whole.dilation_rate > 1:
+            whole = replace(whole, offset=None)
+        parts = whole.residues()
+        matches = tuple(branches[i : i + len(parts)]) == parts
+        out.append(whole if matches else branches[i])
+        i += len(parts) if matches else 1
+    return out
+
+
+def _fix_heads_and_offset(branch: AnyBranch) -> None:
+    """Check the heads and the offset, and store the heads as a sorted tuple."""
+    if branch.heads is not None:
+        object.__setattr__(branch, "heads", _checked_heads(branch.heads))
+    if branch.offset is not None:
+        object.__setattr__(branch, "offset", integer(branch.offset, "offset", 0))
+        if branch.offset >= branch.dilation_rate:
+            raise ValueError(f"offset must be below dilation_rate={branch.dilation_rate}, got {branch.offset}.")
+
+
+def _checked_heads(heads: Any) -> tuple[int, ...]:
+    if isinstance(heads, (str, bytes, Mapping)) or not isinstance(heads, Iterable):
+        raise TypeError(f"heads must be a list of query heads such as range(0, 4), or None for all; got {heads!r}.")
+    numbers = tuple(sorted(integer(h, "each entry of heads", 0) for h in heads))
+    if not numbers:
+        raise ValueError("heads is empty, so the branch would serve nobody: name at least one head, or None for all.")
+    if len(set(numbers)) != len(numbers):
+        raise ValueError(f"heads names a head twice: {list(numbers)}. A head sees a branch once.")
+    return numbers
+
+
+def _named(name: str, make: Any, *args: Any, **kwargs: Any) -> AnyBranch:
+    """make(...), with the branch's name in front of its error messages."""
+    try:
+        return make(*args, **kwargs)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{name}: {error}") from None
+
+
+def _ranges(heads: tuple[int, ...]) -> str:
+    """`range(a, b)` where the heads are consecutive, else the list."""
+    if len(heads) > 2 and heads == tuple(range(heads[0], heads[-1] + 1)):
+        return f"range({heads[0]}, {heads[-1] + 1})"
+    return str(list(heads))
