@@ -187,8 +187,8 @@ def forward(
     """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
 
     Any strides, but 1 along D. The log-sum-exp is that without dropout. With `into` the attention continues from its state,
-    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper), in place of `causal`,
-    row i sees key j where lower <= j - i <= upper.
+    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper) row i sees key j where
+    lower <= j - i <= upper, whether `causal` or not.
     """
     groups, heads, n, dim = q.shape
     rows, keys, warps, stages = config(q.dtype, dim)
@@ -205,7 +205,8 @@ def forward(
     tiles = triton.cdiv(n, rows)
     _forward[(groups * heads * tiles,)](
         out, lse, q, *q.stride()[:3], k, *k.stride()[:3], v, *v.stride()[:3], heads, n, k.shape[2], tiles,
-        scale=scale * LOG2E.value, **_drop_arguments(drop, q), **_band_arguments(band), **chain, CAUSAL=causal, PRECISION=precision(q), ROWS=rows,
+        scale=scale * LOG2E.value, **_drop_arguments(drop, q), **_band_arguments(band), **chain, CAUSAL=causal,
+        PRECISION=precision(q), ROWS=rows,
         KEYS=keys, DIM=dim, BLOCK=block_dim(dim), num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out, lse
@@ -277,8 +278,8 @@ def _backward_rows(
         row_state = fold(_hash_state(state, sample, head, at), tl.load(queries + at * n + i, mask=i < n, other=0))
         keys += at * m
     acc = query_gradient(
-        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold, keep,
-        CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
+        query, do, row_lse, row_delta, k, v, k_sn, v_sn, i, tile, m, lower, upper, scale, row_state, keys, threshold,
+        keep, CAUSAL, BAND, DROP, PRECISION, ROWS, KEYS, DIM, BLOCK,
     )  # fmt: skip
     rows = (at * n + i)[:, None] * DIM + column[None, :]
     mask = (i < n)[:, None] & (column < DIM)[None, :]
@@ -311,12 +312,13 @@ def backward(
         delta, grad, *grad.stride()[:3], out, *out.stride()[:3], heads, n, tiles, ROWS=DELTA_ROWS, DIM=dim, BLOCK=block
     )
     views = [argument for x in (q, k, v, grad) for argument in (x, *x.stride()[:3])]
-    options = {**_drop_arguments(drop, q), **_band_arguments(band), "CAUSAL": causal, "PRECISION": precision(q), "DIM": dim, "BLOCK": block}
+    options = {**_drop_arguments(drop, q), **_band_arguments(band), "scale": scale * LOG2E.value, "plain_scale": scale}
+    options |= {"CAUSAL": causal, "PRECISION": precision(q), "DIM": dim, "BLOCK": block}
     for kernel, over_keys, results in ((_backward_keys, True, (dk, dv)), (_backward_rows, False, (dq,))):
         rows, keys, warps, stages = backward_config(q.dtype, dim, causal, over_keys)
         tiles = triton.cdiv(m, keys) if over_keys else triton.cdiv(n, rows)
         kernel[(groups * heads * tiles,)](
-            *results, *views, lse, delta, heads, n, m, tiles, scale=scale * LOG2E.value, plain_scale=scale, **options, ROWS=rows, KEYS=keys,
+            *results, *views, lse, delta, heads, n, m, tiles, **options, ROWS=rows, KEYS=keys,
             num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return dq, dk, dv

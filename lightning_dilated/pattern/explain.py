@@ -313,7 +313,8 @@ def _steps(
 def _reach(layers: list[list[Step]], seq_len: int, depth: int) -> tuple[float | None, int | None]:
     """(share of positions that reach the last token in `depth` layers, layers until all do or None).
 
-    `layers` are the steps of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below layer 0.
+    `layers` are the steps of layers 0, 1, ... in turns. The search goes down from the last layer, and on in turns below
+    layer 0.
     """
     if seq_len > REACH_LIMIT:
         return None, None

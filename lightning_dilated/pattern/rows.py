@@ -56,6 +56,16 @@ def window_reach(branch: AnyBranch) -> int | None:
     return None if branch.width is None else branch.width * branch.dilation_rate
 
 
+def window_band(branch: AnyBranch, causal: bool) -> tuple[int, int] | None:
+    """(lower, upper): a query row sees the key rows from `lower` to `upper` rows after it; None without a window."""
+    return None if branch.width is None else (1 - branch.width, 0 if causal else branch.width - 1)
+
+
+def windowed(pattern: DilatedPattern) -> list[AnyBranch]:
+    """The branches that are windows."""
+    return [b for b in pattern.branches if b.width is not None]
+
+
 def segment_at(branch: AnyBranch, seq_len: int, position: int) -> Segment:
     """The segment of a branch that holds a position."""
     width = segment_width(branch, seq_len)
@@ -179,6 +189,13 @@ def pads(
     return total
 
 
+def row_pairs(rows: int, width: int | None, causal: bool) -> int:
+    """Pairs among the rows of a head in a segment, in a window of `width` rows if there is one."""
+    width = rows if width is None else min(width, rows)
+    until = width * (width + 1) // 2 + (rows - width) * width  # with keys not after the query
+    return until if causal else 2 * until - rows
+
+
 # -- blocks ------------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Block:
@@ -207,9 +224,7 @@ class Block:
 
     def pairs(self, causal: bool) -> int:
         """(query, key) pairs of the block."""
-        rows, width = self.rows, self.rows if self.width is None else min(self.width, self.rows)
-        until = width * (width + 1) // 2 + (rows - width) * width  # with keys not after the query
-        return self.segments * self.heads * (until if causal else 2 * until - rows)
+        return self.segments * self.heads * row_pairs(self.rows, self.width, causal)
 
 
 @dataclass(frozen=True)

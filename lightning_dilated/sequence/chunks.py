@@ -10,7 +10,7 @@ Shape letters: N tokens, C tokens of a chunk, R ranks, w segment length, r dilat
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_dilated.pattern import DilatedPattern
@@ -166,9 +166,28 @@ def _read_later(problem: Problem, piece: range, later: int) -> dict[tuple[Docume
                 offset = problem.offset(number, head)
                 rows = head_rows(max(begin, piece.start), piece.stop, first, branch.dilation_rate, offset)
                 after = head_rows(later, end, first, branch.dilation_rate, offset)
-                if rows and after:
-                    read.setdefault((document, head // problem.group), []).append((after[-1], rows))
+                if not rows or not after:
+                    continue
+                parts = [(after[-1], rows)]
+                if branch.width is not None:
+                    reach = (branch.width - 1) * branch.dilation_rate
+                    rows = rows[max(0, -((rows.start + reach - after[0]) // rows.step)) :]
+                    parts = list(_by_last(problem.shard, rows, reach, after[-1]))
+                read.setdefault((document, head // problem.group), []).extend(parts)
     return read
+
+
+def _by_last(shard: ChunkShard, rows: range, reach: int, final: int) -> Iterator[tuple[int, range]]:
+    """(last position that reads them, rows) of rows that are read up to `reach` positions later, and until `final`: those
+    whose last position lies in one chunk together."""
+    while rows:
+        last = min(rows[0] + reach, final)
+        end = shard.begin(min(max(0, last - shard.start) // shard.stream + 1, shard.chunks))
+        some = rows
+        if last < end <= final:  # else the last chunk reads them all
+            some = rows[: -(-(end - reach - rows.start) // rows.step)]
+        yield min(some[-1] + reach, final), some
+        rows = rows[len(some) :]
 
 
 def _disjoint(progressions: list[tuple[int, range]]) -> list[tuple[int, list[range]]]:

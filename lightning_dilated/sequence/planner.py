@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from lightning_dilated._validation import integer, one_of
 from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern.rows import row_pairs, windowed
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange import EXCHANGES
 from lightning_dilated.sequence.exchange.program import Round, count
@@ -165,7 +166,8 @@ def _local_pairs(problem: Problem, rank: int) -> int:
         for segment in wide_segments(problem, piece) if piece.step == 1 else ():
             for head in served(problem, segment.branch):
                 n = len(intersect(segment_rows(problem, segment, head), piece))
-                pairs += segment.document.samples * (n * (n + 1) // 2 if problem.causal else n * n)
+                width = problem.pattern.branches[segment.branch].width
+                pairs += segment.document.samples * row_pairs(n, width, problem.causal)
     return pairs
 
 
@@ -307,6 +309,11 @@ def plan(
     check_exchange(exchange)
     if not crosses(problem):
         return Plan(problem, None)
+    if problem.shard.interleaved and (windows_of := windowed(problem.pattern)):
+        raise ValueError(
+            f"layout='strided' cannot serve {windows_of[0]}: every rank would need nearly all rows. Use layout='contiguous' or "
+            "'zigzag', where a rank needs the rows within a window of its ends."
+        )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     if exchange != "auto":
         reason = _why_not(problem, exchange, per_node)

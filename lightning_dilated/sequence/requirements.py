@@ -83,7 +83,8 @@ class BranchSegment:
 class RowRequest:
     """Query rows of one head and branch, and the key rows that they see: all of them, or (causal) those not after them.
 
-    Within one `slot` of a branch no query row occurs twice. `pads` zero keys are attended next to the keys.
+    Within one `slot` of a branch no query row occurs twice. `pads` zero keys are attended next to the keys. With a `band` =
+    (lower, upper) query i sees key j where lower <= j - i <= upper, and every query sees a key.
     """
 
     document: Document
@@ -94,12 +95,22 @@ class RowRequest:
     causal: bool = False
     slot: int = 0
     pads: int = 0
+    band: tuple[int, int] | None = None
 
     @property
     def pairs(self) -> int:
         """(query, key) pairs over the document's samples."""
-        n = len(self.queries)
-        return self.document.samples * (n * (n + 1) // 2 if self.causal else n * sum(map(len, self.keys)))
+        n, m = len(self.queries), sum(map(len, self.keys))
+        if self.band is not None:
+            return self.document.samples * (_below(n, m, self.band[1]) - _below(n, m, self.band[0] - 1))
+        return self.document.samples * (n * (n + 1) // 2 if self.causal else n * m)
+
+
+def _below(n: int, m: int, upper: int) -> int:
+    """Pairs (i, j) of i < n and j < m with j - i <= upper: row i has i + upper + 1 of them, at least 0 and at most m."""
+    first = min(n, max(0, -upper))  # the rows before have none
+    full = min(n, max(first, m - upper - 1))  # the rows from here on have all m
+    return (full - first) * (first + full + 1 + 2 * upper) // 2 + (n - full) * m
 
 
 def straddling(documents: Sequence[Document], shard: Shard) -> tuple[Document, ...]:
@@ -175,7 +186,9 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
             queries = intersect(rows, piece)
             if not queries:
                 continue
-            if piece.step == 1:
+            if (width := problem.pattern.branches[segment.branch].width) is not None:
+                yield from _window_requests(problem, segment, head, (rows, queries), width)
+            elif piece.step == 1:
                 after = range(0) if problem.causal else clip(rows, piece.stop, segment.stop)
                 keys = tuple(x for x in (clip(rows, segment.start, piece.start), after) if x)
                 if keys:
@@ -185,6 +198,28 @@ def piece_requests(problem: Problem, piece: range) -> Iterator[RowRequest]:
             else:
                 pads = segment_padding(problem, segment, rows)
                 yield RowRequest(segment.document, segment.branch, head, queries, (rows,), pads=pads)
+
+
+def _window_requests(
+    problem: Problem, segment: BranchSegment, head: int, of: tuple[range, range], width: int
+) -> Iterator[RowRequest]:
+    """What the queries of a run of a rank's positions see of a window's rows outside of it; `of` = (rows, queries).
+
+    The rows within `width` of the run's ends, and the queries that see any of them.
+    """
+    rows, queries = of
+    request = functools.partial(RowRequest, segment.document, segment.branch, head)
+    at = rows.index(queries[0])
+    before = rows[max(0, at - width + 1) : at]
+    some = queries[: width - 1]
+    if before and some:  # query i lies len(before) - j + i rows after key j
+        m = len(before)
+        yield request(some, (before,), band=(m - width + 1, m))
+    after = range(0) if problem.causal else rows[at + len(queries) : at + len(queries) + width - 1]
+    some = queries[max(0, len(queries) - width + 1) :]
+    if after and some:  # key j lies len(some) - i + j rows after query i
+        n = len(some)
+        yield request(some, (after,), band=(-n, width - 1 - n), slot=1)
 
 
 def _triangles(segment: BranchSegment, head: int, rows: range, queries: range) -> Iterator[RowRequest]:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lightning_dilated import DilatedPattern, dilated_attention
+from lightning_dilated import Branch, DilatedPattern, dilated_attention
 from lightning_dilated.attention import resolve
 from lightning_dilated.attention.executors import grouped
 from lightning_dilated.attention.executors.tables import bits_of
@@ -118,7 +118,9 @@ def random_lengths(rank, group, number, examples):
         small_tiles(chosen)
         case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), documents=None)
         if chosen.random() < 0.5:
-            branches = [replace(b, shift=0) for b in case.pattern.branches]
+            branches = [
+                Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches
+            ]
             pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
             with contextlib.suppress(ValueError):  # not for every length
                 check_padding(pattern, case.seq_len)
@@ -146,7 +148,9 @@ def random_documents(rank, group, number, examples):
         small_tiles(chosen)
         case = replace(drawn(chosen), layout=chosen.choice(LAYOUTS), batch=1, lengths=None)
         if chosen.random() < 0.3:
-            branches = [replace(b, shift=0) for b in case.pattern.branches]
+            branches = [
+                Branch(b.segment_length, b.dilation_rate, heads=b.heads, offset=b.offset) for b in case.pattern.branches
+            ]
             pattern = replace(case.pattern, branches=tuple(branches), padding="attended")
             with contextlib.suppress(ValueError):  # not for every length
                 check_padding(pattern, case.seq_len)
@@ -267,7 +271,9 @@ def test_compiles_without_a_gpu():
 
     kinds = dict.fromkeys(("scale", "plain_scale", "keep"), "fp32")
     kinds |= dict.fromkeys(("jobs", "spans", "states", "positions"), "*i64")
-    kinds |= dict.fromkeys(("job_of", "first_of", "windows", "lengths", "bounds", "span_of", "entries", "starts"), "*i32")
+    kinds |= dict.fromkeys(
+        ("job_of", "first_of", "windows", "lengths", "bounds", "span_of", "entries", "starts"), "*i32"
+    )
     kinds |= dict.fromkeys(("lse", "row_lse", "delta", "weights"), "*fp32")
     kinds |= dict.fromkeys(("q", "k", "v", "out", "dq", "dk", "dv", "grad", "second", "parts"), "*bf16")
     tile = {"FAR": False, "LENGTHS": True, "BITS": 5, "ROWS": 32, "DIM": 32, "BLOCK": 32}

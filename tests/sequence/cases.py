@@ -7,6 +7,7 @@ global.
 from __future__ import annotations
 
 import functools
+import math
 from collections import defaultdict
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -14,7 +15,7 @@ from itertools import groupby, pairwise
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.pattern.rows import check_padding
 from lightning_dilated.sequence.exchange.switch import windows
 from lightning_dilated.sequence.requirements import Document, Problem, straddling
@@ -55,7 +56,7 @@ class Case:
             for document, branch, head, positions in self._together
             for p in positions
             for j in positions
-            if j <= p or not self.causal
+            if (j <= p or not self.causal) and abs(p - j) < reach(self.pattern.branches[branch])
         }
 
     @property
@@ -122,6 +123,11 @@ def interleaved(shard: Shard) -> bool:
     return shard.layout == "strided" and shard.ranks * shard.members > 1
 
 
+def reach(branch: Branch | Window) -> float:
+    """The distance from which on a window sees nothing."""
+    return math.inf if branch.width is None else branch.width * branch.dilation_rate
+
+
 @st.composite
 def shards(draw, longest: int = 40, ranks: int = 6, members: int = 3, layouts=LAYOUTS, fewest: int = 1):
     """Any shard: empty ranks, short last ones, one rank."""
@@ -154,7 +160,8 @@ def cases(
     """Any case; with padding="attended" one that the definition allows."""
     heads, kv_heads = draw(st.sampled_from(HEADS))
     shard = draw(shards(longest, ranks, members, layouts, fewest))
-    pattern = draw(patterns(heads, kv_heads, padding=padding, widest=longest + longest // 2))
+    windows = shard.layout != "strided"  # which refuses them
+    pattern = draw(patterns(heads, kv_heads, padding=padding, widest=longest + longest // 2, windows=windows))
     documents = draw(calls_of(shard.seq_len))
     try:
         for d in documents:

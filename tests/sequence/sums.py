@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 
 from lightning_dilated.attention.resolve import local_spans
-from lightning_dilated.pattern.rows import blocks
+from lightning_dilated.pattern.rows import blocks, window_band
 from lightning_dilated.sequence.requirements import Document, Problem, RowRequest, row_requests
 
 from ..pattern import naive
@@ -35,8 +35,14 @@ def local_cells(case: Case, problem: Problem, rank: int, whole: bool = False):
                     yield document, block.branch, head, rows, 0 if case.causal else block.pads
 
 
-def triangle(queries: list[int], keys: list[int], causal: bool):
-    """(query, key) pairs as the backends take them: causal means that query i sees the keys up to the i-th."""
+def triangle(queries: list[int], keys: list[int], causal: bool, band: tuple[int, int] | None = None):
+    """(query, key) pairs as the backends take them: causal means that query i sees the keys up to the i-th; in a band it
+    sees the keys from i + lower to i + upper."""
+    if band is not None:
+        lower, upper = band
+        seen = [keys[max(0, n + lower) : max(0, n + upper + 1)] for n in range(len(queries))]
+        assert all(seen)
+        return [(p, j) for p, some in zip(queries, seen, strict=True) for j in some]
     assert not causal or len(queries) == len(keys)
     return [(p, j) for n, p in enumerate(queries) for j in (keys[: n + 1] if causal else keys)]
 
@@ -47,12 +53,14 @@ def computed(case: Case, requests: Requests, whole: bool) -> tuple[Counter, Coun
     for problem in case.problems():
         for rank in range(case.shard.ranks):
             for document, branch, head, rows, pad in local_cells(case, problem, rank, whole):
-                pairs.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal))
+                band = window_band(case.pattern.branches[branch], case.causal)
+                pairs.update((document, branch, head, p, j) for p, j in triangle(rows, rows, case.causal, band))
                 pads.update({(document, branch, head, p): pad for p in rows})
             for request in requests(problem, rank):
                 keys = [j for piece in request.keys for j in piece]
                 which = request.document, request.branch, request.head
-                pairs.update((*which, p, j) for p, j in triangle(list(request.queries), keys, request.causal))
+                of = list(request.queries), keys, request.causal, request.band
+                pairs.update((*which, p, j) for p, j in triangle(*of))
                 pads.update({(*which, p): request.pads for p in request.queries})
     return pairs, pads
 

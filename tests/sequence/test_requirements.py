@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern import Branch, DilatedPattern, Window
 from lightning_dilated.sequence.ranges import size
 from lightning_dilated.sequence.requirements import Document, crosses, needed_rows, row_requests, straddling
 from lightning_dilated.sequence.shard import Shard
@@ -53,7 +53,7 @@ def test_row_requests(case):
                 assert set(request.queries) <= held
                 keys = [j for piece in request.keys for j in piece]
                 assert request.pairs == request.document.samples * len(
-                    triangle(list(request.queries), keys, request.causal)
+                    triangle(list(request.queries), keys, request.causal, request.band)
                 )
                 # a backend call takes all requests of a (branch, slot) of equal sizes, so no row may occur twice
                 rows = {(request.branch, request.slot, request.document, request.head, p) for p in request.queries}
@@ -115,6 +115,9 @@ CORNERS = {
     "middle of a zigzag": (DilatedPattern([(6, 2)]), 2, 2, Shard(24, 2, "zigzag"), [24]),
     "one rank, strided over members": (DilatedPattern([(6, 2), (24, 5)]), 5, 1, Shard(24, 1, "strided", 3), [24]),
     "segments narrower than the stride": (DilatedPattern([(3, 2), (1, 1)]), 2, 2, Shard(24, 5, "strided"), [24]),
+    "windows": (DilatedPattern([Window(3), Window(2, 3)]), 2, 2, Shard(24, 5), [20, 4]),
+    "window over several shards": (DilatedPattern([Window(9)]), 2, 1, Shard(24, 7), [24]),
+    "window in a zigzag": (DilatedPattern([Window(5, 2)]), 2, 1, Shard(25, 3, "zigzag"), [25]),
     "heads that see nothing": (DilatedPattern([Branch(8, 4, heads=[1])]), 4, 4, Shard(8, 2), [8]),
 }
 

@@ -19,7 +19,7 @@ from lightning_dilated.attention.backends.base import Band, Engine, merge
 from lightning_dilated.attention.dropout import BlockDropout, Dropout
 from lightning_dilated.attention.executors.base import Call, attend_pads, empty_state
 from lightning_dilated.attention.views import Span, add_rows, cell_view, joined, row_view
-from lightning_dilated.pattern.rows import Block
+from lightning_dilated.pattern.rows import Block, window_band
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ def engine_of(call: Call, block: Block, q: Tensor) -> tuple[Engine, tuple[Band, 
     """The engine of a block, and what it takes as last arguments: the band of a window."""
     if block.width is None:
         return for_rows(call.engine, block.rows), ()
-    band = Band(1 - block.width, 0 if call.causal else block.width - 1)
-    return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (band,)
+    band = window_band(call.pattern.branches[block.branch], call.causal)
+    return for_band(call.engine, Request.of(q, call.mask is not None, call.scale)), (Band(*band),)
 
 
 def block_forward(call: Call, inputs: Sequence[Tensor], span: Span, block: Block) -> tuple[Tensor, Tensor]:

@@ -35,6 +35,8 @@ def _unfit_branch(problem: Problem, number: int) -> str | None:
     branch = problem.pattern.branches[number]
     local = problem.shard.seq_len // problem.shard.ranks
     width = segment_width(branch, problem.shard.seq_len)
+    if branch.width is not None:
+        return f"needs segments, and branches[{number}] is {branch}"
     if branch.shift:
         return f"needs branches without a shift, and branches[{number}] has shift={branch.shift}"
     if width <= local:

@@ -196,7 +196,7 @@ class Batch:
     """Requests of one branch with equally many queries and keys: one call of a backend.
 
     queries (G, n) are numbers in the queries' tensor (flat, or among some of its rows), keys (G, m) numbers in the store; no
-    query row occurs twice, and no row of the store where the keys are `distinct`.
+    query row occurs twice, and no row of the store where the keys are `distinct`. `band`: see `RowRequest`.
     """
 
     branch: int
@@ -206,6 +206,7 @@ class Batch:
     keys: Tensor
     requests: list[RowRequest]
     distinct: bool = False
+    band: tuple[int, int] | None = None
 
     def to(self, device: torch.device) -> Batch:
         return replace(self, queries=send(self.queries, device), keys=send(self.keys, device))
@@ -224,9 +225,9 @@ def batches(
     problem: Problem, requests: Iterable[RowRequest], queries: LocalRows | ReceivedRows, store: ReceivedRows
 ) -> list[Batch]:
     """The requests, joined where one call of a backend serves several."""
-    groups: dict[tuple[int, ...], list[RowRequest]] = {}
+    groups: dict[tuple[object, ...], list[RowRequest]] = {}
     for x in requests:
-        shape = (x.branch, x.slot, x.causal, x.pads, len(x.queries), sum(map(len, x.keys)))
+        shape = (x.branch, x.slot, x.causal, x.pads, x.band, len(x.queries), sum(map(len, x.keys)))
         groups.setdefault(shape, []).append(x)
     return [_batch(problem, group, queries, store) for group in groups.values()]
 
@@ -244,6 +245,7 @@ def _batch(problem: Problem, group: list[RowRequest], queries: LocalRows | Recei
         keys=key_numbers.view(count, -1),
         requests=group,
         distinct=_distinct(key_numbers, store.size),
+        band=first.band,
     )
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from lightning_dilated.pattern.rows import window_band
 from lightning_dilated.sequence import strided
 from lightning_dilated.sequence.exchange.program import (
     Message,
@@ -115,7 +116,9 @@ def tasks_by_owner(problem: Problem, rank: int) -> dict[int, list[RowRequest]]:
             if rows:
                 owner = holders[(segment.branch * problem.num_heads + head) % len(holders)]
                 pads = segment_padding(problem, segment, rows)
-                task = RowRequest(segment.document, segment.branch, head, rows, (rows,), problem.causal, pads=pads)
+                band = window_band(problem.pattern.branches[segment.branch], problem.causal)
+                of = segment.document, segment.branch, head, rows, (rows,)
+                task = RowRequest(*of, causal=problem.causal, pads=pads, band=band)
                 tasks.setdefault(owner, []).append(task)
     return tasks
 
