@@ -311,8 +311,8 @@ def plan(
         return Plan(problem, None)
     if problem.shard.interleaved and (windows_of := windowed(problem.pattern)):
         raise ValueError(
-            f"layout='strided' cannot serve {windows_of[0]}: every rank would need nearly all rows. Use layout='contiguous' or "
-            "'zigzag', where a rank needs the rows within a window of its ends."
+            f"layout='strided' cannot serve {windows_of[0]}: every rank would need nearly all rows. Use layout='contiguous' "
+            "or 'zigzag', where a rank needs the rows within a window of its ends."
         )
     per_node = problem.shard.ranks if ranks_per_node is None else max(1, ranks_per_node // problem.shard.members)
     if exchange != "auto":

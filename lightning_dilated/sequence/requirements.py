@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from lightning_dilated.pattern import DilatedPattern
 from lightning_dilated.pattern.rows import head_rows, padded_keys, segment_at, segment_width
@@ -104,6 +104,23 @@ class RowRequest:
         if self.band is not None:
             return self.document.samples * (_below(n, m, self.band[1]) - _below(n, m, self.band[0] - 1))
         return self.document.samples * (n * (n + 1) // 2 if self.causal else n * m)
+
+
+    def cut(self, held: Sequence[range]) -> Iterator[RowRequest]:
+        """The request for those of its keys that lie at the positions `held`: none, one, or in a band one for each run."""
+        parts = [both for keys in self.keys for piece in held if (both := intersect(keys, piece))]
+        if self.band is None:
+            if parts:
+                yield replace(self, keys=tuple(parts))
+            return
+        (keys,) = self.keys
+        for number, part in enumerate(parts):
+            at = keys.index(part[0])
+            lower, upper = self.band[0] - at, self.band[1] - at  # for key j of the part
+            first, stop = max(0, -upper), min(len(self.queries), len(part) - lower)  # queries that see one of them
+            if first < stop:
+                band, slot = (lower + first, upper + first), self.slot + 2 * number
+                yield replace(self, queries=self.queries[first:stop], keys=(part,), band=band, slot=slot)
 
 
 def _below(n: int, m: int, upper: int) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from lightning_dilated.pattern import Branch, DilatedPattern
+from lightning_dilated.pattern.rows import windowed
 
 from ..attention.strategies import LAYOUTS as STRIDES
 from ..attention.strategies import Case
@@ -80,6 +81,9 @@ class Sharded:
             "lengths": call.lengths is not None,
             "batch": call.batch > 1,
             "shift": any(b.shift for b in pattern.branches),
+            "window": bool(windowed(pattern)) and call.seq_len > per_rank,
+            "dilated window": any(b.dilation_rate > 1 for b in windowed(pattern)),
+            "window beyond a shard": any(b.width * b.dilation_rate > per_rank + 1 for b in windowed(pattern)),
             "subsets": any(b.heads for b in pattern.branches),
             "offsets": any(b.offset is not None for b in pattern.branches),
             "uneven windows": call.heads % self.head_size > 0,
@@ -164,7 +168,13 @@ def sharded(draw, ranks: int, exchange: str) -> Sharded:
         documents=draw(documents(n)) if kind == "documents" else None,
         layout=draw(st.sampled_from(["contiguous", *STRIDES])),
     )
-    return Sharded(call, ranks, draw(st.sampled_from(LAYOUTS)), exchange, **draw(groups(ranks, heads, exchange)))
+    layout = layout_for(call.pattern, draw(st.sampled_from(LAYOUTS)))
+    return Sharded(call, ranks, layout, exchange, **draw(groups(ranks, heads, exchange)))
+
+
+def layout_for(pattern: DilatedPattern, layout: str) -> str:
+    """The layout, or another for windows, which the strided one refuses."""
+    return "zigzag" if layout == "strided" and windowed(pattern) else layout
 
 
 @st.composite
@@ -194,7 +204,8 @@ def larger_groups(draw, ranks: int, exchange: str) -> Sharded:
         documents=None,
     )
     sizes = [size for size in range(2, ranks + 1) if ranks % size == 0]
-    return replace(case, call=call, head_size=draw(st.sampled_from(sizes)), ranks_per_node=None, nested=False)
+    layout = layout_for(call.pattern, case.layout)
+    return replace(case, call=call, layout=layout, head_size=draw(st.sampled_from(sizes)), ranks_per_node=None, nested=False)
 
 
 @st.composite

@@ -32,7 +32,6 @@ from lightning_dilated.sequence.exchange.row_ops import (
     select_rows,
 )
 from lightning_dilated.sequence.exchange.transport import Posted, Wire, abandon, rejoin, side_stream
-from lightning_dilated.sequence.ranges import intersect
 from lightning_dilated.sequence.requirements import Problem, RowRequest, row_requests
 
 
@@ -157,15 +156,7 @@ def _covered(problem: Problem, request: RowRequest, store: ReceivedRows) -> bool
 def _from_source(problem: Problem, requests: list[RowRequest], rank: int, hops: int) -> list[RowRequest]:
     """The requests cut down to the rows of the rank `hops` back; zero pads are attended once, with the rank's own rows."""
     held = problem.shard.ranges((rank - hops) % problem.shard.ranks)
-    cut = (
-        replace(
-            request,
-            keys=tuple(x for x in (intersect(rows, piece) for rows in request.keys for piece in held) if x),
-            pads=0 if hops else request.pads,
-        )
-        for request in requests
-    )
-    return [request for request in cut if request.keys]
+    return [replace(part, pads=0 if hops else part.pads) for request in requests for part in request.cut(held)]
 
 
 @dataclass
