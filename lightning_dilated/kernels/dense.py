@@ -187,8 +187,8 @@ def forward(
     """(out (G, J, n, D), natural log-sum-exp (G, J, n) fp32) of q (G, J, n, D) and k, v (G, J, m, D); m = n where causal.
 
     Any strides, but 1 along D. The log-sum-exp is that without dropout. With `into` the attention continues from its state,
-    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper) row i sees key j where
-    lower <= j - i <= upper, whether `causal` or not.
+    which is changed in place and returned: no merge is needed afterwards. With `band` = (lower, upper) row i sees key j
+    where lower <= j - i <= upper, whether `causal` or not.
     """
     groups, heads, n, dim = q.shape
     rows, keys, warps, stages = config(q.dtype, dim)

@@ -319,8 +319,8 @@ def _grouped_forward(
     out, lse, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, jobs, job_of, first_of,
     lengths, scale, states, threshold, keep, first_head, positions, windows,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, PADS: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr,
-    LENGTHS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
-    BLOCK: tl.constexpr,
+    LENGTHS: tl.constexpr, BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     job, tile, tiles, n, rate, row, sample, position, head, kv_head, extent = _find(
         jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS
@@ -421,7 +421,8 @@ def _grouped_keys(
     dk, dv, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
     jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions, windows,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     job, tile, _, n, rate, row, sample, position, head, kv_head, _ = _find(
         jobs, job_of, first_of, lengths, KEYS, FAR, LENGTHS, BITS
@@ -463,7 +464,8 @@ def _grouped_rows(
     dq, q, q_sb, q_sn, q_sh, k, k_sb, k_sn, k_sh, v, v_sb, v_sn, v_sh, grad, g_sb, g_sn, g_sh, lse, delta,
     jobs, job_of, first_of, lengths, scale, plain_scale, states, threshold, keep, first_head, positions, windows,
     CAUSAL: tl.constexpr, BAND: tl.constexpr, DROP: tl.constexpr, FAR: tl.constexpr, LENGTHS: tl.constexpr,
-    BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, PRECISION: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     job, tile, tiles, n, rate, row, sample, position, head, kv_head, _ = _find(
         jobs, job_of, first_of, lengths, ROWS, FAR, LENGTHS, BITS

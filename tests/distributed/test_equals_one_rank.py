@@ -86,7 +86,7 @@ def test_random(pool, ranks, exchange, times):
         with contextlib.suppress(Enough):
             random()
 
-    first = times * 300 + RUNS.index((ranks, exchange))  # other examples for every run
+    first = times * 700 + RUNS.index((ranks, exchange))  # other examples for every run
     sample(first)
     missing = {feature for feature in wanted if not seen[feature]}
     if missing:  # what a seed draws differs between versions of hypothesis
