@@ -38,8 +38,9 @@ CACHE_GIB = 20.0
 
 _URL = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]+)://")
 _MAGIC = re.compile(r"[*?\[]")
-#: what stores call the state of a file's content, the surest first
-_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id", "mtime", "LastModified", "last_modified", "created")
+#: what stores call the state of a file's content; and its time, where they have nothing better
+_VERSIONS = ("ETag", "etag", "generation", "md5Hash", "blob_id")
+_TIMES = ("mtime", "LastModified", "last_modified", "created")
 #: errors that another try does not change
 _FINAL = (
     FileNotFoundError,
@@ -143,7 +144,8 @@ class Opener:
             if not files:
                 expected = "no file" if suffixes is None else f"no file ending in {', '.join(suffixes)}"
                 raise FileNotFoundError(f"the folder {url} holds {expected} (hidden ones are left out); {hint}")
-        self._states |= files
+        # a store may write times in a list otherwise than of a file, so only what tells the content is taken from one
+        self._states |= {name: _state_of(name, x) for name, x in files.items() if any(x.get(y) for y in _VERSIONS)}
         return list(files)
 
     def look_up(self, paths: Iterable[str]) -> None:
@@ -210,7 +212,9 @@ class Opener:
 
     def prefetch(self, paths: Iterable[str]) -> None:
         """Fetch the first and the last block of each URL into the cache, several at a time."""
-        ends = [(x, at) for x in paths if is_url(x) and self.size(x) for at in {0, (self.size(x) - 1) // BLOCK}]
+        urls = [x for x in paths if is_url(x)]
+        self.look_up(urls)
+        ends = [(x, at) for x in urls if self.size(x) for at in {0, (self.size(x) - 1) // BLOCK}]
         if ends and self.cache.limit:
             with ThreadPoolExecutor(THREADS) as pool:
                 list(pool.map(lambda x: self._block(*x), ends))
@@ -398,7 +402,7 @@ def _info(url: str) -> dict[str, Any]:
 def _state_of(url: str, info: dict[str, Any]) -> FileState:
     if info.get("size") is None:
         raise ValueError(f"{url}: the server states no size, so the file cannot be read by range: copy it to a disk")
-    version = next((str(info[name]) for name in _VERSIONS if info.get(name) is not None), "")
+    version = next((str(info[name]) for name in (*_VERSIONS, *_TIMES) if info.get(name) is not None), "")
     return FileState(int(info["size"]), version)
 
 
@@ -411,35 +415,35 @@ def _check_same(url: str, state: FileState) -> None:
         )
 
 
-def _listed(url: str) -> tuple[bool, dict[str, FileState]]:
-    """(whether it is a folder, its files): of a file, the file itself."""
+def _listed(url: str) -> tuple[bool, dict[str, dict[str, Any]]]:
+    """(whether it is a folder, what the store says about its files): of a file, the file itself."""
     fs, path = _filesystem(url)
     info = fs.info(path)
     if info.get("type") != "directory":
-        return False, {_named(fs, url, path): _state_of(url, info)}
-    return True, _visible(fs, url, path, fs.find(path, detail=True))
+        return False, {_named(fs, path): info}
+    return True, _visible(fs, path, fs.find(path, detail=True))
 
 
-def _globbed(url: str) -> dict[str, FileState]:
+def _globbed(url: str) -> dict[str, dict[str, Any]]:
     fs, path = _filesystem(url)
     before = path[: _MAGIC.search(path).start()]  # type: ignore[union-attr]
     root, pattern = before.rpartition("/")[0], path[len(before.rpartition("/")[0]) :]
-    found = fs.glob(path, detail=True)
-    if not found and fs.isfile(path):  # a name with brackets
-        return {_named(fs, url, path): _state_of(url, fs.info(path))}
-    return _visible(fs, url, root, found, hidden="/." in pattern)
+    listed = fs.glob(path, detail=True)
+    if not listed and fs.isfile(path):  # a name with brackets
+        return {_named(fs, path): fs.info(path)}
+    return _visible(fs, root, listed, hidden="/." in pattern)
 
 
-def _visible(fs: Any, url: str, root: str, found: dict[str, Any], hidden: bool = False) -> dict[str, FileState]:
+def _visible(fs: Any, root: str, listed: dict[str, Any], hidden: bool = False) -> dict[str, dict[str, Any]]:
     """The files among what was listed below `root`, sorted; without hidden ones."""
     files = {}
-    for name in sorted(found):
+    for name in sorted(listed):
         parts = name[len(root) :].split("/")
-        if found[name].get("type") == "file" and (hidden or not any(part.startswith(".") for part in parts)):
-            files[_named(fs, url, name)] = _state_of(name, found[name])
+        if listed[name].get("type") == "file" and (hidden or not any(part.startswith(".") for part in parts)):
+            files[_named(fs, name)] = listed[name]
     return files
 
 
-def _named(fs: Any, url: str, path: str) -> str:
+def _named(fs: Any, path: str) -> str:
     """The URL of a path, in one spelling."""
     return path if is_url(path) else fs.unstrip_protocol(path)

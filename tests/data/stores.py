@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,19 +30,19 @@ def upload(folder: str | Path, url: str) -> str:
 
 
 @contextmanager
-def s3_server(set_variable: Callable[[str, str], None], unset: Callable[[str], None]) -> Iterator[str]:
+def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
     """The URL of an empty bucket on moto's server, on 127.0.0.1; the environment leads there."""
     from moto.server import ThreadedMotoServer
 
     for name in PROXIES:
-        unset(name)
+        patch.delenv(name, raising=False)
     for name, value in AWS.items():
-        set_variable(name, value)
+        patch.setenv(name, value)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
         host, port = server.get_host_and_port()
-        set_variable("AWS_ENDPOINT_URL", f"http://{host}:{port}")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://{host}:{port}")
         fs = fsspec.filesystem("s3", skip_instance_cache=True)
         fs.mkdir("bucket")
         yield "s3://bucket"

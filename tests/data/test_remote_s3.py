@@ -26,10 +26,7 @@ pytestmark = pytest.mark.full
 
 @pytest.fixture(scope="module")
 def bucket() -> Iterator[str]:
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        s3_server(patch.setenv, lambda name: patch.delenv(name, raising=False)) as url,
-    ):
+    with pytest.MonkeyPatch.context() as patch, s3_server(patch) as url:
         yield url
 
 
@@ -152,6 +149,7 @@ def test_a_server_that_is_gone(root: str, tmp_path: Path, monkeypatch: pytest.Mo
     waits: list[float] = []
     monkeypatch.setattr("lightning_dilated.data.remote.time.sleep", waits.append)
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     monkeypatch.setattr(s3fs.S3FileSystem, "retries", 1)
     s3fs.S3FileSystem.clear_instance_cache()
     try:

@@ -273,6 +273,7 @@ class SlideDataModule(SplitDataModule):
         files = collect_files(self.paths, [*H5, *PT], _HINT, self.opener)
         rows = None if self.labels_csv is None else read_rows(self.labels_csv, self.columns, self.opener)
         files, rows = matched(by_name(files), rows, str(self.labels_csv), self.unmatched == "leave_out")
+        self.opener.look_up(files)
         self.opener.prefetch(x for x in files if x.lower().endswith(H5))
         slides, rows = inspected(self.reader.inspect, files, rows, self.unmatched == "leave_out")
         check_sizes(slides, self.max_tiles if self.over == "error" else None)
