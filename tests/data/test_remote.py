@@ -232,9 +232,10 @@ def test_a_refused_request_is_not_tried_again(
 
 
 def test_a_package_that_is_missing(opener: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules["fsspec.registry"], "_registry", {})
+    known = sys.modules["fsspec.registry"]._registry  # type: ignore[attr-defined]
     for scheme, package in (("s3", "s3fs"), ("gs", "gcsfs")):
         extra = {"s3": "s3", "gs": "gcs"}[scheme]
+        monkeypatch.delitem(known, scheme, raising=False)
         monkeypatch.setitem(sys.modules, package, None)
         with pytest.raises(
             ImportError, match=rf"{scheme}://b/a\.bin needs .* pip install 'lightning-dilated\[{extra}\]'"
@@ -259,7 +260,7 @@ def reads(opener: Opener, url: str, out: Any) -> None:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_other_processes_read(tmp_path: Path, opener: Opener, method: str) -> None:
     (tmp_path / "a.bin").write_bytes(content(100))
     url = f"file://{tmp_path}/a.bin"

@@ -154,9 +154,8 @@ def test_a_window_of_a_large_file(store: str, tmp_path: Path, monkeypatch: pytes
     size = 32 * BLOCK
     fsspec.filesystem("memory").pipe_file("/a.bin", tokens(tmp_path / "a.bin", size // 2).read_bytes())
     fetched = Fetched(monkeypatch, "memory")
-    data = token_data(
-        "memory:///", seq_len=2 * BLOCK, val_fraction=0, test_fraction=0, scan=False, cache_dir=str(tmp_path / "cache")
-    )
+    options = {"seq_len": 2 * BLOCK, "val_fraction": 0, "test_fraction": 0, "scan": False}
+    data = token_data("memory:///", **options, cache_dir=str(tmp_path / "cache"))
     samples = data.dataset("train")
     assert fetched.count() == BLOCK  # the first block, to see what the file is
     half = samples.read_ranges(3, (range(BLOCK),))  # of the window, 4 MiB: what the first of two ranks reads
@@ -223,7 +222,7 @@ def test_the_memory_of_a_process_is_not_shared(store: str, tmp_path: Path, cache
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["tokens", "slides"])
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers(tmp_path: Path, folder: str, cached: dict[str, str], kind: str, context: str) -> None:
     tokens(tmp_path / "a.bin", 2000)
     make, root = (token_data, str(tmp_path)) if kind == "tokens" else (slide_data, folder)
