@@ -55,7 +55,7 @@ class GenomeDataModule(SequenceDataModule):
         max_n_fraction: most N that a window may have under "skip", from 0 to 1.
         short: what to do about records shorter than a window: "error", or "skip" to leave them out, named in an info line.
         val_limit: use at most this many windows of the validation split, and of the test split; null for all.
-        cache_dir: null is lightning_dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). If missing,
+        cache_dir: null is lightning-dilated/genomes in the user's cache folder ($XDG_CACHE_HOME, or ~/.cache). If missing,
             it is made for this user alone (mode 0700); make it yourself to share it.
         seq_len_schedule: {step: length}: from this optimizer step on, training sequences have this length, see
             `SeqLenSchedule`; null: N from the start.

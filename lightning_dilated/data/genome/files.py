@@ -28,8 +28,8 @@ SMALL = 1 << 24
 
 
 def default_cache() -> Path:
-    """The folder lightning_dilated/genomes in the user's cache ($XDG_CACHE_HOME, or ~/.cache)."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning_dilated" / "genomes"
+    """The folder lightning-dilated/genomes in the user's cache ($XDG_CACHE_HOME, or ~/.cache)."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lightning-dilated" / "genomes"
 
 
 def plain_file(path: str, cache: Path) -> str:
