@@ -9,8 +9,8 @@ from typing_extensions import override
 
 
 class ModelTable(ModelSummary):
-    """Lightning's summary as a short table: layers with parameters, and no FLOPs, which Lightning counts only for models with
-    an `example_input_array`; `lightning-dilated explain` and `plan` count them."""
+    """Lightning's summary as a short table: layers with parameters, and no FLOPs, which Lightning counts only for models
+    with an `example_input_array`; `lightning-dilated explain` and `plan` count them."""
 
     @staticmethod
     @override

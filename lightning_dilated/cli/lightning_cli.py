@@ -243,9 +243,9 @@ class DilatedCLI(LightningCLI):
         path = self.config[str(self.subcommand)].get("ckpt_path")
         if is_text and dims is not None and ("tokens" not in dims or labelled):
             raise ValueError(_other_data(self.model, dims) + _recipe_of_run(path))
-        if is_text and not any(word.startswith(("--config", "-c", "--data")) for word in sys.argv[2:]):
-            if hint := _recipe_of_run(path):
-                rank_zero_warn(f"the data is the default, Python's own source.{hint}")
+        names_data = any(word.startswith(("--config", "-c", "--data")) for word in sys.argv[2:])
+        if is_text and not names_data and (hint := _recipe_of_run(path)):
+            rank_zero_warn(f"the data is the default, Python's own source.{hint}")
         follow = getattr(self.datamodule, "follow_classes", None)
         if self.subcommand != "fit" and callable(follow) and path and Path(path).is_file():
             follow(read_checkpoint(path).get("classes"))
@@ -297,18 +297,14 @@ class DilatedCLI(LightningCLI):
 
 
 def run_recipe(ckpt_path: Any) -> Path | None:
-    """The config.yaml of the run that wrote a checkpoint: next to it, or up to two folders above; None where there is none."""
+    """The config.yaml of the run that wrote a checkpoint, next to it or up to two folders above; None without one."""
     folders = list(Path(str(ckpt_path)).parents)[:3] if ckpt_path and Path(str(ckpt_path)).is_file() else []
     return next((folder / "config.yaml" for folder in folders if (folder / "config.yaml").is_file()), None)
 
 
 def _recipe_of_run(ckpt_path: Any) -> str:
     recipe = run_recipe(ckpt_path)
-    return (
-        ""
-        if recipe is None
-        else f" The run that wrote the checkpoint had the settings in {recipe}: add --config {recipe}."
-    )
+    return "" if recipe is None else f" The checkpoint's run had the settings in {recipe}: add --config {recipe}."
 
 
 def _other_data(model: DilatedModule, dims: Mapping[str, int]) -> str:

@@ -258,6 +258,7 @@ class PooledModule(TransformerModel):
 
     def on_train_start(self) -> None:
         """Take over the data's classes and order of tiles."""
+        super().on_train_start()
         self.classes, self.tile_order = self._data_classes(), self._data_setting("order")
 
     def _data_classes(self) -> list[str] | None:

@@ -62,8 +62,7 @@ def test_names_are_those_that_a_user_chooses_from():
 
 def test_test_names_the_recipe_of_the_run(cli, fitted):
     """A checkpoint alone has no data: the recipe that has them lies in its run folder."""
-    (checkpoint, *_) = sorted(fitted.rglob("*.ckpt"))
-    recipe = checkpoint.parents[1] / "config.yaml"
+    checkpoint, recipe = fitted.ckpt, fitted.log / "config.yaml"
     assert yaml.safe_load(recipe.read_text())["data"]
     said = cli("fit", "--ckpt_path", str(checkpoint)).err
     assert f"add --config {recipe}" in " ".join(said.split())

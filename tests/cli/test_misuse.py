@@ -18,11 +18,11 @@ FIT = {
     # misspelt
     "key of the model": (
         ["--model.dimm", "8"],
-        ["dimm", "Did you mean 'dim'", "fit --model.help LongNetLM` lists its keys, `lightning-dilated fit --help`"],
+        ["dimm", "Did you mean 'dim'", "fit --model.help LongNetLM` lists the keys of LongNetLM, .*fit --help`"],
     ),
     "key of the data": (
         ["--data.seqlen", "8"],
-        ["seqlen", "Did you mean 'seq_len'", "fit --data.help ByteDataModule` lists its keys"],
+        ["seqlen", "Did you mean 'seq_len'", "fit --data.help ByteDataModule` lists the keys"],
     ),
     "key of the trainer": (["--trainer.max_stepz", "3"], [r"trainer\.max_stepz", "--help"]),
     "group": (["--trainr.max_steps", "3"], [r"trainr\.max_steps", "Did you mean '--trainer.max_steps'", "--help"]),
@@ -40,7 +40,7 @@ FIT = {
     ),
     "key of the optimizer": (
         ["--model.optimizer.lrr", "1"],
-        ["lrr", "optimizer", "Did you mean 'lr'", "Keys of AdamW: .*weight_decay"],
+        ["lrr", "optimizer", "Did you mean 'lr'", "Keys of AdamW: lr, .*weight_decay"],
     ),
     "model class": (["--model", "lightning_dilated.LongNet"], ["LongNet'", "Did you mean 'LongNetLM'"]),
     "data class": (["--data", "lightning_dilated.data.Bytes"], ["Bytes"]),

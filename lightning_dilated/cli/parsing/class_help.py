@@ -10,6 +10,8 @@ from typing import Any
 
 import lightning.pytorch as pl
 from jsonargparse import ArgumentParser
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 import lightning_dilated
 from lightning_dilated import data, models
@@ -62,7 +64,9 @@ def resolve(section: str, name: str) -> type:
 
 def keys(cls: type) -> list[str]:
     """The arguments of a class, of its bases too where it hands them on."""
-    return [key.partition(".")[2] for key in ArgumentParser().add_class_arguments(cls, "of", fail_untyped=False)]
+    built = {"params"} if issubclass(cls, Optimizer) else {"optimizer"} if issubclass(cls, LRScheduler) else set()
+    added = ArgumentParser().add_class_arguments(cls, "of", skip=built, fail_untyped=False)
+    return [key.partition(".")[2] for key in added]
 
 
 def help_of(section: str, cls: type) -> str:
@@ -98,7 +102,7 @@ def pages(argv: Sequence[str], chosen: dict[str, str | None]) -> list[str]:
 def _class(section: str, name: str | None) -> type:
     if name is None:
         raise ValueError(
-            f"--{section}.help needs a class: one of {', '.join(names(section))}, or the dotted path of another; or --config."
+            f"--{section}.help needs a class: one of {', '.join(names(section))}, the dotted path of another, or --config."
         )
     return resolve(section, name)
 

@@ -109,7 +109,7 @@ def where_listed(message: str) -> str:
     if section and cls and section[1] in SECTIONS and cls[1] not in bases:
         name = cls[1].rpartition(".")[2]
         name = name if name in names(section[1]) else cls[1]
-        return f"`{command} --{section[1]}.help {name}` lists its keys, `{command} --help` all others."
+        return f"`{command} --{section[1]}.help {name}` lists the keys of {name}, `{command} --help` all others."
     return (
         f"`{command} --help` lists the keys; those of model and data with --config, or by --model.help and --data.help."
     )
