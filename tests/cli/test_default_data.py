@@ -78,7 +78,9 @@ def test_a_checkpoint_alone_names_the_recipe_of_its_run(cli, tmp_path):
     trainer.save_checkpoint(checkpoint)
     assert "--config" not in cli("test", "--ckpt_path", str(checkpoint)).err
     recipe = tmp_path / "run" / "config.yaml"
-    recipe.write_text("data: {class_path: SlideDataModule, init_args: {paths: nowhere.h5}}")
+    recipe.write_text(
+        "{model: {class_path: SlideEncoder}, data: {class_path: SlideDataModule, init_args: {paths: nowhere.h5}}}"
+    )
     result = cli("test", "--ckpt_path", str(checkpoint))
     assert result.code == 2 and f"add --config {recipe}" in result.err and "Traceback" not in result.err, result.err
     assert "nowhere.h5 does not exist" in cli("test", "--ckpt_path", str(checkpoint), "--config", str(recipe)).err
