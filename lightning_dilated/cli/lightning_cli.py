@@ -24,7 +24,7 @@ from lightning_dilated.callbacks.model_table import ModelTable
 from lightning_dilated.cli.errors import PROG, essence, fail, one_line_errors, wants_traceback
 from lightning_dilated.cli.explain import class_of, with_length
 from lightning_dilated.cli.load_model import model_config, read_checkpoint
-from lightning_dilated.cli.parsing.parser import Parser
+from lightning_dilated.cli.parsing import Parser
 from lightning_dilated.data import ByteDataModule
 from lightning_dilated.models import DilatedModule, TokenModel
 from lightning_dilated.models.pooled_model import PooledModule

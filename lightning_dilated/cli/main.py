@@ -62,8 +62,8 @@ start here:
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 
 A recipe's values give way to a checkpoint's, and both to --KEY VALUE; of
-several --config the later wins. `{PROG} fit --config X --help` lists the
-keys; those of a class: `{PROG} fit --model.help SlideEncoder`.
+several --config the later wins. Keys: `{PROG} fit --config X --help`,
+of a class `{PROG} fit --model.help SlideEncoder`.
 Recipes of the package are found by name: --config quickstart.yaml. With
 LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
 """
