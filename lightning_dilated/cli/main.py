@@ -34,6 +34,7 @@ NOISE = (
     # DilatedModule keeps lengths on the CPU for the op; that it does so needs no warning at every start
     "You have overridden `transfer_batch_to_device` in `LightningModule`",
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # of Lightning's own code
+    "Starting from v1.9.0, `tensorboardX` has been removed",  # which logger is the default; config.yaml says so
 )
 
 HELP = f"""usage: {PROG} COMMAND [--config RECIPE.yaml] [--KEY VALUE ...]
@@ -62,7 +63,7 @@ start here:
   {PROG} validate --config recipes/quickstart.yaml --ckpt_path PATH
 
 A recipe's values give way to a checkpoint's, and both to --KEY VALUE; of
-several --config the later wins. Keys: `{PROG} fit --config X --help`,
+several --config the last wins. Keys: `{PROG} fit --config X --help`,
 of a class `{PROG} fit --model.help SlideEncoder`.
 Recipes of the package are found by name: --config quickstart.yaml. With
 LIGHTNING_DILATED_TRACEBACK=1 an error shows where it was noticed.
