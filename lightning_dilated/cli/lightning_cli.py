@@ -36,7 +36,7 @@ CKPT_WORDS = ("best", "last", "hpc", "registry")
 
 def with_checkpoint(argv: list[str]) -> list[str]:
     """The arguments in the order recipe, settings of the model in --ckpt_path, everything else: the later one wins."""
-    if any(word in ("-h", "--help") or word.startswith("--print_config") for word in argv):
+    if any(re.match(r"(-h|--help|--[\w.]+\.help)(=|$)|--print_config", word) for word in argv):
         return argv
     configs, rest = split_configs(argv[1:])
     class_name = model_class(configs, rest)

@@ -30,6 +30,7 @@ def test_keys_of_a_class(cli, argv, keys):
     assert not [key for key in keys if f"{key} " not in result.out]
     assert len(result.out.splitlines()) < 300  # and not those of the Trainer
     assert "--trainer." not in result.out
+    assert ".help" not in result.out  # helps of nested classes are no options of `fit`
 
 
 def test_help_lists_the_keys_of_the_chosen_classes(cli):
@@ -39,6 +40,17 @@ def test_help_lists_the_keys_of_the_chosen_classes(cli):
     alone = cli("fit", "--help").out
     assert "fit --model.help CLASS` lists the keys" in alone and "SlideEncoder" in alone and "GenomeDataModule" in alone
     assert "--model.feature_dim FEATURE_DIM" not in alone
+
+
+def test_a_key_before_its_class(cli):
+    argv = ["--data.labels_csv", "x", "--data", "SlideDataModule"]
+    result = cli("fit", "--model", "SlideEncoder", *argv)
+    assert result.code == 2 and "give --data CLASS first; one of ByteDataModule" in result.err, result.err
+
+
+def test_helps_of_the_trainers_classes_need_no_model(cli):
+    result = cli("fit", "--trainer.logger.help", "CSVLogger")
+    assert result.code == 0 and "save_dir" in result.out, result.err
 
 
 @pytest.mark.parametrize(

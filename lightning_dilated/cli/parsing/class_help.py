@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import pkgutil
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -73,11 +74,14 @@ def help_of(section: str, cls: type) -> str:
     """The keys of a class, each with its meaning, type and default."""
     parser = ArgumentParser(usage=argparse.SUPPRESS, add_help=False)
     parser.add_class_arguments(cls, section, fail_untyped=False)
-    lines = parser.format_help().strip("\n").split("\n")
-    drop = next((i for i, line in enumerate(lines) if line.startswith(f"  --{section} CONFIG")), None)
-    if drop is not None:  # a file of the class's arguments alone, of which --config is the usual form
-        del lines[drop]
-    return "\n".join([f"keys of {cls.__name__}, in a recipe under {section}.init_args:", "", *lines])
+    lines, kept = parser.format_help().strip("\n").split("\n"), True
+    page = [f"keys of {cls.__name__}, in a recipe under {section}.init_args:", ""]
+    for line in lines:
+        if not line.startswith("   "):  # the first line of an option
+            # nested helps are options of this parser only, and a file of the class's arguments is seldom used
+            kept = not re.match(rf"  (--[\w.]+\.help |--{section} CONFIG)", line)
+        page += [line] if kept else []
+    return "\n".join(page)
 
 
 def requested(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
