@@ -38,6 +38,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
         patch.delenv(name, raising=False)
     for name, value in AWS.items():
         patch.setenv(name, value)
+    fsspec.get_filesystem_class("s3").clear_instance_cache()  # of another server
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     try:
@@ -48,6 +49,7 @@ def s3_server(patch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://bucket"
     finally:
         server.stop()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 class Fetched:
