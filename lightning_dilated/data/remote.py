@@ -351,7 +351,7 @@ class RemoteFile(io.RawIOBase):
 def explained(url: str, error: Exception) -> Exception:
     """The error to raise where a store cannot be read: with the URL, what happened and what to change.
 
-    FileNotFoundError, PermissionError, ImportError (with the package to install), ValueError for a scheme that is not known
+    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for a scheme that is not known
     or a file that changed, ConnectionError for all that a later try may mend.
     """
     scheme, reason = scheme_of(url), " ".join(str(error).split()) or type(error).__name__
@@ -365,7 +365,9 @@ def explained(url: str, error: Exception) -> Exception:
         return PermissionError(f"{url} may not be read by this user ({reason}): {remedy}")
     if isinstance(error, ImportError):
         package = _PACKAGES.get(scheme, "the package of this store")
-        return ImportError(f"reading {url} needs a package that is not installed ({reason}): pip install {package}")
+        return ModuleNotFoundError(
+            f"reading {url} needs a package that is not installed ({reason}): pip install {package}"
+        )
     if isinstance(error, _FINAL):
         return error if url in reason else type(error)(f"{url} cannot be read: {reason}")
     return ConnectionError(
