@@ -154,11 +154,12 @@ class BlockCache:
         files, now = [], time.time()
         for folder in os.scandir(Path(self.folder) / "blocks"):
             for entry in os.scandir(folder.path):
-                state = entry.stat()
-                if not entry.name.endswith(".part"):
-                    files.append((state.st_mtime_ns, state.st_size, entry.path))
-                elif now - state.st_mtime > _ABANDONED:
-                    os.unlink(entry.path)
+                with contextlib.suppress(FileNotFoundError):  # a part that its process has just moved or removed
+                    state = entry.stat()
+                    if not entry.name.endswith(".part"):
+                        files.append((state.st_mtime_ns, state.st_size, entry.path))
+                    elif now - state.st_mtime > _ABANDONED:
+                        os.unlink(entry.path)
         total = sum(size for _, size, _ in files)
         for _, size, path in sorted(files):
             if total <= most:

@@ -351,8 +351,8 @@ class RemoteFile(io.RawIOBase):
 def explained(url: str, error: Exception) -> Exception:
     """The error to raise where a store cannot be read: with the URL, what happened and what to change.
 
-    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for a scheme that is not
-    known or a file that changed, ConnectionError for all that a later try may mend.
+    FileNotFoundError, PermissionError, ModuleNotFoundError (with the package to install), ValueError for a scheme that is
+    not known or a file that changed, ConnectionError for all that a later try may mend.
     """
     scheme, reason = scheme_of(url), " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, FileNotFoundError | IsADirectoryError):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dilated.data.block_cache import BlockCache, cache_root
+from lightning_dilated.data.block_cache import BlockCache, cache_root, locked
 
 
 def key(number: int) -> str:
@@ -124,7 +124,8 @@ def test_processes_share_a_folder(tmp_path: Path) -> None:
         worker.start()
     cache = BlockCache(str(tmp_path), 40 * 1004)
     while any(worker.is_alive() for worker in workers):
-        whole = [x for x in (tmp_path / "blocks").rglob("*") if re.fullmatch("[0-9a-f]{40}", x.name)]
+        with locked(tmp_path / "lock"):  # under which blocks come and go
+            whole = [x for x in (tmp_path / "blocks").rglob("*") if re.fullmatch("[0-9a-f]{40}", x.name)]
         assert len(whole) <= 40
         time.sleep(0.005)
     for worker in workers:
